@@ -162,6 +162,7 @@ ROWS = [
 CLEAN = [
     "src/pulsesync/errors.py",
     "src/pulsesync/__init__.py",
+    "src/pulsesync/cli",
 ]
 
 

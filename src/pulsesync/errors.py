@@ -6,10 +6,10 @@
     │   ├── SignatureError          no trusted key signed them
     │   ├── UnsupportedError        a version, codec or dtype that this reader does not know
     │   └── LimitError              a count or size is beyond what a reader accepts
-    ├── ChainError                  good bytes, wrong state: use another path (squashed patches, an anchor)
+    ├── ChainError                  good bytes for another state: use another path (squashed patches, an anchor)
     │   ├── BaseMismatchError       the local weights are not the patch's base
     │   ├── MissingLinkError        no published path leads to the version
-    │   └── RunChangedError         the location no longer holds what was followed: `follow_replaced=True` starts over
+    │   └── RunChangedError         the run at the location has changed: `follow_replaced=True` starts over
     │       ├── RunReplacedError    it holds another run
     │       ├── RunForkedError      it holds another state under the local version
     │       └── RunRolledBackError  its newest version is older than the local one
@@ -21,17 +21,17 @@
     │       ├── AnotherPublisherError   the run has another publisher: stop one of the two, or resume the run
     │       └── PointerMovedError   another process moved the pointer first: look where it is, and decide again
     ├── StaleWeightsError           the weights are older than `max_staleness` allows: sync before they are used
-    ├── ClosedError                 this Publisher or Subscriber can do nothing any more: create another one
+    ├── ClosedError                 this Publisher or Subscriber is closed: create another one
     ├── StateError                  the tensors do not fit the run: names, dtypes, shapes, memory layout
     ├── GroupError                  a process of a group died or is late: nothing changed, continue in a new group
     ├── RoundError                  trainers did not complete a round: nothing changed, the next attempt makes up for it
-    └── VerificationError           weights after apply are not the trainer's: rolled back, or stop serving if `torn`
+    └── VerificationError           the weights differ from the trainer's: rolled back, or stop serving if `torn`
 
-The message says what was expected, what was found and what to do. What a program may want to know is also a field:
-every class declares its own, and one that is None was not known where the error was raised.
+The message says what was expected, what was found and what to do. Facts that a program may need are also attributes:
+every class declares its own, and an attribute is None if its value was not known where the error was raised.
 
-Fields are set on the instance and have no defaults on the class: when Ray raises an error of a remote task, it derives
-a class from the error's and looks up on the original only what that class does not have.
+Attributes are set on the instance and have no defaults on the class: when Ray raises an error of a remote task, it
+derives a class from the error's class, and reads from the original error only what that class does not have.
 """
 
 
@@ -39,7 +39,7 @@ class PulseError(Exception):
     """Base of everything this library raises on purpose.
 
     Attributes:
-        failed_rank: The rank at which it happened, if another process of a group failed; None if this one did.
+        failed_rank: The rank that failed, if it is another process of a group; None if this process failed.
     """
 
     def __init__(self, message: str) -> None:
@@ -134,7 +134,7 @@ class LimitError(FormatError):
 
 
 class ChainError(PulseError):
-    """Good bytes that do not lead on from the local state.
+    """The bytes are good, but they cannot be applied to the local state.
 
     Attributes:
         key: The record in the store.
@@ -260,16 +260,16 @@ class NothingPublishedError(NotFoundError):
 class MissingBucketError(StoreError):
     """The bucket of an object store does not exist.
 
-    It is not a NotFoundError: for a reader or a publisher, an object that is not there is a normal answer of a store.
+    It is not a NotFoundError: for readers and publishers, a missing object is a normal answer of a store.
     """
 
 
 class ConflictError(StoreError):
-    """The object was to be created and exists already (`key`)."""
+    """The object to create exists already (`key`)."""
 
 
 class AnotherPublisherError(ConflictError):
-    """A version that was to be published exists: another publisher writes to the same run.
+    """The version to publish exists already: another publisher writes to the same run.
 
     Attributes:
         version: The version.
@@ -283,7 +283,7 @@ class AnotherPublisherError(ConflictError):
 
 
 class PointerMovedError(ConflictError):
-    """A pointer was to be moved, and another process moved it first; it is where that process moved it to.
+    """Another process moved the pointer first; it stays where that process moved it to.
 
     Attributes:
         pointer: The name of the pointer.
@@ -309,7 +309,7 @@ class StaleWeightsError(PulseError):
     Attributes:
         version: The local version; None if nothing was synced yet.
         newest: The version to follow: the newest one, or the one that the pointer names.
-        max_staleness: How many versions the local one may be away from it.
+        max_staleness: The number of versions by which the local version may differ from it.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class RoundError(PulseError):
 
 
 class VerificationError(PulseError):
-    """The state after an apply is not the publisher's; it has been rolled back, unless `torn` is True.
+    """The weights after a write differ from the publisher's; they have been rolled back, unless `torn` is True.
 
     Attributes:
         key: The record in the store.

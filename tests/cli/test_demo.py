@@ -247,7 +247,7 @@ def test_what_makes_no_sense_is_refused(arguments: list[str]) -> None:
     [
         (["--trainers", "2", "--replay"], "one trainer"),
         (["--trainers", "2", "--sync", "full"], "leave it out"),
-        (["--trainers", "2", "--publish-every", "2"], "version of every round"),
+        (["--trainers", "2", "--publish-every", "2"], "several publish a version every round"),
         (["--sync-every", "4"], "give --trainers"),
         (["--loco", "dense"], "give --trainers"),
     ],
@@ -259,7 +259,7 @@ def test_what_several_trainers_cannot_do_is_said_kindly(arguments: list[str], sa
 
 def test_steps_are_rounded_up_to_whole_rounds_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_trainers(DemoSettings(steps=20, trainers=2)).steps == 24
-    assert "24 steps in place of 20" in capsys.readouterr().err
+    assert "24 steps instead of 20" in capsys.readouterr().err
     assert check_trainers(DemoSettings(steps=24, trainers=2)).steps == 24
     assert check_trainers(DemoSettings(steps=20)) == DemoSettings(steps=20)
     assert capsys.readouterr().err == ""

@@ -145,5 +145,5 @@ def test_a_folder_is_told_its_version_or_that_it_is_none(run: Path, tmp_path: Pa
     damage(tmp_path / "f" / "a" / "model.safetensors")
     done = pulse("verify", run, tmp_path / "f")
     assert done.code == 1
-    assert "no version" in done.out
+    assert "not a published version" in done.out
     assert pulse("verify", run, tmp_path / "missing").refused(1, "missing")

@@ -32,10 +32,10 @@ def run(published: Path, tmp_path: Path) -> Path:
 
 def test_a_pointer_is_created_moved_on_and_moved_back(run: Path) -> None:
     for version, said in (
-        (3, "stable is created, and names version 3"),
-        (5, "stable names version 5, and 3 before"),
+        (3, "stable was created and names version 3"),
+        (5, "stable was moved from version 3 to version 5"),
         (5, "stable names version 5 already"),
-        (4, "stable names version 4, and 5 before"),
+        (4, "stable was moved from version 5 to version 4"),
     ):
         done = pulse("point", run, "stable", version)
         assert (done.code, done.out, done.err) == (0, f"{said}\n", "")
@@ -196,7 +196,7 @@ def test_prune_says_which_pointer_keeps_it_from_deleting_more(tmp_path: Path) ->
     arguments = ["prune", run, "--keep-versions", 3, "--keep-hours", 0, "--grace-hours", 0]
     done = pulse(*arguments)
     assert "versions 32 to 69 are kept" in done.out
-    assert f"the pointer canary names an old version; move it on with: pulse point {run} canary VERSION" in done.err
+    assert f"the pointer canary names an old version; move it with: pulse point {run} canary VERSION" in done.err
     pulse("point", run, "canary", 69)
     done = pulse(*arguments)
     assert ("versions 64 to 69 are kept" in done.out, done.err) == (True, "")

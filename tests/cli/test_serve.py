@@ -14,17 +14,17 @@ def test_a_token_of_the_environment_that_is_empty_is_a_usage_error(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PULSE_TOKEN", "")
-    assert pulse(*command).refused(2, "PULSE_TOKEN has an empty token")
+    assert pulse(*command).refused(2, "the token in PULSE_TOKEN is empty")
 
 
 def test_an_upstream_token_of_the_environment_that_is_empty_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "")
-    assert pulse("relay", FAR).refused(2, "PULSE_UPSTREAM_TOKEN has an empty token")
+    assert pulse("relay", FAR).refused(2, "the token in PULSE_UPSTREAM_TOKEN is empty")
 
 
 def test_a_token_file_that_is_empty_or_not_there_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text(" \n")
-    for name, saying in (("empty", "empty token"), ("none", "cannot read a token")):
+    for name, saying in (("empty", "is empty"), ("none", "cannot read a token")):
         assert pulse("serve", tmp_path, "--token-file", tmp_path / name).refused(2, saying)
         assert pulse("relay", FAR, "--token-file", tmp_path / name).refused(2, saying)
         assert pulse("relay", FAR, "--upstream-token-file", tmp_path / name).refused(2, saying)
@@ -89,13 +89,13 @@ def test_options_that_have_no_effect_on_an_upstream_are_usage_errors(
     (tmp_path / "empty").touch()
     (tmp_path / "token").write_text("s3cret")
     relay = ("relay", tmp_path, "--cache", tmp_path / "cache", "--host", "192.0.2.7")
-    assert pulse(*relay, "--upstream-token-file", tmp_path / "empty").refused(2, "empty token")
-    assert pulse(*relay, "--upstream-token-file", tmp_path / "token").refused(2, "not the address of a server")
-    assert pulse(*relay, "--upstream-token-in-clear").refused(2, "not the address of a server")
+    assert pulse(*relay, "--upstream-token-file", tmp_path / "empty").refused(2, "is empty")
+    assert pulse(*relay, "--upstream-token-file", tmp_path / "token").refused(2, "upstream only")
+    assert pulse(*relay, "--upstream-token-in-clear").refused(2, "upstream only")
     for upstream in (tmp_path, FAR):
-        assert pulse("relay", upstream, *relay[2:], "--cafile", tmp_path / "none").refused(2, "--cafile is for")
+        assert pulse("relay", upstream, *relay[2:], "--cafile", tmp_path / "none").refused(2, "--cafile works with")
     monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "")
-    assert pulse(*relay).refused(2, "PULSE_UPSTREAM_TOKEN has an empty token")
+    assert pulse(*relay).refused(2, "the token in PULSE_UPSTREAM_TOKEN is empty")
 
 
 def test_a_size_that_is_none_and_a_certificate_without_its_key_are_usage_errors(tmp_path: Path) -> None:

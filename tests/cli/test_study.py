@@ -67,7 +67,7 @@ def test_several_runs_are_shown_side_by_side(recorded: Path, tmp_path: Path) -> 
     done = pulse("study", recorded, other, "--out", tmp_path / "out")
     assert done.out.count("97.667%") == 2
     assert len(list((tmp_path / "out").glob("*/study.html"))) == 2
-    assert pulse("study", recorded, other, "--html", tmp_path / "x.html").refused(2, "--out writes a report of each")
+    assert pulse("study", recorded, other, "--html", tmp_path / "x.html").refused(2, "use --out for a report of each")
 
 
 def test_tables_need_a_folder(recorded: Path) -> None:
@@ -90,7 +90,7 @@ def test_what_cannot_be_written_is_said_in_one_line(recorded: Path) -> None:
 def test_what_is_looked_at_is_not_written_over(recorded: Path, tmp_path: Path, place: str) -> None:
     before = recorded.read_bytes()
     for more in (("--out", tmp_path), ("--html", recorded)):
-        assert pulse("study", tmp_path / place, "--limit", 1, *more).refused(2, "would be written over")
+        assert pulse("study", tmp_path / place, "--limit", 1, *more).refused(2, "would be overwritten")
     assert [file.name for file in tmp_path.iterdir()] == ["study.jsonl"]
     assert recorded.read_bytes() == before
 

@@ -840,5 +840,5 @@ def test_the_commands_export_and_import(tmp_path: Path) -> None:
     refused = pulse("export", str(tmp_path / "none"), str(tmp_path / "x"))
     assert refused.refused(3, "there is no run")
     assert "wait_s" not in refused.err  # is no option of the command
-    assert pulse("export", run, str(tmp_path / "y"), "--from", "3", "--to", "2").refused(2, "--to 2 is before --from 3")
+    assert pulse("export", run, str(tmp_path / "y"), "--from", "3", "--to", "2").refused(2, "got --to 2 and --from 3")
     assert pulse("export", run, str(tmp_path / "y"), "--from", "9").refused(1, "version 9 is not published")

@@ -391,15 +391,15 @@ def test_a_token_that_was_given_and_is_empty_is_a_usage_error(
     relayed = {**common, "cache": tmp_path / "cache", "max_cache": None, "cafile": None, "token_file": None}
     empty = tmp_path / "token"
     empty.write_text("\n")
-    with pytest.raises(UsageError, match="empty token"):
+    with pytest.raises(UsageError, match="is empty"):
         serving.serve(folder, **common, token_file=empty)
-    with pytest.raises(UsageError, match="empty token"):
+    with pytest.raises(UsageError, match="is empty"):
         serving.relay("http://127.0.0.1:1", **relayed, upstream_token_file=empty)
     monkeypatch.setenv(variable, "")
-    with pytest.raises(UsageError, match=f"{variable} has an empty token"):
+    with pytest.raises(UsageError, match=f"the token in {variable} is empty"):
         serving.relay("http://127.0.0.1:1", **relayed)
     if variable == "PULSE_TOKEN":
-        with pytest.raises(UsageError, match="PULSE_TOKEN has an empty token"):
+        with pytest.raises(UsageError, match="the token in PULSE_TOKEN is empty"):
             serving.serve(folder, **common, token_file=None)
 
 
@@ -455,7 +455,7 @@ def test_a_size_is_read_with_its_unit(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "-1", "1.5GB", "GB", "1PB", "1 000"])
 def test_a_size_that_is_none_is_an_error(text: str) -> None:
-    with pytest.raises(PulseError, match="not a size"):
+    with pytest.raises(PulseError, match="a size must be"):
         parse_size(text)
 
 

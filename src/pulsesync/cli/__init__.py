@@ -1,8 +1,8 @@
 """The `pulse` command. Each command is one function in a module of this package, imported when it is called.
 
-`COMMANDS` has what `pulse --help` shows of each, so that the list needs no other module: it takes 0.05 s of a core,
-where cyclopts and rich need 0.2 s to show the same. All else about a command is in its function: its options are the
-parameters, and its help is the docstring.
+`COMMANDS` has what `pulse --help` shows about each command, so that the list needs no other module: it takes 0.05 s of
+CPU time, where cyclopts and rich need 0.2 s to show the same. The rest is in the command's function: its options are
+the parameters, and its help is the docstring.
 """
 
 import os
@@ -38,7 +38,7 @@ COMMANDS = {
     ),
     "publish": (
         "pulsesync.cli.publish:publish",
-        "Publish a checkpoint as the next version of a run; the first one begins the run.",
+        "Publish a checkpoint as the next version of a run; the first one starts the run.",
     ),
     "follow": (
         "pulsesync.cli.follow:follow",
@@ -70,7 +70,7 @@ COMMANDS = {
     ),
     "verify": (
         "pulsesync.cli.verify:verify",
-        "Replay a whole run and check every hash and digest in it; or find out which version a folder holds.",
+        "Replay a run and check every hash and digest in it, or find out which version is in a folder.",
     ),
     "squash": (
         "pulsesync.cli.upkeep:squash",
@@ -82,12 +82,11 @@ COMMANDS = {
     ),
     "keygen": (
         "pulsesync.cli.keys:keygen",
-        "Make a key to sign a run with: the secret goes into FILE, the public key is printed, for workers to --trust.",
+        "Make a key to sign a run with: the secret key goes into FILE; the public key, for --trust, is printed.",
     ),
     "delegate": (
         "pulsesync.cli.keys:delegate",
-        "Let another key write squashed patches of a run, and nothing else; prints what that key's owner needs, as "
-        "JSON.",
+        "Let another key sign squashed patches of a run, and nothing else; print the delegation as JSON.",
     ),
     "serve": (
         "pulsesync.cli.serve:serve",
@@ -95,7 +94,7 @@ COMMANDS = {
     ),
     "relay": (
         "pulsesync.cli.serve:relay",
-        "Serve another location with a cache: the workers of a site fetch each byte from far away once.",
+        "Serve another location through a cache, so that a site fetches each byte from far away only once.",
     ),
 }
 

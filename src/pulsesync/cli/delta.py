@@ -1,4 +1,4 @@
-"""What `pulse export` and `pulse import` do: a run as delta folders, and delta folders as a run."""
+"""`pulse export` writes a run as delta folders; `pulse import` publishes delta folders as a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -36,26 +36,26 @@ def export(
 ) -> int:
     """Write the versions of a run as the delta folders that slime, miles and stitch read.
 
-    FOLDER/weight_v000004 is a complete checkpoint, for the first version; FOLDER/weight_v000005 and those after it hold
-    what changed since the version before, with a checksum of every tensor that changed. Each appears when it is
-    complete. Run the command again to continue after an interruption, or when the run has new versions.
+    The first version, such as FOLDER/weight_v000004, is a complete checkpoint; FOLDER/weight_v000005 and those after it
+    contain what changed since the version before, with a checksum of every tensor that changed. Each folder appears
+    when it is complete. Run the command again to continue after an interruption, or when the run has new versions.
 
     Args:
         run: The run to export.
         folder: Where the folders go: a folder that is empty, does not exist yet, or was exported to before.
         first: The version to begin with; if not given, the one after the last in FOLDER, or the oldest of the run.
         to: The last version to write; if not given, the newest.
-        encoding: xor is smaller; overwrite may be applied twice.
-        checksum: Of each tensor that changed; xxh3-128 and blake3 need pip install 'pulsesync[delta]'.
+        encoding: How changes are written: xor is smaller; overwrite may be applied twice.
+        checksum: The checksum of each changed tensor; xxh3-128 and blake3 need pip install 'pulsesync[delta]'.
         trust: Public key of a publisher to trust, or a file of such keys; nothing else is then accepted.
         as_json: Print one JSON object for every version, for machines.
 
     Raises:
         UsageError: --to is before --from. NothingThereError: the run has no version.
-        PulseError: the run cannot be read, or the folder not be written.
+        PulseError: the run cannot be read, or the folder cannot be written.
     """
     if first is not None and to is not None and to < first:
-        raise UsageError(f"--to {to} is before --from {first}")
+        raise UsageError(f"--to must not be before --from; got --to {to} and --from {first}")
     printer, count = Printer(as_json), 0
     with DeltaExporter(
         open_place(run), folder, first=first, encoding=encoding, checksum=checksum, trust=read_trust(trust)
@@ -63,7 +63,7 @@ def export(
         try:
             while (done := exporter.advance(to)) is not None:
                 count += 1
-                _tell(printer, "exported", f"version {done.version} as {done.folder}", done)
+                _report(printer, "exported", f"version {done.version} as {done.folder}", done)
         except NothingPublishedError as e:
             text = f"there is no run at {run}, or none of its versions can be reached yet"
             raise NothingThereError(f"{text}: check the location, or try again later") from e
@@ -92,9 +92,10 @@ def import_(
     Args:
         folder: The folder with weight_v000001, weight_v000002 and so on; delta-00000001 and so on from SkyRL.
         run: Where to publish: a new run, or one that an import of this folder has begun.
-        base: The checkpoint that the engines have started with, if the first folder is a delta; it is published first.
+        base: The checkpoint that the engines started with, needed if the first folder is a delta; it is published
+            first.
         key: File with the key to sign with, from pulse keygen.
-        spool: Folder to keep bodies in, so that the next import need not fetch the last version.
+        spool: Folder in which the last version is kept, so that the next import need not fetch it.
         as_json: Print one JSON object for every version, for machines.
 
     Raises:
@@ -104,15 +105,18 @@ def import_(
     with DeltaImporter(folder, open_place(run), base=base, signing_key=read_key(key), spool=spool) as importer:
         while (done := importer.advance()) is not None:
             count += 1
-            _tell(printer, "imported", f"{done.folder} as version {done.version}", done)
+            _report(printer, "imported", f"{done.folder} as version {done.version}", done)
         if importer.incomplete is not None:
-            printer.note("incomplete", f"{importer.incomplete} has no index yet and was left out; run this again")
+            printer.note(
+                "incomplete",
+                f"{importer.incomplete} has no index yet and was skipped; run this command again when it is complete",
+            )
     if not count:
         printer.note("complete", f"nothing to publish: the run has every complete folder of {folder}")
     return 0
 
 
-def _tell(printer: Printer, event: str, text: str, done: DeltaVersion) -> None:
+def _report(printer: Printer, event: str, text: str, done: DeltaVersion) -> None:
     kind = "delta" if done.is_delta else "checkpoint"
     printer.tell(
         event,

@@ -1,6 +1,6 @@
-"""What `pulse demo` does: start a run across processes, show it while it goes, sum it up, and keep it in a folder.
+"""`pulse demo`: start a run in several processes, show its progress, print a summary, and keep it in a folder.
 
-A run of the demo's own policy ends with the recorded steps of a language model, and with both results side by side.
+A run of the demo's own policy ends with a replay of a language model's recorded steps, and both results side by side.
 """
 
 import json
@@ -30,8 +30,8 @@ from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.lab.demo.view import Line, RunStory
 
 SMOLLM2 = Path(".models", "smollm2")  # in the current folder
-OWN = ("port", "secret")  # of every start of a run anew
-FILES = "settings.json, steps.jsonl, summary.json, plots.svg"  # that a run leaves in its folder
+OWN = ("port", "secret")  # settings that are new at every start of a run
+FILES = "settings.json, steps.jsonl, summary.json, plots.svg"  # what a run leaves in its folder
 
 app = App(name="demo")
 
@@ -62,48 +62,51 @@ def demo(
 ) -> int:
     """Train a small policy by reinforcement, with workers in processes of their own that follow its weights.
 
-    A trainer learns to add by GRPO from what workers generate; workers get its weights through a store alone, and
-    verify that they are what was published. Every step shows the reward, how many BF16 weights changed, the bytes that
-    travelled, and where each worker is. Any process may be killed: it is started again. Ctrl-C stops the run; the same
-    command with --out resumes it. Needs torch: pip install 'pulsesync[torch]'.
+    A trainer learns to add by GRPO from what workers generate; workers get its weights only through a store, and verify
+    that they are bit for bit what was published. Every step shows the reward, how many BF16 weights changed, the bytes
+    that were sent, and the version that each worker has. Any process may be killed: it is started again. Ctrl-C stops
+    the run; the same command with --out resumes it. Needs torch: pip install 'pulsesync[torch]'.
 
-    This policy is small and learns at a rate that changes many of its weights in a step. So the recorded steps of
-    --replay are played afterwards, for a few seconds, and both results are printed side by side. This is left out for
-    runs with --model, --sync full, --trainers, --publish-every, --store, --read or --link.
+    This policy is small and learns at a rate that changes many of its weights in a step. Therefore the recorded steps
+    of --replay are played afterwards, for a few seconds, and both results are printed side by side. This is left out
+    for runs with --model, --sync full, --trainers, --publish-every, --store, --read or --link.
 
-    With --trainers 4, four trainers learn on their own, each from its own completions, and meet every few steps: each
-    sends the others what would change the next forward pass, and keeps the rest in its own weights (PULSELoCo). After a
-    round all have the same shared weights, which is checked; the first trainer publishes these, and workers follow.
+    With --trainers 4, four trainers learn on their own, each from its own completions, and exchange updates every few
+    steps: each sends the others what would change the next forward pass, and keeps the rest in its own weights
+    (PULSELoCo). After a round all have the same shared weights, which is checked; the first trainer publishes these,
+    and workers follow.
 
     Args:
         steps: Optimizer steps to take.
         workers: Processes that generate.
-        seed: Of prompts and completions.
-        lr: AdamW's learning rate, 6e-5 if not given, for several trainers 1e-5, as their outer step goes seven times as
-            far. RL on large models uses 1e-6 to 3e-6; this policy is small, and would learn slowly.
-        prompts: Prompts in a step, in four pieces of work.
-        group: Completions of each.
-        delay: Versions that completions may be behind; 0 is lock-step, with the same weights every time it is run.
-        publish_every: Steps in a version.
-        sync: pulse sends what changed; full sends all weights, to compare with.
-        trainers: Processes that learn. Each has as many prompts in a step as one would have alone.
-        sync_every: Steps that several trainers take between two meetings; --steps is rounded up to whole rounds.
-        loco: What they send each other: pulse, what the next forward pass sees, in a few bits each; exact, the same in
-            FP32; dense, all of it, which is DiLoCo, to compare with.
-        store: Where the trainer publishes: a folder, s3://…, gs://…, az://…; one in the run's folder if not given.
-            Several trainers meet beside it.
-        read: Where workers read, if it is not there: the address of pulse serve or pulse relay.
-        link: Of each worker to the store, such as 50mbit; without limit if not given.
+        seed: Random seed of prompts and completions.
+        lr: AdamW's learning rate; 6e-5 if not given, or 1e-5 for several trainers, because their outer step is seven
+            times as long. RL on large models uses 1e-6 to 3e-6, at which this small policy would learn slowly.
+        prompts: Prompts in a step, distributed as four pieces of work.
+        group: Completions of each prompt.
+        delay: Number of versions by which the weights that completions come from may be older than the newest; 0 is
+            lock-step, which gives the same weights every time.
+        publish_every: Optimizer steps in a version.
+        sync: pulse sends what changed; full sends all weights, for comparison.
+        trainers: Processes that learn. Each has as many prompts in a step as a single one would have.
+        sync_every: Steps that several trainers take between two rounds; --steps is rounded up to whole rounds.
+        loco: What trainers send each other: pulse, what the next forward pass sees, in a few bits each; exact, the same
+            in FP32; dense, the full update, which is DiLoCo, for comparison.
+        store: Where the trainer publishes: a folder, s3://…, gs://…, az://…; a folder in the run's folder if not given.
+            Several trainers exchange their updates at a location next to it.
+        read: Where workers read, if that is another address: that of pulse serve or pulse relay.
+        link: Bandwidth of each worker's link to the store, such as 50mbit; unlimited if not given.
         model: demo; smollm2, which python -m pulsesync.lab.demo.smollm2 .models/smollm2 downloads; or a folder with a
             Hugging Face checkpoint.
-        device: Where models other than demo compute.
-        out: The run's folder, a new one or one that was interrupted; one in runs/, named by the time, if not given.
+        device: Device on which models other than demo compute.
+        out: The run's folder: a new one, or that of a run that was interrupted. If not given, a new folder in runs/,
+            named by the time.
         recorded: Publish a recorded GRPO run of SmolLM2-135M at 3e-6 instead of training: no torch, a few seconds.
         as_json: Print one JSON object a step and a summary, for machines.
 
     Raises:
-        UsageError: the options do not go together, or the run in --out has other settings.
-        PulseError: torch is missing, or a worker's weights are not those that were published.
+        UsageError: the options contradict each other, or the run in --out has other settings.
+        PulseError: torch is missing, or a worker's weights differ from what was published.
     """
     settings = DemoSettings(
         steps=steps,
@@ -128,7 +131,7 @@ def demo(
 
 
 def run(settings: DemoSettings, out: Path | None, *, as_json: bool) -> int:
-    """Train with workers that follow; exit code 0. Raises: PulseError, if anything was not as it was published."""
+    """Train with workers that follow; exit code 0. Raises: PulseError, if weights differ from what was published."""
     need_torch()
     settings = check_trainers(settings)
     folder, shown = open_folder(out, settings)
@@ -140,9 +143,11 @@ def run(settings: DemoSettings, out: Path | None, *, as_json: bool) -> int:
 def replay(settings: DemoSettings, out: Path | None, *, as_json: bool) -> int:
     """Publish a recorded run again, with workers that follow; exit code 0. Raises: PulseError, as above."""
     if settings.trainers > 1:
-        raise UsageError("--replay plays what one trainer did: leave out --trainers to see it, or --replay to train")
+        raise UsageError("--replay plays a recorded run of one trainer: leave out --trainers, or leave out --replay")
     if settings.sync != "pulse" or settings.model != "demo":
-        raise UsageError("--replay plays a recorded run by PULSESync: --sync and --model are for real ones")
+        raise UsageError(
+            "--replay plays a recorded run and trains no model: leave out --sync and --model, or leave out --replay"
+        )
     settings = _recorded(settings)
     folder, shown = open_folder(out, settings)
     return _sum_up(folder, *_watch(ReplayRun, folder, settings, shown, as_json), as_json)
@@ -153,7 +158,7 @@ def pretrain(*, seed: Count = 0, out: Path = Path("policy.safetensors"), as_json
     """Make the checkpoint that the demo begins with: supervised, until one sum in four is right.
 
     Args:
-        seed: Of weights and sums.
+        seed: Random seed of weights and sums.
         out: File for the BF16 weights.
         as_json: Print one JSON object at the end, for machines.
 
@@ -163,55 +168,60 @@ def pretrain(*, seed: Count = 0, out: Path = Path("policy.safetensors"), as_json
     need_torch()
     from pulsesync.lab.demo import pretrain as work
 
-    told: Line = {}
+    progress: Line = {}
     in_place = sys.stdout.isatty() and not as_json
 
-    def tell(step: int, loss: float, share: float) -> None:
-        told.update(step=step, loss=loss, right=share)
+    def show(step: int, loss: float, share: float) -> None:
+        progress.update(step=step, loss=loss, right=share)
         if not as_json:
             line = f"step {step}  loss {loss:.4f}  {share:.1%} right"
             print(f"\r{line}" if in_place else line, end="" if in_place else "\n", flush=True)
 
-    policy = work.pretrain(seed, tell=tell)
+    policy = work.pretrain(seed, tell=show)
     if in_place:
         print()
     out.parent.mkdir(parents=True, exist_ok=True)
     work.save(policy, out)
     if as_json:
-        print(json.dumps({"event": "pretrained", "file": str(out), **told}))
+        print(json.dumps({"event": "pretrained", "file": str(out), **progress}))
     else:
-        print(f"{out}: the BF16 weights, {told['right']:.1%} of sums right")
+        print(f"{out}: the BF16 weights, {progress['right']:.1%} of sums right")
     return 0
 
 
-# What was asked for
+# Options
 
 
 def need_torch() -> None:
-    """Say what is missing in a line. Raises: PulseError."""
+    """Raises: PulseError, if torch is not installed; it names the extra to install."""
     if find_spec("torch") is None:
-        raise PulseError("this trains, with torch: pip install 'pulsesync[torch]'. pulse demo --replay needs none")
+        raise PulseError(
+            "training needs torch, which is not installed: pip install 'pulsesync[torch]'. pulse demo --replay runs "
+            "without it"
+        )
 
 
 def read_place(location: str | None) -> str:
-    """A location that several processes can share, or nothing. Raises: UsageError."""
+    """Return a location that several processes can share, or an empty text. Raises: UsageError."""
     if location is None:
         return ""
     if location.startswith("memory://"):
-        raise UsageError(f"{location} is a place in one process: the run has several")
+        raise UsageError(
+            f"{location} exists in one process only, and the demo has several: give a folder or the address of a store"
+        )
     open_place(location)
     return location
 
 
 def read_link(text: str | None) -> float | None:
-    """Bytes a second of a link such as 50mbit. Raises: UsageError."""
+    """Return the bytes per second of a link such as 50mbit. Raises: UsageError."""
     if text is None:
         return None
     return read_rate(text, "--link") / 8
 
 
 def find_model(name: str) -> str:
-    """The model of the settings: demo, or a folder with a checkpoint. Raises: UsageError."""
+    """Return the model for the settings: demo, or a folder with a checkpoint. Raises: UsageError."""
     if name == "demo":
         return name
     folder = SMOLLM2 if name == "smollm2" else Path(name)
@@ -225,35 +235,38 @@ def find_model(name: str) -> str:
 
 
 def check_trainers(settings: DemoSettings) -> DemoSettings:
-    """Settings that make sense for so many trainers, with whole rounds of steps. Raises: UsageError."""
+    """Return the settings with --steps rounded up to whole rounds of these trainers. Raises: UsageError."""
     if settings.trainers == 1:
         if (settings.sync_every, settings.loco) != (DemoSettings.sync_every, DemoSettings.loco):
-            raise UsageError("--sync-every and --loco are for trainers that meet: give --trainers too, such as 4")
+            raise UsageError("--sync-every and --loco need several trainers: give --trainers too, such as 4")
         return settings
     if settings.sync != "pulse":
-        raise UsageError("--sync full is what one trainer's patches are compared with: leave it out, or --trainers")
+        raise UsageError("--sync full works with a single trainer: leave it out, or leave out --trainers")
     if settings.publish_every > 1:
-        raise UsageError("--publish-every: several trainers make a version of every round; --sync-every sets its steps")
+        raise UsageError(
+            "--publish-every works with a single trainer: several publish a version every round, so set the number of "
+            "steps in a round with --sync-every"
+        )
     steps = -(-settings.steps // settings.sync_every) * settings.sync_every
     if steps != settings.steps:
         rounds = f"{steps // settings.sync_every} rounds of {settings.sync_every}"
         print(
-            f"pulse: {steps} steps in place of {settings.steps}, for trainers to meet at the end: {rounds}",
+            f"pulse: {steps} steps instead of {settings.steps}, so that training ends with a complete round: {rounds}",
             file=sys.stderr,
         )
     return replace(settings, steps=steps)
 
 
 def open_folder(out: Path | None, settings: DemoSettings) -> tuple[Path, int]:
-    """The folder of a run, and how many lines an earlier start has left there.
+    """Return the folder of a run, and how many lines an earlier start has left there.
 
     Raises:
-        UsageError: something else is there, a run with other settings, or one that has ended.
+        UsageError: the folder has something else in it, a run with other settings, or a run that has ended.
     """
     folder = out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     if not (folder / "settings.json").exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UsageError(f"{folder} is not empty, and holds no run: give another folder to --out")
+            raise UsageError(f"{folder} is not empty, and has no run of the demo in it: give another folder to --out")
         return folder, 0
     if (folder / "summary.json").exists():
         raise UsageError(f"the run in {folder} has ended: give another folder to --out")
@@ -264,12 +277,14 @@ def open_folder(out: Path | None, settings: DemoSettings) -> tuple[Path, int]:
     now = {**asdict(settings), "store": settings.store or str(folder / "store")}
     if others := [name for name in now if name not in OWN and now[name] != before[name]]:
         begun = ", ".join(f"{name.replace('_', ' ')} {before[name]}" for name in others)
-        raise UsageError(f"the run in {folder} was begun with {begun}: give the same, or another folder to --out")
+        raise UsageError(
+            f"the run in {folder} was started with {begun}: give the same options, or another folder to --out"
+        )
     steps = folder / "steps.jsonl"
     return folder, steps.read_bytes().count(b"\n") if steps.exists() else 0
 
 
-# What is shown
+# Output
 
 
 def _watch(
@@ -281,16 +296,16 @@ def _watch(
     event: str = "step",
     resumed_by: Path | None = None,
 ) -> tuple[RunStory, Line]:
-    """Start a run's processes and show it to its end; return its story and its summary.
+    """Start a run's processes and show its progress until it ends; return its story and its summary.
 
     Args:
-        kind: What starts the processes.
-        folder: The run's.
-        settings: The run's.
+        kind: The class that starts the processes.
+        folder: The run's folder.
+        settings: The run's settings.
         shown: How many of its lines an earlier start has shown already.
         as_json: Print one JSON object a line.
-        event: What these objects say they are.
-        resumed_by: The folder to give to --out after an interruption, if not the run's own.
+        event: The `event` of these objects.
+        resumed_by: The folder to give to --out after an interruption, if it is not the run's own.
     """
     story = RunStory(settings)
     try:
@@ -306,7 +321,7 @@ def _watch(
         raise
     recounted = [name for name, process in run.processes.items() if name.isdecimal() and process.returncode == 0]
     summary = story.summary(run.restarts, recounted)
-    if (folder / "final.json").exists():  # with what the workers left, after the last step's line was written
+    if (folder / "final.json").exists():  # what the workers reported after the line of the last step was written
         for name, left in json.loads((folder / "final.json").read_text())["workers"].items():
             if name in summary["workers"]:
                 summary["workers"][name].update(version=left["version"], recounted=left["version"])
@@ -318,7 +333,7 @@ def _sum_up(folder: Path, story: RunStory, summary: Line, as_json: bool) -> int:
 
 
 def _contrast(folder: Path, story: RunStory, summary: Line, as_json: bool) -> int:
-    """Play the recorded steps, and end with both runs side by side; the summary has the replay under its own key."""
+    """Replay the recorded steps and print both runs side by side; the summary has the replay under a key of its own."""
     settings = _recorded(DemoSettings(workers=story.settings.workers))
     if not as_json:
         print(f"\n{view.tell(story, summary)}\n\n{contrast.announce(settings)}", flush=True)
@@ -332,22 +347,24 @@ def _contrast(folder: Path, story: RunStory, summary: Line, as_json: bool) -> in
 
 
 def _end(folder: Path, story: RunStory, summary: Line, text: str, as_json: bool) -> int:
-    """Keep the summary in the run's folder, and print it or a text."""
+    """Write the summary into the run's folder, and print it or a text."""
     (folder / "plots.svg").write_text(draw(plots.panels(story), f"{folder.name}: {summary['steps']} steps"))
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")  # last: it says that the run has ended
+    (folder / "summary.json").write_text(
+        json.dumps(summary, indent=1) + "\n"
+    )  # written last: it marks the run as ended
     print(json.dumps({"event": "summary", "folder": str(folder), **summary}) if as_json else f"\n{text}")
     return 0
 
 
 def _recorded(settings: DemoSettings) -> DemoSettings:
-    """The same settings for a replay of the recording, with no more steps than it has."""
+    """Return the settings for a replay of the recording, with no more steps than it has."""
     steps = min(settings.steps, len(RecordedRun.load(RECORDED).changes))
     return replace(settings, model=str(RECORDED), steps=steps, lr=RATE)
 
 
 @contextmanager
 def _screen(story: RunStory, run: DemoRun, as_json: bool, event: str) -> Iterator[Callable[[Line], None]]:
-    """Yield what shows a step: drawn in place on a terminal, else a line each."""
+    """Yield a function that shows a step: drawn in place on a terminal, otherwise as a line."""
     workers = f"{run.settings.workers} worker{'s' if run.settings.workers > 1 else ''}"
     trainers = "a trainer" if run.settings.trainers == 1 else f"{run.settings.trainers} trainers"
     title = f"{run.folder}: {trainers}, {workers}, {run.settings.store} between them"

@@ -1,4 +1,4 @@
-"""What `pulse study experiment` does: run sweeps, and say what is done."""
+"""`pulse study experiment`: run sweeps, and list what is finished."""
 
 from pathlib import Path
 
@@ -18,20 +18,20 @@ def experiment(
 ) -> int:
     """Run the sweeps of the papers: learning rate, windows, delay, scale, optimizer, masters, warm-up and others.
 
-    Every arm and seed gives a recording, which pulse study shows; every experiment a page that compares the published
-    figures with these; and results.md is an index of all. What is finished is not run again, and not replaced by what
-    has fewer steps. Needs torch: pip install 'pulsesync[torch]'.
+    Every arm and seed produces a recording, which pulse study shows; every experiment produces a page that compares its
+    results with the published figures; results.md is an index of all pages. What is finished is not run again, and not
+    replaced by a run with fewer steps. Needs torch: pip install 'pulsesync[torch]'.
 
     Args:
-        names: Names of experiments; all; or list, to see them.
-        out: Folder for recordings and pages; experiments if not given, with --quick experiments-quick.
-        steps: Optimizer steps of every arm, instead of its own number.
-        seeds: Such as 0,1,2, which is what is run if not given.
+        names: Names of experiments, or all; list shows the names.
+        out: Folder for recordings and pages; experiments if not given, or experiments-quick with --quick.
+        steps: Optimizer steps of every arm, instead of the arm's own number.
+        seeds: Random seeds, separated by commas; 0,1,2 if not given.
         model: demo; smollm2, which python -m pulsesync.lab.demo.smollm2 .models/smollm2 downloads; or a folder with a
             Hugging Face checkpoint.
         device: Where policies compute: cpu or cuda.
-        jobs: Arms at a time, each in a process of its own.
-        quick: A few small steps of everything, to see that it works.
+        jobs: Number of arms to run at the same time, each in a process of its own.
+        quick: Run every arm with a few small steps, to see that it works.
 
     Raises:
         UsageError: there is no such experiment or model.
@@ -45,7 +45,7 @@ def experiment(
 
     unknown = [name for name in names if name not in (*sweeps.EXPERIMENTS, "all", "list")]
     if unknown:
-        raise UsageError(f"there is no experiment {', '.join(unknown)}: pulse study experiment list shows them")
+        raise UsageError(f"there is no experiment {', '.join(unknown)}: pulse study experiment list shows the names")
     try:
         numbers = module.read_seeds(seeds)
     except PulseError as e:

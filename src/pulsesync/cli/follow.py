@@ -1,4 +1,4 @@
-"""What `pulse follow` does: a folder that other programs load from, or a server, is kept at the newest version."""
+"""`pulse follow`: keep a folder that other programs load from, or a server, at the newest version."""
 
 import os
 import time
@@ -63,21 +63,21 @@ def follow(
 
     Args:
         run: The run to follow. A server must reach it at the same location.
-        folder: Where the weights go: a folder that is empty, does not exist yet, or was followed into before.
+        folder: Where the weights go: a folder that is empty, does not exist yet, or that pulse follow has written.
         vllm: Address of a vLLM server to update, such as http://127.0.0.1:8000: instead of a folder, or with --lora in
             addition to one.
         sglang: Address of an SGLang server to update, such as http://127.0.0.1:30000, instead of a folder.
         lora: With FOLDER and --vllm, for a run of a LoRA adapter: the name under which the server loads FOLDER/current
             whenever it has changed.
-        kv_cache: What becomes of the server's KV cache at an update: drop has running requests compute theirs again
-            with the new weights; keep lets them go on with what the old weights have computed.
+        kv_cache: What happens to the server's KV cache at an update: with drop, running requests compute theirs again
+            with the new weights; with keep, they continue with what the old weights computed.
         api_key: The key that the server was started with, if any; PULSE_VLLM_API_KEY or PULSE_SGLANG_API_KEY in the
             environment if not given.
         trust: Public key of a publisher to trust, or a file of such keys; nothing else is then accepted.
-        cache: Folder to keep what was fetched in, to share it with other processes; FOLDER/.cache if not given.
+        cache: Folder in which fetched bytes are kept, shared with other processes; FOLDER/.cache if not given.
         once: Update to the newest version and end; exit code 3 if there is none yet.
-        interval_s: Seconds between looks at the run.
-        hold_s: Seconds for which a copy that is no longer current stays as it is: time to finish loading it.
+        interval_s: Seconds between checks for a new version.
+        hold_s: Seconds for which a copy that is no longer current is not changed: time to finish loading it.
         version: Update to this version, which may be an older one, and end.
         pointer: Follow this pointer of the run, such as stable, instead of the newest version: pulse point moves it,
             forwards and backwards.
@@ -88,14 +88,16 @@ def follow(
         as_json: Print one JSON object for every version, for machines.
 
     Raises:
-        UsageError: --pointer is not the name of a pointer, or not just one of FOLDER, --vllm and --sglang is given.
-        NothingThereError: with --once or --version, no version can be reached.
+        UsageError: --pointer is not a valid name, or not exactly one of FOLDER, --vllm and --sglang is given.
+        NothingThereError: with --once or --version, no version can be synced.
         PulseError: the folder or the server cannot be updated.
     """
     if lora is not None and (folder is None or vllm is None):
         raise UsageError("--lora needs both a folder, for the adapter, and --vllm, for the server that loads it")
     if sum(given is not None for given in (folder, vllm, sglang)) != (1 if lora is None else 2):
-        raise UsageError("give either a folder, or --vllm or --sglang with the address of a server")
+        raise UsageError(
+            "give exactly one of: a folder, --vllm with a server's address, --sglang with a server's address"
+        )
     if folder is None and cache is not None:
         variable = "PULSE_VLLM_CACHE" if vllm is not None else "PULSE_SGLANG_CACHE"
         raise UsageError(f"--cache applies to a folder only; for a server, set {variable} in its environment")
@@ -146,15 +148,15 @@ def follow(
                 _report_missing(flip, folder, printer)
             if server is not None and lora is not None and kept.current is not None:
                 _load_adapter(server, lora, folder, kept.current.version, printer)
-            elif flip is None and (held := kept.current):
-                printer.tell("holds", f"{folder}/current is version {held.version} already", **asdict(held))
+            elif flip is None and (current := kept.current):
+                printer.tell("holds", f"{folder}/current is version {current.version} already", **asdict(current))
             return 0
-        if held := kept.current:
-            printer.note("holds", f"{folder}/current is version {held.version}; following {run}", **asdict(held))
+        if current := kept.current:
+            printer.note("holds", f"{folder}/current is version {current.version}; following {run}", **asdict(current))
         else:
-            printer.note("waits", f"{folder} holds no version yet; following {run}", folder=str(folder))
-        if server is not None and lora is not None and held:
-            _load_adapter(server, lora, folder, held.version, printer)
+            printer.note("waits", f"there is no version in {folder} yet; following {run}", folder=str(folder))
+        if server is not None and lora is not None and current:
+            _load_adapter(server, lora, folder, current.version, printer)
         missing: tuple[str, ...] = ()
         for flip in kept.follow(interval_s, lambda e: _report_error(e, run, kept, printer)):
             _report_flip(flip, printer)
@@ -167,7 +169,7 @@ def follow(
 
 
 def _load_adapter(server: VllmServer, name: str, folder: Path, version: int, printer: Printer) -> None:
-    """Have a server load the folder's adapter, as soon as it answers."""
+    """Have a server load the folder's adapter as soon as the server answers."""
     for wait_s in (1, 2, 4, 8, 16, 32, 60, 0):
         try:
             server.load_adapter(name, (folder / "current").resolve())
@@ -182,7 +184,7 @@ def _load_adapter(server: VllmServer, name: str, folder: Path, version: int, pri
 
 
 def _reachable(run: str) -> str:
-    """A location as another process of this host can open it, whatever its working folder is."""
+    """Return a location that another process of this host can open, whatever its working folder is."""
     return run if "://" in run else str(Path(run).resolve())
 
 
@@ -208,10 +210,10 @@ def _follow_server(
 
 
 def _report_update(report: UpdateReport, url: str, printer: Printer) -> None:
-    ways = "+".join(f"{report.path.count(kind)} {kind}" for kind in dict.fromkeys(report.path)) or "nothing"
+    path = "+".join(f"{report.path.count(kind)} {kind}" for kind in dict.fromkeys(report.path)) or "nothing"
     printer.tell(
         "version",
-        f"{url} serves version {report.version} (step {report.step}): {ways}, {size(report.fetched_bytes)}, paused "
+        f"{url} serves version {report.version} (step {report.step}): {path}, {size(report.fetched_bytes)}, paused "
         f"{report.pause_s:.2f} s, {report.mode}, digest {report.digest[:12]}",
         **asdict(report),
         server=url,
@@ -227,13 +229,13 @@ def _report_failure(error: PulseError, follower: ServerFollower, printer: Printe
 
 def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
     sync, mark = flip.sync, flip.mark
-    ways = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
+    path = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
     back = f", back from step {sync.from_step}" if sync.went_back else ""
     if flip.left_out:
-        printer.note("left-out", f"not written, for no loader reads them: {', '.join(flip.left_out)}")
+        printer.note("left-out", f"not written, because no loader reads them: {', '.join(flip.left_out)}")
     printer.tell(
         "version",
-        f"version {mark.version} (step {mark.step}{back}) is current, in {flip.folder.name}: {ways}, "
+        f"version {mark.version} (step {mark.step}{back}) is current, in {flip.folder.name}: {path}, "
         f"{size(sync.fetched_bytes)}, {flip.seconds:.1f} s, digest {mark.digest[:12]}",
         **asdict(mark),
         folder=str(flip.folder),
@@ -250,7 +252,7 @@ def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
 
 
 def _report_missing(flip: FolderUpdate, folder: Path, printer: Printer) -> None:
-    """Warn that `from_pretrained` will fail. The trainer has to help: these files travel with a version."""
+    """Warn that `from_pretrained` will fail. The trainer must publish the missing files with a version."""
     if flip.missing:
         printer.note(
             "missing",
@@ -276,5 +278,5 @@ def _report_error(error: PulseError, run: str, kept: HuggingFaceFolder, printer:
             "follow waits for the next one"
         )
     else:
-        text = f"waiting for the first version: there is none at {run} yet; is this the place?"
+        text = f"waiting for the first version: there is none at {run} yet; is this the right location?"
     printer.note("waits", text, run=run)

@@ -1,4 +1,4 @@
-"""What `pulse inspect` shows: what a run is made of, one of its records, or the inside of one part."""
+"""`pulse inspect`: show what a run, one of its records or one part consists of."""
 
 import json
 from collections import Counter
@@ -35,7 +35,7 @@ def inspect(place: str, *, version: Version = None, trust: Trust = None, as_json
 
     Raises:
         NothingThereError: there is no run, or no such version.
-        PulseError: it cannot be read, or its bytes are bad.
+        PulseError: the run or the file cannot be read, or its bytes are bad.
     """
     if Path(place).is_file():
         facts, table = _file(Path(place), read_trust(trust))
@@ -59,7 +59,10 @@ def inspect(place: str, *, version: Version = None, trust: Trust = None, as_json
 def _run(records: RunReader, place: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     found = find_records(records, SHOWN)
     if not found:
-        raise NothingThereError(f"{place} holds no run: there is no version in it", key="manifests/")
+        raise NothingThereError(
+            f"there is no run at {place}, or it has no version yet: check the location, or try again later",
+            key="manifests/",
+        )
     if bad := next((one for one in found if one.fault), None):
         raise FormatError(f"{bad.key}: {bad.fault}", key=bad.key)
     whole = [one.record for one in found if one.record]
@@ -84,7 +87,10 @@ def _run(records: RunReader, place: str) -> tuple[dict[str, Any], list[dict[str,
 def _version(records: RunReader, place: str, version: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     record = records.version(version)
     if record is None:
-        raise NothingThereError(f"version {version} is not published in {place}, or not any more")
+        raise NothingThereError(
+            f"there is no version {version} in {place}: it is not published yet, or was pruned; pulse log lists what "
+            "there is"
+        )
     facts, parts = _record(record)
     small = [part.data for part in record.parts if part.data is not None]
     if not small:
@@ -128,7 +134,10 @@ def _part(path: Path, data: bytes) -> tuple[dict[str, Any], list[dict[str, Any]]
     try:
         layout = layouts.parse(store.get(keys.layout_key(header.layout)))
     except NotFoundError as e:
-        raise FormatError(f"the layout {header.layout[:12]} of this part is not beside it, in ../layouts") from e
+        raise FormatError(
+            f"cannot read {path}: the layout {header.layout[:12]} of this part is missing in the folder "
+            f"{path.parent.parent / 'layouts'}; inspect the part in its run's folder"
+        ) from e
     shared, entries = index.parse(sections[0], layout.tile_count, [len(s) for s in sections])
     tiles = _tiles(entries, layout)
     facts = {

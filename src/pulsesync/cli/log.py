@@ -1,4 +1,4 @@
-"""What `pulse log` shows: the versions of a run, with the anchors and squashed patches that lead to them."""
+"""`pulse log`: list the versions of a run, with the anchors and squashed patches that lead to them."""
 
 import json
 from collections import defaultdict
@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from pulsesync.cli.options import Count, Json, NothingThereError, Printer, Trust, open_place, read_trust
+from pulsesync.cli.options import Count, Json, NothingThereError, Printer, Trust, no_run, open_place, read_trust
 from pulsesync.errors import PulseError
 from pulsesync.maintain.verify import FoundRecord, find_records
 from pulsesync.run import keys
@@ -23,16 +23,16 @@ def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = Fal
         run: The run to list.
         trust: Public key of a publisher to trust, or a file of such keys.
         limit: Versions to show; 0 for all.
-        as_json: Print one JSON object a record, for machines.
+        as_json: Print one JSON object for each record, for machines.
 
     Raises:
         NothingThereError: there is no run, or no version in it yet.
-        PulseError: it cannot be read.
+        PulseError: the run cannot be read.
     """
     store, trusted = open_place(run), read_trust(trust)
     found = find_records(RunReader(store, trusted), limit or None)[::-1]
     if not found:
-        raise NothingThereError(f"there is no run at {run}, or no version in it yet")
+        raise NothingThereError(no_run(run))
     pointed = _pointed(store, trusted)
     if as_json:
         for one in found:
@@ -48,7 +48,10 @@ def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = Fal
 
 
 def _pointed(store: Store, trust: Collection[str] | None) -> dict[str, list[str]]:
-    """Pointers by the key of the version that they name; none if they cannot be read, of which pulse verify tells."""
+    """Return pointers by the key of the version that they name; none if they cannot be read.
+
+    `pulse verify` reports why pointers cannot be read.
+    """
     named: defaultdict[str, list[str]] = defaultdict(list)
     with suppress(PulseError):
         for name, pointer in read_pointers(store, trust=trust).items():
@@ -57,7 +60,7 @@ def _pointed(store: Store, trust: Collection[str] | None) -> dict[str, list[str]
 
 
 def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:
-    """Records as rows for people; those that cannot be read are left out."""
+    """Yield a row for people for each record; those that cannot be read are left out."""
     for record in (one.record for one in found):
         if record is not None:
             facts = describe(record)
@@ -74,5 +77,5 @@ def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:
 
 
 def utc(created: int) -> str:
-    """Seconds since 1970 as people write a time."""
+    """Format seconds since 1970 as a date and a time."""
     return f"{datetime.fromtimestamp(created, UTC):%Y-%m-%d %H:%M:%S}"

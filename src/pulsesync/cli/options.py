@@ -1,4 +1,4 @@
-"""What the commands have in common: types of options, locations and keys, exit codes, and how things are printed."""
+"""What the commands share: types of options, locations and keys, exit codes, and how output is printed."""
 
 import json
 import os
@@ -30,15 +30,20 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:bit(?:/s)?|bps)", re.IGNORECA
 
 
 class UsageError(PulseError):
-    """What was asked for makes no sense: exit code 2."""
+    """The command line is invalid: exit code 2."""
 
 
 class NothingThereError(NotFoundError):
-    """There is no such run, or nothing in it that can be reached yet: exit code 3."""
+    """There is no such run, or none of its versions can be synced yet: exit code 3."""
+
+
+def no_run(location: str) -> str:
+    """Return the message for a location without a run."""
+    return f"there is no run at {location}, or it has no version yet: check the location, or try again later"
 
 
 def open_place(location: str) -> Store:
-    """Open the store of a run, with the token of the environment where it is behind http. Raises: UsageError."""
+    """Open the store of a run; one at an http address is sent the token of the environment. Raises: UsageError."""
     try:
         if not location.startswith(("http://", "https://")):
             return open_store(location)
@@ -50,7 +55,7 @@ def open_place(location: str) -> Store:
 
 
 def read_token(file: Path | None = None, variable: str = "PULSE_TOKEN") -> str | None:
-    """Return the token in a file, else that of an environment variable, else none. Raises: UsageError."""
+    """Return the token in a file, or that of an environment variable, or None. Raises: UsageError."""
     if file is None:
         token, where = os.environ.get(variable), variable
     else:
@@ -59,12 +64,12 @@ def read_token(file: Path | None = None, variable: str = "PULSE_TOKEN") -> str |
         except (OSError, UnicodeDecodeError) as e:
             raise UsageError(f"cannot read a token from {file}: {e}") from e
     if token == "":
-        raise UsageError(f"{where} has an empty token: give one, or leave it out to go without authentication")
+        raise UsageError(f"the token in {where} is empty: give one, or remove it to run without authentication")
     return token
 
 
 def _read_switch(variable: str) -> bool:
-    """Return whether an environment variable is 1; not if it is 0 or not there. Raises: UsageError."""
+    """Return True if an environment variable is 1, False if it is 0 or not set. Raises: UsageError."""
     value = os.environ.get(variable, "0")
     if value not in ("0", "1"):
         raise UsageError(f"{variable} must be 0 or 1; got {value!r}")
@@ -72,7 +77,7 @@ def _read_switch(variable: str) -> bool:
 
 
 def read_trust(text: str | None) -> frozenset[str] | None:
-    """Public keys: 64 hexadecimal digits, several with commas between, or a file of them. Raises: UsageError."""
+    """Read public keys: 64 hexadecimal digits each, separated by commas, or a file of them. Raises: UsageError."""
     if text is None:
         return None
     keys = [key.strip().lower() for key in text.split(",")]
@@ -80,24 +85,30 @@ def read_trust(text: str | None) -> frozenset[str] | None:
         try:
             keys = Path(text).read_text(encoding="ascii").lower().split()
         except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"--trust {text}: neither a public key of 64 hexadecimal digits nor a file of them") from e
+            raise UsageError(
+                f"--trust must be a public key of 64 hexadecimal digits, or a file of them; got {text}"
+            ) from e
     if not keys or not all(_HEX.fullmatch(key) for key in keys):
-        raise UsageError(f"--trust {text}: the file does not hold public keys of 64 hexadecimal digits, one on a line")
+        raise UsageError(
+            f"--trust {text}: the file must contain public keys of 64 hexadecimal digits, one on each line"
+        )
     return frozenset(keys)
 
 
 def read_key(file: Path | None, delegation: Path | None = None) -> SigningKey | None:
-    """The signing key in a file, and on whose behalf it signs. Raises: UsageError."""
+    """Read the signing key in a file, with its delegation if there is one. Raises: UsageError."""
     if file is None:
         if delegation is not None:
-            raise UsageError("--delegation says what a key may do: give the key too, with --key")
+            raise UsageError("--delegation belongs to a key: give that key too, with --key or PULSE_KEY")
         return None
     try:
         return SigningKey(file.read_text(encoding="ascii").strip(), _read_delegation(delegation))
     except OSError as e:
-        raise UsageError(f"cannot read the key in {file}: {e.strerror}; pulse keygen makes one") from e
+        raise UsageError(f"cannot read the key in {file}: {e.strerror}; make one with pulse keygen") from e
     except ValueError as e:
-        raise UsageError(f"{file} holds no signing key: it is 64 hexadecimal digits; pulse keygen makes one") from e
+        raise UsageError(
+            f"{file} does not contain a signing key, which is 64 hexadecimal digits; make one with pulse keygen"
+        ) from e
 
 
 def _read_delegation(file: Path | None) -> Delegation | None:
@@ -107,11 +118,11 @@ def _read_delegation(file: Path | None) -> Delegation | None:
         table = json.loads(file.read_bytes())
         return Delegation(str(table["by"]), str(table["signature"]))
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UsageError(f"{file} holds no delegation; pulse delegate writes one") from e
+        raise UsageError(f"{file} does not contain a delegation; make one with pulse delegate --out") from e
 
 
 class Printer:
-    """Tells what happens: one JSON object a line for machines, or sentences for people."""
+    """Prints what happens: one JSON object a line for machines, or sentences for people."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
@@ -120,7 +131,7 @@ class Printer:
         print(json.dumps({"event": event, **facts}) if self.as_json else text, flush=True)
 
     def note(self, event: str, text: str, **facts: Any) -> None:
-        """The same for what is no result: people find it on stderr."""
+        """Print something that is not a result: sentences for people go to stderr."""
         if self.as_json:
             self.tell(event, text, **facts)
         else:
@@ -138,15 +149,15 @@ class Printer:
 
 
 def read_rate(text: str, option: str) -> float:
-    """Bits a second of a link such as 200mbit. Raises: UsageError."""
+    """Return the bits per second of a link such as 200mbit. Raises: UsageError."""
     match = _RATE.fullmatch(text.strip())
     if match is None or not float(match[1]):
-        raise UsageError(f"{option} {text}: give it as 200mbit or 10gbit")
+        raise UsageError(f"{option} must be a rate such as 200mbit or 10gbit; got {text}")
     return float(match[1]) * float(1000 ** " kmgt".index(match[2].lower() or " "))
 
 
 def size(count: int) -> str:
-    """A number of bytes as people read it: 1,234 or 5.6 MB."""
+    """Format a number of bytes for people: 1,234 bytes or 5.6 MB."""
     if count < 100_000:
         return f"{count:,} bytes"
     power = min(range(2, 5), key=lambda p: abs(len(str(int(count / 1000**p))) - 2))

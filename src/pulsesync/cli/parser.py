@@ -1,4 +1,4 @@
-"""Command lines as cyclopts parses them: which command is meant, and what its options are."""
+"""Parse the command line with cyclopts, import the command that it names, and call it."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def call(arguments: Sequence[str]) -> int:
     """Import the command that is named and call it; return its exit code.
 
     Raises:
-        UsageError: there is no such command or option, or a value makes no sense.
+        UsageError: there is no such command or option, or a value is invalid.
         PulseError: the command failed.
     """
     try:
@@ -28,17 +28,17 @@ def call(arguments: Sequence[str]) -> int:
     except CycloptsError as e:
         from pulsesync.cli.options import UsageError
 
-        raise UsageError(f"{str(e).strip()} pulse --help lists what there is") from e
+        raise UsageError(f"{str(e).strip()} pulse --help lists the commands, pulse COMMAND --help its options") from e
     return code
 
 
 def _refuse_empty(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Refuse a value that is empty: an unset variable in a script must not turn a check off.
+    """Refuse an empty value: an unset variable in a script must not turn a check off.
 
     Cyclopts calls this for every command, after the command line and the environment are read.
 
     Raises:
-        UsageError: it names the option or the variable.
+        UsageError: a value is empty; the message names the option or the environment variable.
     """
     from pulsesync.cli.options import UsageError
 

@@ -1,4 +1,4 @@
-"""What `pulse plan` prints: what a run would ask of its links."""
+"""`pulse plan`: predict what a run would send over its links."""
 
 import json
 from pathlib import Path
@@ -18,11 +18,10 @@ from pulsesync.lab.study.predict.plan import CODECS, GOAL, LITTLE, SyncPlan, mak
 NOT_MEASURED = "not measured"
 _NAMES = {"full": "full weights", "plain": "plain (4-byte index and value)"}
 _BETAS: dict[Optimizer, theory.Betas] = {"adamw": theory.ADAM, "lion": theory.LION}
-# Why there is no forecast for these.
+# Optimizers without a forecast, and the reason.
 _NO_THEORY = {
-    "muon": "its moves depend on whole matrices, and its learning rate is scaled differently from one implementation "
-    "to the next",
-    "sgd": "its moves are as long as the gradients, which a checkpoint does not show",
+    "muon": "its steps depend on entire matrices, and each implementation scales its learning rate differently",
+    "sgd": "its steps are as long as the gradients, which a checkpoint does not contain",
 }
 
 
@@ -43,26 +42,26 @@ def plan(
 ) -> int:
     """Predict what a run will send, before any training: bytes a sync, seconds, utilisation, bandwidth needed.
 
-    From the magnitudes of the weights, it simulates what the optimizer does to some thousand of them, and how large
+    From the magnitudes of the weights, it simulates what the optimizer does to a few thousand of them, and how large
     the patches are. The answer includes how far such forecasts were off on real runs of this kind, or that this was
     not measured.
 
     Args:
         model: A checkpoint (a safetensors file, or a folder with them), or a config.json, or a folder with that.
         lr: Learning rate.
-        bandwidth: Of the link to a worker, such as 200mbit or 10gbit.
+        bandwidth: Bandwidth of the link to a worker, such as 200mbit or 10gbit.
         step_time: Seconds for an optimizer step with its rollouts, without any sync.
         optimizer: There are forecasts for adamw (Adam, too) and lion; muon and sgd are refused, with the reason.
-        betas: Of the optimizer; 0.9,0.999 for adamw and 0.9,0.99 for lion if not given.
-        dtype: The dtype of inference; weights in another are cast.
+        betas: The optimizer's betas; 0.9,0.999 for adamw and 0.9,0.99 for lion if not given.
+        dtype: The dtype of inference; weights in another dtype are cast.
         masters: Whether the optimizer keeps FP32 master weights; --no-masters if the model is trained in its dtype.
-        warm_up: Steps in which the learning rate rises to --lr.
-        every: Steps in a sync.
+        warm_up: Steps over which the learning rate rises to --lr.
+        every: Optimizer steps between two syncs.
         cores: Cores that encode and decode, at each end; those of this machine if not given.
         as_json: Print one JSON object, for machines.
 
     Raises:
-        UsageError: an option makes no sense, or there is no forecast for the optimizer.
+        UsageError: an option is invalid, or there is no forecast for the optimizer.
         NothingThereError: there is no such model.
         PulseError: the model cannot be read.
     """
@@ -71,9 +70,7 @@ def plan(
         _positive(lr, "--lr"), read_betas(betas) if betas else _BETAS[known], warm_up, masters, every, known
     )
     if 2 * every > MOST_STEPS:
-        raise UsageError(
-            f"--every {every}: give {MOST_STEPS // 2} at most, a plan looks no further than two such syncs"
-        )
+        raise UsageError(f"--every must be at most {MOST_STEPS // 2}, because a plan simulates two syncs; got {every}")
     link, step_s = read_rate(bandwidth, "--bandwidth"), _positive(step_time, "--step-time")
     made = make_plan(_look(model, dtype), training, link, step_s, dtype, cores=cores)
     if as_json:
@@ -95,24 +92,25 @@ def _known(optimizer: str) -> Optimizer:
             return name
     raise UsageError(
         f"--optimizer must be one of {', '.join(_BETAS)}; got {optimizer}, for which there is no forecast: "
-        f"{_NO_THEORY[optimizer]}. Record some steps with pulsesync.lab.study.Recorder and show them with pulse study"
+        f"{_NO_THEORY[optimizer]}. Measure instead: record some steps with pulsesync.lab.study.Recorder, and show them "
+        "with pulse study"
     )
 
 
 def read_betas(text: str) -> theory.Betas:
-    """An optimizer's betas from text such as 0.9,0.999. Raises: UsageError."""
+    """Read an optimizer's betas from text such as 0.9,0.999. Raises: UsageError."""
     try:
         first, second = (float(beta) for beta in text.split(","))
     except ValueError:
         first = second = -1.0
     if not (0 <= first < 1 and 0 < second < 1):
-        raise UsageError(f"--betas {text}: give two numbers from 0 to 1, such as 0.9,0.999")
+        raise UsageError(f"--betas must be two numbers from 0 to 1, such as 0.9,0.999; got {text}")
     return first, second
 
 
 def _positive(number: float, option: str) -> float:
     if not number > 0:
-        raise UsageError(f"{option} {number:g}: give a number above 0")
+        raise UsageError(f"{option} must be a number above 0; got {number:g}")
     return number
 
 
@@ -127,7 +125,7 @@ def _look(path: Path, dtype: str) -> ModelFacts:
 
 
 def facts(plan: SyncPlan) -> dict[str, Any]:
-    """All that a plan says, for machines: bytes, bits a second, seconds, and shares."""
+    """Return all figures of a plan, for machines: bytes, bits per second, seconds, and shares."""
     told = plan.told
     average, most = plan.joiner_bytes
     return {
@@ -175,7 +173,7 @@ def _error_facts(one: Evidence, plan: SyncPlan) -> dict[str, Any]:
 
 
 def _expected(one: Evidence, plan: SyncPlan) -> tuple[float, float]:
-    """The least and the most bytes of a sync over the first steps, if the forecast is off as it was in these runs."""
+    """Return the least and the most bytes of a sync in the first steps, if the forecast is off as in these runs."""
     low, high = one.bytes_off
     return plan.early_bytes / (1 + high), plan.early_bytes / (1 + low)
 
@@ -220,15 +218,17 @@ def _advice(plan: SyncPlan) -> list[str]:
     average, most = plan.joiner_bytes
     lines = [
         f"codec     {_codec(plan)}",
-        f"anchors   every {plan.anchor_syncs:,} syncs, when the patches since add up to one state; "
+        f"anchors   every {plan.anchor_syncs:,} syncs, when the patches since the last add up to the full weights; "
         f"a late joiner fetches {size(average)} on average, {size(most)} at most, less with pulse squash",
         *_expect(plan),
     ]
     if plan.model.assumed:
-        lines.append("          magnitudes were assumed: a checkpoint in place of its config.json gives a better plan")
+        lines.append(
+            "          magnitudes were assumed: give a checkpoint instead of its config.json for a better plan"
+        )
     if plan.enough:
         share = plan.ways["full"].utilisation
-        lines.append(f"hint      do not bother: full weights leave {share:.1%} utilisation on this link")
+        lines.append(f"hint      patches gain little here: with full weights, utilisation on this link is {share:.1%}")
     return lines
 
 
@@ -255,18 +255,18 @@ def _codec(plan: SyncPlan) -> str:
     took = ", ".join(f"{codec} {seconds:,.2f} s" for codec, seconds in plan.took.items())
     name = "auto, which is history" if plan.best == "history" else plan.best
     return (
-        f"{name}: the fewest bytes of what is quickest, or under {LITTLE:.0%} of a step, with encoding and decoding on "
-        f"{plan.cores} cores at each end counted ({took}); --cores changes their number"
+        f"{name}: the fewest bytes among the codecs that are quickest or take under {LITTLE:.0%} of a step, including "
+        f"encoding and decoding on {plan.cores} cores at each end ({took}); set the number of cores with --cores"
     )
 
 
 def size(count: float) -> str:
-    """Bytes as people read them: 352 kB, 1.20 GB."""
+    """Format a number of bytes for people: 352 kB, 1.20 GB."""
     return f"{_scaled(count)}B"
 
 
 def rate(bits: float) -> str:
-    """Bits a second as people read them: 1.2 gbit/s."""
+    """Format bits per second for people: 1.2 gbit/s."""
     return f"{_scaled(bits).lower()}bit/s"
 
 

@@ -1,4 +1,4 @@
-"""What `pulse point` does: show the pointers of a run, and move them."""
+"""`pulse point`: show the pointers of a run, and move them."""
 
 from dataclasses import asdict
 
@@ -11,6 +11,7 @@ from pulsesync.cli.options import (
     Trust,
     UsageError,
     Version,
+    no_run,
     open_place,
     read_key,
     read_trust,
@@ -33,8 +34,8 @@ def point(
 ) -> int:
     """Show the pointers of a run, or move one: all workers that follow it go to the version that it names.
 
-    Workers follow a pointer by pulse follow --pointer stable or Subscriber(follow="stable"). So a few can try a version
-    before all of them get it:
+    Workers follow a pointer with pulse follow --pointer stable or Subscriber(follow="stable"). This way, a few workers
+    can try a version before all of them get it:
 
         pulse point RUN canary 120    the workers that follow canary go to version 120
 
@@ -50,22 +51,22 @@ def point(
     Args:
         run: The run.
         name: The pointer to show or to move; all are shown if it is not given.
-        version: The version that it is to name; the pointer is created if there is none of this name.
+        version: The version that the pointer shall name; the pointer is created if it does not exist.
         key: File with the run's signing key; needed to move a pointer of a run that is signed.
         trust: Public key of a publisher to trust, or a file of such keys; if not given, that of the signing key.
         as_json: Print one JSON object a line, for machines.
 
     Raises:
-        UsageError: NAME is not the name of a pointer.
+        UsageError: NAME is not a valid name of a pointer.
         NothingThereError: there is no run, or no version in it yet.
-        PulseError: the run cannot be read, or the pointer not be moved.
+        PulseError: the run cannot be read, or the pointer cannot be moved.
     """
     store, printer, signing_key, trusted = open_place(run), Printer(as_json), read_key(key), read_trust(trust)
     if trusted is None and signing_key:
         trusted = frozenset({signing_key.public})
     records = RunReader(store, trusted)
     if records.newest() is None:
-        raise NothingThereError(f"there is no run at {run}, or no version in it yet")
+        raise NothingThereError(no_run(run))
     try:
         if name is not None and version is not None:
             before = records.pointer(check_name(name))
@@ -99,7 +100,7 @@ def point(
 
 
 def _find(records: RunReader, name: str | None) -> list[tuple[Pointer, int | None]]:
-    """The newest move of every pointer, or all moves of one, the newest first; each with the step of its version."""
+    """Return the newest move of every pointer, or all moves of one, newest first; each with its version's step."""
     moves = list_moves(records.store)
     if name is None:
         found = [records.pointer(one) for one in moves]
@@ -111,9 +112,9 @@ def _find(records: RunReader, name: str | None) -> list[tuple[Pointer, int | Non
 
 def _report_move(before: Pointer | None, moved: Pointer, printer: Printer) -> None:
     if before is None:
-        text = f"{moved.name} is created, and names version {moved.version}"
+        text = f"{moved.name} was created and names version {moved.version}"
     elif before == moved:
         text = f"{moved.name} names version {moved.version} already"
     else:
-        text = f"{moved.name} names version {moved.version}, and {before.version} before"
+        text = f"{moved.name} was moved from version {before.version} to version {moved.version}"
     printer.tell("moved", text, **asdict(moved), before=before and before.version)

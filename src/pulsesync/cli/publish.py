@@ -1,4 +1,4 @@
-"""What `pulse publish` does: a checkpoint on disk becomes the next version of a run."""
+"""`pulse publish`: a checkpoint on disk becomes the next version of a run."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -24,25 +24,25 @@ def publish(
     anchor_every: Amount = 1.0,
     as_json: Json = False,
 ) -> int:
-    """Publish a checkpoint as the next version of a run; the first one begins the run.
+    """Publish a checkpoint as the next version of a run; the first one starts the run.
 
-    Only what changed since the last version is sent. The files that a loader needs beside the weights (config.json,
-    the tokenizer) are published with it. A trainer publishes from memory with `pulsesync.Publisher`; this command is
-    for checkpoints that another program has written.
+    Only what changed since the last version is sent. The files that a loader needs in addition to the weights
+    (config.json, the tokenizer) are published with them. A trainer publishes from memory with `pulsesync.Publisher`;
+    this command is for checkpoints that another program has written.
 
     Args:
-        checkpoint: A safetensors file, or a folder as transformers writes it, in shards or not.
+        checkpoint: A safetensors file, or a folder as transformers writes it, with one file or several shards.
         run: Where to publish.
-        step: The trainer's count of steps, for people.
-        cast: Publish FP32 tensors in this dtype, the one that workers use.
+        step: The trainer's step, which logs and reports show.
+        cast: Publish FP32 tensors in this dtype, which should be the dtype that workers use.
         codec: How changes are coded; auto picks the smallest.
         key: File with the key to sign with, from pulse keygen.
-        spool: Folder to keep bodies in, so that the next publish need not fetch the last version.
+        spool: Folder in which the last version is kept, so that the next publish need not fetch it.
         anchor_every: Write an anchor when the patches since the last one add up to this multiple of its size.
         as_json: Print one JSON object, for machines.
 
     Raises:
-        PulseError: the checkpoint cannot be read, or not be published.
+        PulseError: the checkpoint cannot be read, or cannot be published.
     """
     opened = open_checkpoint(checkpoint)
     publisher = Publisher(
@@ -61,7 +61,7 @@ def publish(
     Printer(as_json).tell(
         "published",
         f"version {report.version} (step {report.step}): {report.changed:,} of {report.total:,} weights changed, "
-        f"{size(report.payload_bytes)} sent in place of {size(report.full_bytes)}",
+        f"{size(report.payload_bytes)} sent instead of {size(report.full_bytes)}",
         **asdict(report),
         density=report.density,
         anchor_bytes=anchor_bytes,

@@ -1,4 +1,4 @@
-"""What `pulse study` shows and writes: tables in the terminal, a recording, CSV, Parquet, a page with plots."""
+"""`pulse study`: tables in the terminal, and files: a recording, CSV, Parquet, a page with plots."""
 
 import json
 import re
@@ -32,14 +32,14 @@ from pulsesync.lab.study.recording import Recording
 from pulsesync.lab.study.report import rows, tables
 from pulsesync.lab.study.report.page import write_report
 from pulsesync.lab.study.sources import MeasureSettings, files_at, open_recordings, quietly
-from pulsesync.lab.study.sources import Progress as Told
+from pulsesync.lab.study.sources import Progress as OnProgress
 
-WIDTH = 120  # of tables that do not go to a terminal
+WIDTH = 120  # of tables that are not printed to a terminal
 
 
 @dataclass(frozen=True)
 class StudyOutputs:
-    """What to write, and the learning rate where the recording does not know it."""
+    """What to write, and the learning rate for recordings that do not contain it."""
 
     out: Path | None = None
     csv: bool = False
@@ -70,34 +70,34 @@ def study(
     """Show how many weights change from step to step, where, by how much, and what it costs to send them.
 
     PLACES are files that a Recorder wrote (*.jsonl; the files of a run's ranks are added up, those of several runs are
-    compared), a run, or safetensors checkpoints: files or folders in order, or one folder of checkpoint-100, step_200,
-    … A run or checkpoints are measured now, which reads every version or checkpoint once.
+    compared), a run, or safetensors checkpoints: files or folders in order, or one folder with checkpoint-100,
+    step_200 and so on. A run or checkpoints are measured now, which reads every version or checkpoint once.
 
     Args:
-        places: What to look at.
+        places: What to study.
         out: Folder for the recording, the report and, if asked for, the tables; not one that PLACES are read from.
-        csv: Write it as three CSV tables: steps, tensors, exponents.
+        csv: Write three CSV tables: steps, tensors, exponents.
         parquet: The same as Parquet. Needs pyarrow: pip install 'pulsesync[study]'.
         html: File for the report: one page with plots that needs nothing else.
         dtype: The dtype of inference, if checkpoints are in FP32; others are compared in the dtype that most weights
             have.
         lr: Learning rate, for the theory's curve of Adam, if the recording does not contain it.
         sample: Number of weights that are sampled for windows of several steps and other dtypes.
-        headers: Of a run, count by the headers of its patches alone: quick, and without what only weights can show.
+        headers: Read only the headers of a run's patches: quick, but without what only the weights can show.
         trust: Public key of a publisher to trust, or a file of such keys.
-        limit: Look at this number of the newest steps; 0 for all.
-        as_json: Print one JSON object a recording, for machines.
+        limit: Study this number of the newest steps; 0 for all.
+        as_json: Print one JSON object for each recording, for machines.
 
     Raises:
-        UsageError: there is nothing to look at, or it does not go together.
+        UsageError: there is nothing to study, or the places cannot be combined.
         NothingThereError: there is no such run or file.
-        PulseError: it cannot be read or written.
+        PulseError: something cannot be read or written.
     """
     wanted = StudyOutputs(out, csv, parquet, html, lr)
     if (wanted.csv or wanted.parquet) and wanted.out is None:
-        raise UsageError("--csv and --parquet write several files: say where, with --out")
-    with _progress() as told:
-        how = MeasureSettings(dtype, sample, headers, limit, read_trust(trust), open_place, told)
+        raise UsageError("--csv and --parquet write several files: give a folder for them with --out")
+    with _progress() as on_progress:
+        how = MeasureSettings(dtype, sample, headers, limit, read_trust(trust), open_place, on_progress)
         try:
             found = open_recordings(places, how)
         except ValueError as e:
@@ -105,7 +105,7 @@ def study(
         except NotFoundError as e:
             raise NothingThereError(str(e)) from e
     if wanted.html and len(found) > 1:
-        raise UsageError(f"these are {len(found)} runs: --out writes a report of each")
+        raise UsageError(f"--html writes the report of one run; got {len(found)} runs: use --out for a report of each")
     _spare_inputs(places, found, wanted)
     written = {name: _write(name, recording, wanted, several=len(found) > 1) for name, recording in found.items()}
     if as_json:
@@ -130,14 +130,14 @@ def _show(found: dict[str, Recording], lr: float | None) -> None:
 
 
 def _spare_inputs(places: Sequence[str], found: Collection[str], wanted: StudyOutputs) -> None:
-    """Raises: UsageError, if something would be written over what is looked at."""
+    """Raises: UsageError, if an output would overwrite an input."""
     inputs = {file.resolve() for place in places if "://" not in place for file in files_at(place)}
     several = len(found) > 1
     folders = [] if wanted.out is None else [_folder(wanted.out, name, several=several) for name in found]
     targets = [folder / name for folder in folders for name in ("study.jsonl", "study.html")]
     for target in [*targets, *([wanted.html] if wanted.html else [])]:
         if target.resolve() in inputs:
-            raise UsageError(f"{target} is what is looked at, and would be written over: write to somewhere else")
+            raise UsageError(f"{target} is an input and would be overwritten: give another --out or --html")
 
 
 def _folder(out: Path, name: str, *, several: bool) -> Path:
@@ -145,7 +145,7 @@ def _folder(out: Path, name: str, *, several: bool) -> Path:
 
 
 def _write(name: str, recording: Recording, wanted: StudyOutputs, *, several: bool) -> list[Path]:
-    """Write what is wanted of one recording: into the folder, or into one of its own there if there are several."""
+    """Write the outputs of one recording: into the folder, or into a subfolder of its own if there are several."""
     files: list[Path] = []
     with _writing():
         if wanted.html:
@@ -155,8 +155,8 @@ def _write(name: str, recording: Recording, wanted: StudyOutputs, *, several: bo
             return files
         folder = _folder(wanted.out, name, several=several)
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".study-", dir=folder) as beside:
-            made = _make(name, recording, wanted, Path(beside))
+        with TemporaryDirectory(prefix=".study-", dir=folder) as temporary:
+            made = _make(name, recording, wanted, Path(temporary))
             files += [file.replace(folder / file.name) for file in made]
     return files
 
@@ -179,8 +179,8 @@ def _writing() -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Told]:
-    """A bar on stderr, where somebody watches."""
+def _progress() -> Iterator[OnProgress]:
+    """Show a progress bar on stderr, if that is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield quietly

@@ -1,4 +1,4 @@
-"""What `pulse squash` and `pulse prune` do: keep the ways through a run short, and the run small."""
+"""`pulse squash` keeps the paths through a run short; `pulse prune` keeps the run small."""
 
 import time
 from dataclasses import asdict
@@ -14,6 +14,7 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    no_run,
     open_place,
     read_key,
     read_trust,
@@ -43,19 +44,19 @@ def squash(
         key: File with the run's signing key, or with one that it delegates to.
         delegation: The file that pulse delegate wrote for that key.
         trust: Public key of a publisher to trust, or a file of such keys.
-        cache: Folder to keep what was fetched in.
+        cache: Folder in which fetched bytes are kept.
         follow: Continue as the run grows, until interrupted.
-        interval_s: Seconds between looks at the run.
-        as_json: Print one JSON object for each, for machines.
+        interval_s: Seconds between checks for new versions.
+        as_json: Print one JSON object for each squashed patch, for machines.
 
     Raises:
         NothingThereError: there is no run, or no version in it yet.
-        PulseError: it cannot be read, or not be written.
+        PulseError: the run cannot be read, or a squashed patch cannot be written.
     """
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
     squasher = Squasher(store, signing_key=read_key(key, delegation), trust=keys, cache=cache)
     if not follow and RunReader(store, keys).newest() is None:
-        raise NothingThereError(f"there is no run at {run}, or no version in it yet")
+        raise NothingThereError(no_run(run))
     count = 0
     while True:
         try:
@@ -63,7 +64,7 @@ def squash(
                 count += 1
                 printer.tell(
                     "squashed",
-                    f"versions {one.base} to {one.version} in one: {size(one.size_bytes)} in place of "
+                    f"versions {one.base} to {one.version} in one: {size(one.size_bytes)} instead of "
                     f"{size(one.instead_of_bytes)}",
                     **asdict(one),
                 )
@@ -96,32 +97,32 @@ def prune(
 
     Args:
         run: The run to prune.
-        keep_versions: Keep at least this number of the newest versions,
-        keep_hours: and everything younger than this, by the store's clock.
-        grace_hours: Time that a worker has to finish what it began, before bodies are deleted.
+        keep_versions: Keep at least this number of the newest versions.
+        keep_hours: Keep also every version that is younger than this, by the store's clock.
+        grace_hours: Time for workers to finish a sync that they have begun, before bodies are deleted.
         trust: Public key of a publisher to trust, or a file of such keys.
         as_json: Print one JSON object, for machines.
 
     Raises:
         NothingThereError: there is no run, or no version in it yet.
-        PulseError: it cannot be read, or not be pruned.
+        PulseError: the run cannot be read, or cannot be pruned.
     """
     store, keys = open_place(run), read_trust(trust)
     if RunReader(store, keys).newest() is None:
-        raise NothingThereError(f"there is no run at {run}, or no version in it yet")
+        raise NothingThereError(no_run(run))
     printer = Printer(as_json)
     report = prune_run(store, keep_versions=keep_versions, keep_hours=keep_hours, grace_hours=grace_hours, trust=keys)
     printer.tell(
         "pruned",
         f"versions {report.kept_from} to {report.newest} are kept; {report.versions} versions and {report.records} "
-        f"anchors and squashed patches taken out of use, {report.bodies} bodies deleted: {size(report.freed_bytes)}",
+        f"anchors and squashed patches removed, {report.bodies} bodies deleted: {size(report.freed_bytes)}",
         **asdict(report),
     )
     if report.pinned_by:
         printer.note(
             "pinned",
-            f"more is kept than was asked for, because the pointer {report.pinned_by} names an old version; move it on "
-            f"with: pulse point {run} {report.pinned_by} VERSION",
+            f"more versions are kept than requested, because the pointer {report.pinned_by} names an old version; move "
+            f"it with: pulse point {run} {report.pinned_by} VERSION",
             pointer=report.pinned_by,
         )
     return 0

@@ -1,4 +1,4 @@
-"""What `pulse verify` does: replay a run and check every byte of it, or say which version a folder holds."""
+"""`pulse verify`: replay a run and check every byte of it, or find out which version is in a folder."""
 
 import sys
 from collections import Counter
@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, open_place, read_trust
+from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, no_run, open_place, read_trust
 from pulsesync.errors import NotFoundError
 from pulsesync.format.pointer import Pointer
 from pulsesync.integrations.folder import identify
@@ -16,17 +16,17 @@ from pulsesync.run.reader import RunReader
 
 
 def verify(run: str, folder: Path | None = None, *, trust: Trust = None, as_json: Json = False) -> int:
-    """Replay a whole run and check every hash and digest in it; or find out which version a folder holds.
+    """Replay a run and check every hash and digest in it, or find out which version is in a folder.
 
-    Every version is rebuilt from the one before it, and every anchor and squashed patch is compared with the version
-    it leads to, and every move of a pointer with the version it names. Exit code 1 if something is bad, or if the
-    folder holds no version of the run.
+    Every version is rebuilt from the one before it. Every anchor and squashed patch is compared with the version it
+    leads to, and every move of a pointer with the version it names. Exit code 1 if something is bad, or if the folder
+    contains no version of the run.
 
     Args:
         run: The run to check.
         folder: A checkpoint, or a folder that pulse follow updates: its digest is computed and compared with the run.
         trust: Public key of a publisher to trust, or a file of such keys.
-        as_json: Print one JSON object a record, and a summary, for machines.
+        as_json: Print one JSON object for each record, and a summary, for machines.
 
     Raises:
         NothingThereError: there is no run, or no version in it yet.
@@ -38,7 +38,7 @@ def verify(run: str, folder: Path | None = None, *, trust: Trust = None, as_json
 
 
 def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
-    """Replay a run; exit code 0 if all of it is good, else 1. Raises: PulseError, NothingThereError."""
+    """Replay a run; exit code 0 if all of it is good, otherwise 1. Raises: PulseError, NothingThereError."""
     printer, counted, bad = Printer(as_json), Counter[str](), 0
     try:
         audit = RunVerifier(open_place(run), trust=read_trust(trust))
@@ -56,8 +56,8 @@ def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
             printer.tell("checked", "", **facts, version=one.record.version if one.record else None, kind=kind)
         elif one.fault:
             print(f"{one.key}: {one.fault}", file=sys.stderr)
-    said = ", ".join(f"{count} {kind if count == 1 else _PLURALS[kind]}" for kind, count in counted.items())
-    text = f"{said}: " + ("all good" if not bad else f"{bad} bad")
+    counts = ", ".join(f"{count} {kind if count == 1 else _PLURALS[kind]}" for kind, count in counted.items())
+    text = f"{counts}: " + ("all good" if not bad else f"{bad} bad")
     printer.tell("summary", text, records=counted.total(), bad=bad, good=counted.total() - bad, **counted)
     return 1 if bad else 0
 
@@ -72,18 +72,18 @@ _PLURALS = {
 
 
 def verify_folder(run: str, folder: Path, *, trust: str | None, as_json: bool) -> int:
-    """Recount a folder; exit code 0 if it is a version of the run, and the one it says, else 1. Raises: PulseError."""
+    """Compute a folder's digest; exit code 0 if it is a version of the run, and the one named. Raises: PulseError."""
     printer, records = Printer(as_json), RunReader(open_place(run), read_trust(trust))
     if records.newest() is None:
-        raise NothingThereError(f"there is no run at {run}, or no version in it yet")
+        raise NothingThereError(no_run(run))
     found = identify(records, folder)
     version = found.record.version if found.record else None
     claimed = found.mark.version if found.mark else None
     good = version is not None and claimed in (None, version)
     text = f"{folder} is version {version}, bit for bit: digest {found.digest[:12]}"
     if version is None:
-        text = f"{folder} is no version of {run} that is still published: digest {found.digest[:12]}"
+        text = f"{folder} is not a published version of {run}: digest {found.digest[:12]}"
     elif not good:
-        text = f"{folder} is version {version}, and says that it is {claimed}"
+        text = f"{folder} is version {version}, but its pulse.json names version {claimed}"
     printer.tell("identified", text, ok=good, version=version, claimed=claimed, digest=found.digest)
     return 0 if good else 1
