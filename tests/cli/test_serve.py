@@ -100,6 +100,6 @@ def test_options_that_have_no_effect_on_an_upstream_are_usage_errors(
 
 def test_a_size_that_is_none_and_a_certificate_without_its_key_are_usage_errors(tmp_path: Path) -> None:
     host = ("--host", "192.0.2.7")
-    assert pulse("relay", tmp_path, *host, "--max-cache", "1.5GB").refused(2, "'1.5GB' is not a size")
+    assert pulse("relay", tmp_path, *host, "--max-cache", "1.5GB").refused(2, "got '1.5GB'")
     assert pulse("relay", tmp_path, *host, "--certificate", tmp_path / "a").refused(2, "only one of the two")
     assert pulse("serve", tmp_path, *host, "--private-key", tmp_path / "a").refused(2, "only one of the two")
