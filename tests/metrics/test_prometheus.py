@@ -20,7 +20,7 @@ def counted(*sent: events.Event) -> Scraped:
     made = metrics.PrometheusMetrics()
     for event in sent:
         made(event)
-    return Scraped(made.text().decode())
+    return Scraped(made.page()[0].decode())
 
 
 def test_a_publish_in_all_its_metrics() -> None:

@@ -55,7 +55,7 @@ options = dict(host="127.0.0.1", port=0, token_file=None, certificate=None, priv
 if sys.argv[1] == "relay":
     options.update(max_cache=None, cafile=None)
 given = json.loads(sys.argv[3])
-plain = ("max_cache", "token_in_clear", "upstream_token_in_clear", "without_token")
+plain = ("max_cache", "token_in_clear", "upstream_token_in_clear", "without_token", "open_metrics")
 options.update({name: value if name in plain else Path(value) for name, value in given.items()})
 place = sys.argv[2] if sys.argv[1] == "relay" else Path(sys.argv[2])
 sys.exit(getattr(serve, sys.argv[1])(place, **options))
@@ -652,7 +652,7 @@ def test_without_a_limit_given_a_relay_leaves_half_of_the_free_disk(tmp_path: Pa
     relayed = make_relay(MemoryStore(), tmp_path / "to" / "come")
     assert isinstance(relayed, CoalescingStore)
     assert isinstance(relayed.store, CachedStore)
-    limit = relayed.store._max_bytes
+    limit = relayed.store.max_bytes
     assert limit is not None
     assert abs(limit / (shutil.disk_usage(tmp_path).free / 2) - 1) < 0.1
 

@@ -596,7 +596,7 @@ def test_threads_that_write_at_the_same_time_leave_the_folder_below_its_limit(tm
 
 
 def test_there_is_a_limit_unless_there_is_to_be_none() -> None:
-    assert CachedStore(MemoryStore(), "cache")._max_bytes == 1 << 34
+    assert CachedStore(MemoryStore(), "cache").max_bytes == 1 << 34
 
 
 def test_listings_and_creations_are_the_store_s_own(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def serve(
     port: Count = 8765,
     token_file: Path | None = None,
     token_in_clear: Flag = False,
+    open_metrics: Flag = False,
     certificate: Path | None = None,
     private_key: Path | None = None,
     as_json: Json = False,
@@ -37,6 +38,7 @@ def serve(
         token_file: File with a token that readers must send. If not given, the token is that of PULSE_TOKEN; without
             that, none is required.
         token_in_clear: Permit that readers on other machines send the token without https.
+        open_metrics: Answer /metrics without the token.
         certificate: Certificate for https, in PEM.
         private_key: The certificate's private key, in PEM.
         as_json: Print the address as one JSON object, for machines.
@@ -57,6 +59,7 @@ def serve(
             certificate=certificate,
             private_key=private_key,
             token_in_clear=token_in_clear,
+            open_metrics=open_metrics,
             on_ready=_announcer("folder", str(folder), as_json),
         )
     except ValueError as e:
@@ -77,6 +80,7 @@ def relay(
     token_file: Path | None = None,
     without_token: Flag = False,
     token_in_clear: Flag = False,
+    open_metrics: Flag = False,
     certificate: Path | None = None,
     private_key: Path | None = None,
     as_json: Json = False,
@@ -98,6 +102,7 @@ def relay(
             PULSE_TOKEN; without that, none is required.
         without_token: Permit that all who can reach the relay read what its upstream protects with a token.
         token_in_clear: Permit that readers on other machines send the token without https.
+        open_metrics: Answer /metrics without the token.
         certificate: Certificate for https, in PEM.
         private_key: The certificate's private key, in PEM.
         as_json: Print the address as one JSON object, for machines.
@@ -135,6 +140,7 @@ def relay(
             certificate=certificate,
             private_key=private_key,
             token_in_clear=token_in_clear,
+            open_metrics=open_metrics,
             on_ready=_announcer("upstream", upstream, as_json),
         )
     except ValueError as e:

@@ -69,11 +69,16 @@ class PrometheusMetrics:
         """Set a gauge to a value that is in no event."""
         self._metrics[name].labels(**labels).set(value)
 
-    def text(self) -> bytes:
-        """Return all metrics of the registry in Prometheus's text format."""
-        from prometheus_client import generate_latest
+    def page(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics of the registry in a text format, and its content type.
 
-        return generate_latest(self.registry)
+        Args:
+            accept: The header of this name, by which a Prometheus server says which formats it knows.
+        """
+        from prometheus_client.exposition import choose_encoder
+
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
 
     def collect(self) -> "Iterator[Metric]":
         """Yield all metrics, as a registry asks for them."""

@@ -6,18 +6,19 @@ import json
 import logging
 import re
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from pulsesync.errors import FormatError, NotFoundError, PulseError, StoreError
 from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
+from pulsesync.server.calls import in_thread
+from pulsesync.server.monitor import SentAnswer, ServerMonitor
 from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, Store, forget, is_near, size_of
 from pulsesync.store.http import LISTING_TYPE, check_token
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
@@ -44,14 +45,21 @@ _SEND_TIMEOUT_S = _SLICE / (1 << 14)
 _MAX_SIZE = 1 << 42  # of an object; some file systems do not look for bytes much further on
 _RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
 _HEARTBEAT_S = 10.0  # in which a heartbeat must have arrived
+_LEFT = 499  # what a request is counted as whose client left, or that the end of the server broke off, before an answer
 _LOG_EVERY_S = 10.0  # a store that is away fails every request; the log says it now and then
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def make_app(store: Store, token: str | None = None) -> "Starlette":
+def make_app(store: Store, token: str | None = None, *, open_metrics: bool = False) -> "Starlette":
     """Return an ASGI application that serves a store for reading, to those who show the token if there is one.
+
+    `/healthz` and `/metrics` are answered by the server itself; no key of a run is either of them.
+
+    Args:
+        store: What to serve.
+        token: What clients have to show; anybody may read if there is none.
+        open_metrics: Whether `/metrics` needs no token. `/healthz` never does.
 
     Raises:
         ValueError: the token is empty, or is not plain ASCII.
@@ -64,15 +72,24 @@ def make_app(store: Store, token: str | None = None) -> "Starlette":
         from starlette.routing import Route
     except ModuleNotFoundError as e:
         raise missing(e) from e
-    return Starlette(routes=[Route("/{key:path}", _Service(store, token), methods=["GET", "PUT"])])
+    service = _Service(store, token, open_metrics)
+    return Starlette(
+        routes=[
+            Route("/healthz", service.health, methods=["GET"]),
+            Route("/metrics", service.metrics, methods=["GET"]),
+            Route("/{key:path}", service, methods=["GET", "PUT"]),
+        ]
+    )
 
 
 class _Service:
-    """The application behind the one route there is."""
+    """The application behind the routes."""
 
-    def __init__(self, store: Store, token: str | None) -> None:
+    def __init__(self, store: Store, token: str | None, open_metrics: bool = False) -> None:
         self._store = store
         self._board = HeartbeatBoard(store)
+        self._monitor = ServerMonitor(store)
+        self._open_metrics = open_metrics
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._bodies = asyncio.Semaphore(_BODIES)
         self._cached = asyncio.Semaphore(_BODIES)
@@ -83,25 +100,53 @@ class _Service:
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         from starlette.requests import Request
 
-        request = Request(scope)
+        request, answer, began_s = Request(scope), SentAnswer(), time.monotonic()
+        try:
+            await self._respond(request, answer, receive, answer.counting(send))
+        except BaseException as e:
+            answer.store_failed |= isinstance(e, StoreError)
+            answer.status = answer.status or (500 if isinstance(e, Exception) else _LEFT)
+            raise
+        finally:
+            self._monitor.served(request.method, request.path_params["key"], answer, time.monotonic() - began_s)
+
+    async def health(self, request: "Request") -> "Response":
+        """Say whether the store answers, and nothing else: this needs no token."""
+        from starlette.responses import JSONResponse
+
+        up = await self._monitor.is_up()
+        body = {"status": "ok" if up else "the store does not answer"}
+        return JSONResponse(body, 200 if up else 503, {"Cache-Control": "no-store"})
+
+    async def metrics(self, request: "Request") -> "Response":
+        """Return what was counted, to those who show the token unless anybody may see it."""
+        from starlette.responses import Response
+
+        if not self._open_metrics and not self._may_read(request.headers.get("authorization", "")):
+            return _no_token()
+        page, content_type = await self._monitor.page(request.headers.get("accept", ""))
+        return Response(page, headers={"Cache-Control": "no-store", "Content-Type": content_type})
+
+    async def _respond(self, request: "Request", answer: SentAnswer, receive: "Receive", send: "Send") -> None:
         if not self._may_read(request.headers.get("authorization", "")):
-            await _words(401, "a token is needed", {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            await _no_token()(request.scope, receive, send)
             return
         if request.method == "PUT":
-            await (await self._accept(request.path_params["key"], receive))(scope, receive, send)
+            await (await self._accept(request.path_params["key"], receive))(request.scope, receive, send)
             return
         if not request.path_params["key"].startswith(CONTENT_ADDRESSED):
             places, ahead = self._records, _AHEAD
         elif await self._is_cached(request):
-            places, ahead = self._cached, _AHEAD_NEAR
+            places, ahead, answer.cache = self._cached, _AHEAD_NEAR, "hit"
         else:
             places, ahead = self._bodies, _AHEAD
+            answer.cache = "miss" if hasattr(self._store, "has") else "none"
         async with places:
-            answer = await self._answer(request)
-            if isinstance(answer, _RangeResponse):
-                await answer.send(receive, send, ahead)
+            response = await self._answer(request, answer)
+            if isinstance(response, _RangeResponse):
+                await response.send(receive, send, ahead)
             else:
-                await answer(scope, receive, send)
+                await response(request.scope, receive, send)
 
     async def _accept(self, key: str, receive: "Receive") -> "Response":
         """Keep the heartbeat of a worker: the one thing that clients may write."""
@@ -126,17 +171,18 @@ class _Service:
         if begin is None:  # the last bytes
             begin, end = 0, None
         async with self._looks:
-            return await _in_thread(partial(is_near, self._store, key, begin, end))
+            return await in_thread(partial(is_near, self._store, key, begin, end))
 
-    async def _answer(self, request: "Request") -> "_RangeResponse | Response":
+    async def _answer(self, request: "Request", answer: SentAnswer) -> "_RangeResponse | Response":
         key, prefix = request.path_params["key"], request.query_params.get("list")
         try:
             if (key == "" or key.endswith("/")) and prefix is not None:
-                return await _in_thread(lambda: self._listing(key, prefix))
-            return await _in_thread(lambda: self._object(key, request.method == "HEAD", request.headers))
+                return await in_thread(lambda: self._listing(key, prefix))
+            return await in_thread(lambda: self._object(key, request.method == "HEAD", request.headers))
         except NotFoundError:
             return _words(404, "there is no such object")
         except StoreError as e:
+            answer.store_failed = True
             status = 503 if e.retryable else 500
             if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
                 self._logged_at = time.monotonic()
@@ -253,7 +299,7 @@ class _RangeResponse:
         try:
             for begin in range(self.begin + len(self.piece), self.end, _PIECE):
                 call = partial(self.read, begin, _bounded(begin, self.end))
-                reading.append(asyncio.create_task(_in_thread(call)))
+                reading.append(asyncio.create_task(in_thread(call)))
                 if len(reading) > ahead:
                     yield await reading.popleft()
             while reading:
@@ -343,6 +389,10 @@ async def _read_body(receive: "Receive", limit: int) -> bytes:
     return body
 
 
+def _no_token() -> "Response":
+    return _words(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
+
+
 async def _leaving(receive: "Receive") -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -357,27 +407,6 @@ async def _send_piece(send: "Send", piece: bytes, more: bool) -> None:
                 await send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError as e:
             raise TimeoutError(f"a client did not take {len(body)} bytes within {_SEND_TIMEOUT_S:g} s") from e
-
-
-async def _in_thread(call: Callable[[], T]) -> T:
-    """Make a blocking call in a thread of its own: a daemon, so that a store that hangs keeps nothing from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(set_: Callable[[Any], None], outcome: object) -> None:
-        if not future.done():  # the request may have been given up meanwhile
-            set_(outcome)
-
-    def work() -> None:
-        try:
-            done = partial(settle, future.set_result, call())
-        except Exception as e:  # noqa: BLE001 - raised again where it is awaited
-            done = partial(settle, future.set_exception, e)
-        with suppress(RuntimeError):  # the loop is closed: the server has ended
-            loop.call_soon_threadsafe(done)
-
-    threading.Thread(target=work, daemon=True).start()
-    return await future
 
 
 def missing(error: ModuleNotFoundError) -> PulseError:

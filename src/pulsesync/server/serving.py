@@ -32,6 +32,7 @@ def serve(
     certificate: Path | None = None,
     private_key: Path | None = None,
     token_in_clear: bool = False,
+    open_metrics: bool = False,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve a store until SIGINT or SIGTERM, then end within a second. To be called from the main thread.
@@ -45,6 +46,7 @@ def serve(
         private_key: PEM file, not encrypted.
         token_in_clear: Let clients on other machines show the token without TLS, where everybody on the path can read
             it; for a server behind another one that has the certificate.
+        open_metrics: Whether `/metrics` needs no token, for a Prometheus that sends none.
         on_ready: Called with the address once connections are accepted.
 
     Raises:
@@ -54,7 +56,7 @@ def serve(
     """
     if (certificate is None) != (private_key is None):
         raise ValueError("https needs a certificate and its private key; only one of the two was given")
-    app = make_app(store, token)
+    app = make_app(store, token, open_metrics=open_metrics)
     if token is not None and certificate is None and not is_loopback(host) and not token_in_clear:
         raise ValueError(
             f"clients would send their token in clear to {host}: serve https with a certificate and its private key, "

@@ -72,7 +72,7 @@ class CachedStore:
     ) -> None:
         self.store = store
         self.folder = Path(folder)
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._patience_s = patience_s
         self._room_bytes = 0  # that may be written before the folder is measured again
         self._right: dict[str, bytes] = {}  # by key, the fingerprint of pieces that have the hash that the key states
@@ -313,7 +313,7 @@ class CachedStore:
         return content
 
     def _keep(self, name: str, content: memoryview) -> None:
-        if self._max_bytes is not None and _DIGEST_BYTES + len(content) > self._max_bytes * 31 // 32:
+        if self.max_bytes is not None and _DIGEST_BYTES + len(content) > self.max_bytes * 31 // 32:
             return
         spool, kept = self.folder / f"{_SPOOL}{secrets.token_hex(8)}", self.folder / name
         try:
@@ -337,7 +337,7 @@ class CachedStore:
         can miss a file that is renamed meanwhile. So every file is renamed first and measured then: the last of several
         threads sees the files of all.
         """
-        if self._max_bytes is None:
+        if self.max_bytes is None:
             return
         self._room_bytes -= written_bytes
         if self._room_bytes >= 0:
@@ -347,13 +347,13 @@ class CachedStore:
         except OSError:
             kept.unlink(missing_ok=True)  # what cannot be measured must not grow
             raise
-        excess = sum(size for _, size, _ in files) - self._max_bytes * 31 // 32
+        excess = sum(size for _, size, _ in files) - self.max_bytes * 31 // 32
         for _, size, path in sorted(files):
             if excess <= 0:
                 break
             path.unlink(missing_ok=True)
             excess -= size
-        self._room_bytes = self._max_bytes // 32
+        self._room_bytes = self.max_bytes // 32
 
 
 def origin_of(store: Store) -> Store:

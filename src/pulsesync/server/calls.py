@@ -1,0 +1,57 @@
+"""Blocking calls of a store, made from the event loop that answers requests."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Make a blocking call in a thread of its own: a daemon, so that a store that hangs keeps nothing from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(set_: Callable[[Any], None], outcome: object) -> None:
+        if not future.done():  # the request may have been given up meanwhile
+            set_(outcome)
+
+    def work() -> None:
+        try:
+            done = partial(settle, future.set_result, call())
+        except Exception as e:  # noqa: BLE001 - raised again where it is awaited
+            done = partial(settle, future.set_exception, e)
+        with suppress(RuntimeError):  # the loop is closed: the server has ended
+            loop.call_soon_threadsafe(done)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future
+
+
+class RememberedCall(Generic[T]):
+    """A blocking call whose outcome many ask for. It is made once at a time, and its outcome kept for a while.
+
+    Args:
+        call: It does not raise.
+        keep_s: How long its outcome is valid.
+        limit_s: How long it may take, before those who wait for it do without.
+    """
+
+    def __init__(self, call: Callable[[], T], keep_s: float, limit_s: float) -> None:
+        self._call, self._keep_s, self._limit_s = call, keep_s, limit_s
+        self._task: asyncio.Task[T] | None = None
+        self._began_s = 0.0
+
+    async def outcome(self) -> T | None:
+        """Return the outcome, or None if the call takes too long; it is then waited for no more until it returns."""
+        now = time.monotonic()
+        if self._task is None or (self._task.done() and now - self._began_s >= self._keep_s):
+            self._task, self._began_s = asyncio.create_task(in_thread(self._call)), now
+        with suppress(TimeoutError):
+            left_s = max(0.0, self._began_s + self._limit_s - now)
+            return await asyncio.wait_for(asyncio.shield(self._task), left_s)
+        return None

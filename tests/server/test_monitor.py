@@ -1,0 +1,359 @@
+"""What servers and relays report of themselves: /metrics and /healthz of processes, asked over loopback."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pulsesync as pulse
+from pulsesync import events
+from pulsesync.errors import NotFoundError, StoreError
+from pulsesync.server import ServedFolder, make_app, relay
+from pulsesync.server.calls import RememberedCall
+from pulsesync.store import LocalStore, MemoryStore, Store
+from tests.metrics.scraping import Scraped, scrape
+from tests.server.test_server import ask, running
+
+pytest.importorskip("starlette")
+pytest.importorskip("granian")
+
+BODY = b"0123456789" * 100
+RECORD = "manifests/0000000000000007"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store = LocalStore(tmp_path / "run")
+    for key, data in {"parts/a": BODY, "head": b"7", RECORD: b"record"}.items():
+        store.put(key, data)
+    return tmp_path / "run"
+
+
+# What is counted
+
+
+def test_a_server_counts_its_requests_by_status_and_their_bytes(folder: Path) -> None:
+    with running("serve", folder) as server:
+        for path in ("/parts/a", "/parts/a", "/parts/none", "/head"):
+            ask(server.url, path)
+        ask(server.url, "/parts/a", "HEAD")
+        ask(server.url, "/parts/a", Range="bytes=0-9")
+        page, place = scrape(f"{server.url}/metrics"), str(folder)
+    assert page.value("pulse_requests_total", location=place, method="GET", status="200", cache="none") == 3
+    assert page.value("pulse_requests_total", location=place, method="GET", status="404", cache="none") == 1
+    assert page.value("pulse_requests_total", location=place, method="GET", status="206", cache="none") == 1
+    assert page.value("pulse_requests_total", location=place, method="HEAD", status="200", cache="none") == 1
+    missing = len(b"there is no such object\n")
+    assert page.value("pulse_served_bytes_total", location=place, cache="none") == 2 * len(BODY) + 1 + 10 + missing
+    assert page.value("pulse_request_duration_seconds_count", location=place) == 6
+    assert page.value("pulse_store_failures_total", location=place) == 0
+    assert page.value("pulse_store_up", location=place) == 1
+    assert page.value("pulse_cache_bytes", location=place) is None
+
+
+def test_scrapes_and_health_checks_are_not_counted(folder: Path) -> None:
+    with running("serve", folder) as server:
+        for _ in range(3):
+            ask(server.url, "/healthz")
+            page = scrape(f"{server.url}/metrics")
+    assert page.total("pulse_requests_total") == 0
+
+
+def test_a_relay_counts_what_its_cache_had_and_what_it_had_not(folder: Path, tmp_path: Path) -> None:
+    with (
+        running("serve", folder) as origin,
+        running("relay", origin.url, cache=tmp_path / "cache", max_cache="1GB") as server,
+    ):
+        for _ in range(3):
+            assert ask(server.url, "/parts/a").body == BODY
+        assert ask(server.url, "/head").body == b"7"
+        page, place = scrape(f"{server.url}/metrics"), origin.url
+        upstream = scrape(f"{origin.url}/metrics")
+    assert page.total("pulse_requests_total", location=place, cache="miss") == 1
+    assert page.total("pulse_requests_total", location=place, cache="hit") == 2
+    assert page.total("pulse_requests_total", location=place, cache="none") == 1
+    assert page.value("pulse_served_bytes_total", location=place, cache="hit") == 2 * len(BODY)
+    assert page.value("pulse_cache_limit_bytes", location=place) == 1e9
+    kept = page.value("pulse_cache_bytes", location=place)
+    assert kept is not None
+    assert len(BODY) < kept < len(BODY) + 200  # a digest, and a file with the size
+    assert upstream.value("pulse_served_bytes_total", location=str(folder), cache="none") == len(BODY) + 1
+
+
+def test_a_relay_whose_upstream_is_away_counts_failures_and_is_not_healthy(folder: Path, tmp_path: Path) -> None:
+    with running("serve", folder) as origin, running("relay", origin.url, cache=tmp_path / "cache") as server:
+        assert ask(server.url, "/parts/a").status == 200
+        assert ask(server.url, "/healthz").status == 200
+        assert scrape(f"{server.url}/metrics").value("pulse_store_up", location=origin.url) == 1
+        origin.stop()
+        time.sleep(1.1)  # for which an answer of the upstream is remembered
+        assert ask(server.url, "/parts/a").body == BODY  # it is in the cache
+        assert ask(server.url, "/head").status == 503
+        health, page = ask(server.url, "/healthz"), scrape(f"{server.url}/metrics")
+    assert (health.status, json.loads(health.body)) == (503, {"status": "the store does not answer"})
+    assert page.value("pulse_store_up", location=origin.url) == 0
+    assert page.value("pulse_store_failures_total", location=origin.url) == 1
+    assert page.total("pulse_requests_total", location=origin.url, status="503") == 1
+
+
+def test_the_newest_version_that_was_sent_is_shown_for_every_run_below_a_folder(tmp_path: Path) -> None:
+    weights = {"w": np.zeros(100, np.float32)}
+    for name, count in (("one", 3), ("deep/two", 2)):
+        with pulse.Publisher(str(tmp_path / "runs" / name)) as publisher:
+            for step in range(count):
+                weights["w"] += 1
+                publisher.publish(weights, step=step)
+    with running("serve", tmp_path / "runs") as server:
+        for name in ("one", "deep/two"):
+            pulse.Subscriber(f"{server.url}/{name}").sync({"w": np.zeros(100, np.float32)})
+        ask(server.url, "/one/manifests/0000000000000000")  # an older one changes nothing
+        ask(server.url, "/none/manifests/0000000000000099")  # and one that is not there neither
+        page = scrape(f"{server.url}/metrics")
+    shown = {labels: value for (name, labels), value in page.samples.items() if name == "pulse_newest_version"}
+    place = str(tmp_path / "runs")
+    assert shown == {
+        frozenset({("location", f"{place}/one")}): 2.0,
+        frozenset({("location", f"{place}/deep/two")}): 1.0,
+    }
+
+
+# Who may ask
+
+
+def test_metrics_need_the_token_and_health_does_not(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret")
+    with running("serve", folder, token_file=tmp_path / "token") as server:
+        assert ask(server.url, "/metrics").status == 401
+        assert ask(server.url, "/metrics", Authorization="Bearer other").status == 401
+        assert ask(server.url, "/metrics").headers["WWW-Authenticate"] == "Bearer"
+        health = ask(server.url, "/healthz")
+        assert (health.status, json.loads(health.body)) == (200, {"status": "ok"})
+        assert ask(server.url, "/head").status == 401
+        page = scrape(f"{server.url}/metrics", "s3cret")
+    assert page.total("pulse_requests_total", status="401") == 1
+
+
+def test_metrics_are_open_where_that_is_permitted_and_objects_are_not(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret")
+    with running("serve", folder, token_file=tmp_path / "token", open_metrics=True) as server:
+        assert scrape(f"{server.url}/metrics").value("pulse_store_up", location=str(folder)) == 1
+        assert ask(server.url, "/head").status == 401
+
+
+def test_health_reveals_nothing_but_itself_and_may_not_be_kept(folder: Path) -> None:
+    with running("serve", folder) as server:
+        health = ask(server.url, "/healthz")
+        assert ask(server.url, "/healthz", "HEAD").status == 200
+        assert ask(server.url, "/healthz", "POST").status == 405
+        assert ask(server.url, "/metrics", "POST").status == 405
+    assert health.body == b'{"status":"ok"}'
+    assert health.headers["Cache-Control"] == "no-store"
+    assert health.headers["Content-Type"] == "application/json"
+
+
+def test_a_prometheus_server_gets_a_format_that_it_knows(folder: Path) -> None:
+    with running("serve", folder) as server:
+        plain, openmetrics = (
+            ask(server.url, "/metrics", Accept=accept)
+            for accept in ("", "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5")
+        )
+    assert plain.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert openmetrics.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert openmetrics.body.endswith(b"# EOF\n")
+
+
+# Keys and paths
+
+
+def test_no_object_of_a_run_is_hidden_by_the_paths_of_the_server(tmp_path: Path) -> None:
+    """A run has one object without a folder, which is `head`; a run that is called metrics has its objects in one."""
+    weights = {"w": np.zeros(100, np.float32)}
+    with pulse.Publisher(str(tmp_path / "metrics"), anchor_every=1) as publisher:
+        for step in range(3):
+            weights["w"] += 1
+            publisher.publish(weights, step=step)
+    pulse.move_pointer(str(tmp_path / "metrics"), "stable", 1)
+    keys = {str(path.relative_to(tmp_path / "metrics")) for path in (tmp_path / "metrics").rglob("*") if path.is_file()}
+    assert {key for key in keys if "/" not in key} == {"head"}
+    with running("serve", tmp_path) as server:
+        model = {"w": np.zeros(100, np.float32)}
+        assert pulse.Subscriber(f"{server.url}/metrics").sync(model).version == 2
+        np.testing.assert_array_equal(model["w"], weights["w"])
+        assert scrape(f"{server.url}/metrics").total("pulse_requests_total") > 0
+
+
+# Health
+
+
+class Sick(MemoryStore):
+    """A store that answers as it is told, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.error = 0, None
+        self.released = threading.Event()
+        self.released.set()
+
+    error: Exception | None
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        self.asked += 1
+        self.released.wait(10)
+        if self.error is not None:
+            raise self.error
+        return super().get(key, begin, end)
+
+
+@contextmanager
+def client(store: Store, **options: Any) -> Iterator["App"]:
+    yield App(make_app(store, **options))
+
+
+class App:
+    """An application, asked without a server in between; on one event loop, as a server has it."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        sent: list[dict[str, Any]] = []
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(10)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await self.app(scope, receive, send)
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def test_a_store_is_asked_once_a_second_however_many_ask_for_its_health() -> None:
+    async def case() -> None:
+        store = Sick()
+        with client(store) as app:
+            assert [status for status, _ in await asyncio.gather(*(app.get("/healthz") for _ in range(50)))] == [
+                200
+            ] * 50
+            assert store.asked == 1
+            store.error = StoreError("no route", retryable=True)
+            assert (await app.get("/healthz"))[0] == 200
+            await asyncio.sleep(1.05)
+            assert (await app.get("/healthz"))[0] == 503
+            assert store.asked == 2
+
+    asyncio.run(case())
+
+
+def test_a_store_that_hangs_is_not_healthy_and_is_not_asked_again_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.server.monitor._HEALTH_LIMIT_S", 0.2)
+
+    async def case() -> None:
+        store = Sick()
+        store.released.clear()
+        with client(store) as app:
+            began = time.monotonic()
+            answers = await asyncio.gather(*(app.get("/healthz") for _ in range(20)))
+            assert 0.15 < time.monotonic() - began < 1.5
+            assert {status for status, _ in answers} == {503}
+            await asyncio.sleep(1.05)
+            began = time.monotonic()
+            assert (await app.get("/healthz"))[0] == 503  # at once: it still hangs
+            assert time.monotonic() - began < 0.15
+            assert store.asked == 1
+            store.released.set()
+            await asyncio.sleep(0.2)
+            assert (await app.get("/healthz"))[0] == 200
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize("error", [StoreError("refused"), ValueError("a bug of the store")])
+def test_a_store_that_fails_is_not_healthy(error: Exception) -> None:
+    store = Sick()
+    store.error = error
+    with client(store) as app:
+        assert asyncio.run(app.get("/healthz")) == (503, b'{"status":"the store does not answer"}')
+
+
+def test_a_store_without_a_version_is_healthy_and_a_folder_that_is_gone_is_not(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        MemoryStore().get("head")
+    with client(MemoryStore()) as app:
+        assert asyncio.run(app.get("/healthz"))[0] == 200
+    (tmp_path / "empty").mkdir()
+    for name, status in (("empty", 200), ("gone", 503)):
+        with client(relay(ServedFolder(tmp_path / name), tmp_path / "cache")) as app:
+            assert asyncio.run(app.get("/healthz"))[0] == status
+
+
+def test_a_call_is_made_once_at_a_time_and_kept() -> None:
+    async def case() -> None:
+        calls: list[int] = []
+
+        def count() -> int:
+            calls.append(1)
+            time.sleep(0.05)
+            return len(calls)
+
+        remembered = RememberedCall(count, keep_s=0.2, limit_s=5)
+        assert await asyncio.gather(*(remembered.outcome() for _ in range(10))) == [1] * 10
+        assert await remembered.outcome() == 1
+        await asyncio.sleep(0.25)
+        assert await remembered.outcome() == 2
+
+    asyncio.run(case())
+
+
+# Events
+
+
+def test_every_answer_is_an_event() -> None:
+    store, received = Sick(), list[events.Event]()
+    store.put("parts/a", BODY)
+    with pulse.listen(received.append), client(store) as app:
+        asyncio.run(app.get("/parts/a"))
+        store.error = StoreError("no route", retryable=True)
+        asyncio.run(app.get("/head"))
+        asyncio.run(app.get("/healthz"))
+    first, second = (event for event in received if isinstance(event, events.RequestServed))
+    assert (first.method, first.status, first.sent_bytes, first.store_failed) == ("GET", 200, len(BODY), False)
+    assert (second.status, second.store_failed) == (503, True)
+    assert 0 <= first.seconds < 10
+
+
+def test_an_answer_that_the_store_breaks_off_is_counted_as_its_failure() -> None:
+    class Shrinking(MemoryStore):
+        def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+            if begin:
+                raise StoreError("no route", retryable=True)
+            return super().get(key, begin, end)
+
+    store = Shrinking()
+    store.put("parts/a", bytes(9 << 20))
+    with client(store) as app:
+        with pytest.raises(StoreError):
+            asyncio.run(app.get("/parts/a"))
+        page = Scraped(asyncio.run(app.get("/metrics"))[1].decode())
+    assert page.total("pulse_store_failures_total") == 1
+    assert page.total("pulse_requests_total", status="200") == 1
+    assert page.total("pulse_served_bytes_total") == 4 << 20
+
+
+def test_many_requests_at_once_are_all_counted(folder: Path) -> None:
+    with running("serve", folder) as server, ThreadPoolExecutor(16) as pool:
+        statuses = list(pool.map(lambda _: ask(server.url, "/parts/a").status, range(400)))
+        page = scrape(f"{server.url}/metrics")
+    assert statuses == [200] * 400
+    assert page.total("pulse_requests_total") == 400
+    assert page.total("pulse_served_bytes_total") == 400 * len(BODY)
