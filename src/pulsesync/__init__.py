@@ -65,7 +65,8 @@ if TYPE_CHECKING:
     from pulsesync.publish.warmup import warm_up
     from pulsesync.run.fleet import FleetStatus, WorkerStatus, read_fleet
     from pulsesync.run.pointers import read_pointers
-    from pulsesync.run.subscriber import Subscriber, SyncReport
+    from pulsesync.run.reporting import SyncReport
+    from pulsesync.run.subscriber import Subscriber
     from pulsesync.state.sharding import Placed, tensor_parallel
     from pulsesync.state.slices import Slice
     from pulsesync.store import open_store
@@ -139,7 +140,7 @@ _HOMES = {
     "SigningKey": "format.signature",
     "Slice": "state.slices",
     "Subscriber": "run.subscriber",
-    "SyncReport": "run.subscriber",
+    "SyncReport": "run.reporting",
     "WorkerStatus": "run.fleet",
     "listen": "core.events",
     "move_pointer": "maintain.point",

@@ -33,7 +33,8 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import BaseRef, Manifest, RecordKind
 from pulsesync.format.signature import SigningKey
-from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.run.reporting import SyncReport
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.host import HostState
 from pulsesync.store.base import ObjectEntry, ReadOnlyStore
 from tests import records

@@ -1411,7 +1411,7 @@ def test_a_sync_of_a_place_without_a_run_raises_what_was_looked_for_and_where(tm
     with pytest.raises(NotFoundError, match="wait_s=") as caught:
         Subscriber(location).sync(held)
     assert "manifests/" in str(caught.value)
-    assert (location if isinstance(location, str) else "MemoryStore") in str(caught.value)
+    assert (location if isinstance(location, str) else "memory://") in str(caught.value)
     assert equal(held, worker())
 
 

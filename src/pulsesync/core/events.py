@@ -5,14 +5,19 @@
 
 Publishers, subscribers, groups, LoCo trainers and servers call `emit`; metrics, heartbeats and progress bars listen. A
 listener is any callable that takes an event. It runs on a thread of its own, so it is never in the way: what it raises
-is logged, and what it is too slow for is dropped, counted and logged. Events of one process are delivered to each
-listener in the order in which they were emitted. Nothing is delivered in a forked child, which has no such threads.
+is logged, and what it is too slow for is dropped, counted and logged. An object that emits may have a lock meanwhile: a
+listener that calls it waits for that lock, and nothing waits for the listener. Events of one process are delivered to
+each listener in the order in which they were emitted. A forked child has no such threads: nothing is delivered there
+until it adds listeners of its own.
+
+docs/events.md says what is emitted when, field by field.
 """
 
 import atexit
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -20,6 +25,7 @@ from typing import Protocol
 
 __all__ = [
     "AnchorPublished",
+    "EngineUpdateFailed",
     "EngineUpdated",
     "Event",
     "GroupSyncFailed",
@@ -58,18 +64,18 @@ class Event:
 class RunEvent(Event):
     """Something that happened in this process's use of a run."""
 
-    location: str  # of the run, without credentials
+    location: str  # of the run, without credentials: its folder or address
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionPublished(RunEvent):
-    """A version was committed to the store."""
+    """A version was committed to the store. Where several ranks publish together, rank 0 emits this."""
 
     version: int
     step: int
     changed: int  # weights
     total: int  # weights
-    payload_bytes: int  # that the version added to the store, by all ranks
+    payload_bytes: int  # that the version added to the store, by all ranks; an anchor is not counted
     full_bytes: int  # of all weights
     coalesced: int  # publishes before this one that are in this version
     blocked_s: float  # how long the caller of publish waited
@@ -80,20 +86,25 @@ class VersionPublished(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class PublishFailed(RunEvent):
-    """A version could not be committed. The next one contains its changes."""
+    """A publish failed. The next version contains its changes. Of a team, every rank emits its own error.
+
+    If the store did not say whether the version was committed, and it turns out that it was, it is emitted as a
+    VersionPublished, too.
+    """
 
     step: int
-    error: str
+    error: str  # its class and its message
     retryable: bool
+    rank: int = 0  # of the team
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorPublished(RunEvent):
-    """A full checkpoint was committed to the store."""
+    """A full checkpoint was committed to the store. Where several ranks publish together, rank 0 emits this."""
 
     version: int
     payload_bytes: int
-    seconds: float
+    seconds: float  # since this process began to write it, versions that were sent meanwhile included
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +114,7 @@ class Synced(RunEvent):
     version: int
     step: int
     from_version: int | None
-    newest: int | None  # version that the run was known to have; None: not known
+    newest: int | None  # version that was seen; with a pointer to follow, the one that it names; None: not known
     path: tuple[str, ...]  # as of a SyncReport; empty: there was nothing new
     changed: int  # weights
     fetched_bytes: int
@@ -119,14 +130,15 @@ class SyncFailed(RunEvent):
     """A sync raised an error."""
 
     version: int | None  # that the weights are at
-    error: str
+    error: str  # its class and its message
     retryable: bool
     torn: bool  # whether the weights are between two versions and must not be used
+    newest: int | None = None  # as of Synced
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recounted(RunEvent):
-    """The digest of all weights was counted anew and compared with that of their version."""
+    """The live weights were read anew and compared with the digest of their version."""
 
     version: int
     equal: bool
@@ -135,9 +147,13 @@ class Recounted(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TransferProgress(RunEvent):
-    """Part of a long transfer, such as a first sync, is done."""
+    """Part of a long transfer, such as a first sync, is done. The first of a transfer has 0 bytes, the last all.
 
-    what: str  # for people, such as "anchor"
+    The bytes are those of the parts that the records name. A part counts when it is there and checked, whether it was
+    fetched, found on disk, or fetched only as far as this worker needs it.
+    """
+
+    what: str  # for people: "anchor" or "patches"
     done_bytes: int
     total_bytes: int
 
@@ -153,6 +169,15 @@ class EngineUpdated(RunEvent):
     fetched_bytes: int  # by all ranks
     pause_s: float  # in which the engine did not generate
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineUpdateFailed(RunEvent):
+    """An inference engine could not be brought to a version."""
+
+    error: str  # its class and its message
+    retryable: bool
+    torn: bool  # whether the engine has weights of no version and must not generate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +201,7 @@ class GroupSyncFailed(Event):
     """A sync over a process group raised an error on this rank; the weights are unchanged."""
 
     rank: int
-    error: str
+    error: str  # its class and its message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +224,8 @@ class RoundFailed(Event):
     """A LoCo round raised an error in this trainer."""
 
     fragment: int
-    round: int
-    error: str
+    round: int  # that was not completed here
+    error: str  # its class and its message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +333,22 @@ def emit(event: Event) -> None:
 def has_listeners() -> bool:
     """Whether there is a listener. Without one, an event that is costly to make need not be made."""
     return bool(_listening)
+
+
+_URL = re.compile(r"""(://)(?:[^/\s@'"]*@)?([^\s?#'"]*)(?:[?#][^\s'")]+)?""")
+
+
+def without_credentials(text: str) -> str:
+    """A text without what can be a credential in the addresses that it names: user and password, query and fragment."""
+    return _URL.sub(r"\1\2", text)
+
+
+def describe_error(error: BaseException) -> str:
+    """What an event says of an error. It does not raise, whatever the error's own text does."""
+    try:
+        return without_credentials(f"{type(error).__name__}: {error}")
+    except Exception:  # noqa: BLE001 - an error of another library
+        return type(error).__name__
 
 
 def _close_all() -> None:

@@ -16,6 +16,7 @@ resume with `regroup`.
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pulsesync.core.events import GroupSynced, GroupSyncFailed, describe_error, emit, has_listeners
 from pulsesync.core.threads import finish
 from pulsesync.errors import GroupError, StateError, VerificationError
 from pulsesync.group import bundles
@@ -43,6 +45,8 @@ from pulsesync.group.session import FailureCollector, SyncSession
 from pulsesync.state.views import mapping_of
 
 NOTE_BYTES = 1024  # of what ranks send each other at a time, besides 16 for each source
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,42 @@ class Broadcast:
     # A sync
 
     def _sync(self, source: Any) -> BroadcastReport:
+        """Sync, and log and emit what came of it."""
+        try:
+            report = self._sync_all(source)
+        except Exception as e:
+            if has_listeners():
+                emit(GroupSyncFailed(rank=self._team.rank, error=describe_error(e)))
+            raise
+        logger.info(
+            "Rank %d synced to version %d by method %r: %s of %d weights changed, %d bytes sent, %d received, %.3f s.",
+            self._team.rank,
+            report.version,
+            report.method,
+            "an unknown number" if report.changed is None else report.changed,
+            report.total,
+            report.sent_bytes,
+            report.received_bytes,
+            report.seconds,
+        )
+        if has_listeners():
+            emit(
+                GroupSynced(
+                    rank=self._team.rank,
+                    version=report.version,
+                    method=report.method,
+                    changed=report.changed,
+                    total=report.total,
+                    full_bytes=report.full_bytes,
+                    sent_bytes=report.sent_bytes,
+                    received_bytes=report.received_bytes,
+                    seconds=report.seconds,
+                    pause_s=report.apply_s,
+                )
+            )
+        return report
+
+    def _sync_all(self, source: Any) -> BroadcastReport:
         began, team = time.perf_counter(), self._team
         counts = team.messages, team.sent_bytes, team.received_bytes
         end, notes = self._meet(source)

@@ -50,8 +50,9 @@ from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader, forgetting
+from pulsesync.run.reporting import SyncReport
 from pulsesync.run.spool import AnchorSpool
-from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.checkpoint_files import (
     ADAPTER_CONFIG,
     INDEX,

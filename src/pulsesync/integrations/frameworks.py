@@ -23,7 +23,8 @@ import numpy as np
 from pulsesync import device
 from pulsesync.core.threads import spread
 from pulsesync.errors import StateError, VerificationError
-from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.run.reporting import SyncReport
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.host import HostState
 from pulsesync.store import Store
 

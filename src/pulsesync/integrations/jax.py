@@ -25,7 +25,7 @@ import numpy as np
 from pulsesync.errors import PulseError, StateError, VerificationError
 from pulsesync.integrations.frameworks import FrameworkSubscriber, published_tensors
 from pulsesync.publish.publisher import Publisher
-from pulsesync.run.subscriber import SyncReport
+from pulsesync.run.reporting import SyncReport
 from pulsesync.store import Store
 
 __all__ = ["JaxPublisher", "JaxSubscriber", "JaxWeights"]

@@ -25,7 +25,7 @@ from pulsesync.integrations.frameworks import FrameworkSubscriber, published_ten
 from pulsesync.integrations.jax import all_on_gpus, array_bits, array_like, lent
 from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
-from pulsesync.run.subscriber import SyncReport
+from pulsesync.run.reporting import SyncReport
 from pulsesync.store import Store
 
 __all__ = ["KerasCallback", "KerasPublisher", "KerasSubscriber", "KerasWeights"]  # noqa: F822 - by __getattr__, below

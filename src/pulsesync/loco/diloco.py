@@ -129,15 +129,18 @@ class _PeriodicTrainer(FragmentTrainer):
         try:
             if self._flying is None and self._steps >= self._period - self._delay:
                 fragment, began = self._turn, perf_counter()
-                shared, update = self._held[fragment].shared, self._update(fragment, snapshot=bool(self._delay))
-                part = self._select(fragment, update)
-                if not self._delay:
-                    self._commit(fragment, update, self._meet(fragment, shared, part), began)
+                with self._noting_failure(fragment):
+                    shared, update = self._held[fragment].shared, self._update(fragment, snapshot=bool(self._delay))
+                    part = self._select(fragment, update)
+                    met = None if self._delay else self._meet(fragment, shared, part)
+                if met is not None:
+                    self._commit(fragment, update, met, began)
                     return
                 self._flying = _BackgroundRound(fragment, update, began, lambda: self._meet(fragment, shared, part))
             if self._flying is not None and self._steps >= self._period:
                 self._land()
-        except MissingLinkError:  # away for so long that the rounds since are gone: only a state leads on
+        except MissingLinkError as e:  # away for so long that the rounds since are gone: only a state leads on
+            logger.warning("Trainer %s rejoins, because it cannot follow the rounds: %s.", self.exchange.trainer, e)
             self.rejoin()
 
     def _land(self, timeout_s: float | None = None) -> None:
@@ -146,7 +149,8 @@ class _PeriodicTrainer(FragmentTrainer):
         met = flight.wait(timeout_s)  # interrupted, it is still on its way
         if isinstance(met, BaseException):
             self._flying = None
-            raise met
+            with self._noting_failure(flight.fragment):
+                raise met
         self._commit(flight.fragment, flight.update, met, flight.began)
 
     def _commit(self, fragment: int, update: TrainerUpdate, met: ExchangedRound, began: float) -> None:
@@ -366,7 +370,8 @@ class DDP(FragmentTrainer):
     def _before_step(self) -> None:
         for fragment, tensors in enumerate(self._tensors):
             began = perf_counter()
-            met, mean = self._average(fragment)
+            with self._noting_failure(fragment):
+                met, mean = self._average(fragment)
             tensors.write_gradients(mean)
             self._report(fragment, met, began)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from pulsesync.core.events import RoundCompleted, RoundFailed, describe_error, emit, has_listeners
 from pulsesync.core.threads import finish
 from pulsesync.errors import FormatError, MissingLinkError, StateError, StoreError
 from pulsesync.loco.exchange import Exchange
@@ -499,8 +500,55 @@ class FragmentTrainer:
             shared.digest,
             perf_counter() - began,
         )
+        self._note_round(self.last_report)
         if self._on_round is not None:
             self._on_round(self.last_report)
+
+    def _note_round(self, report: RoundReport) -> None:
+        """Log and emit a round that is complete."""
+        logger.info(
+            "Round %d of fragment %d is complete with %d trainers%s: %d of %d entries and %d bytes sent, %d received, "
+            "%.2f s.",
+            report.round,
+            report.fragment,
+            len(report.members),
+            "" if report.took_part else ", without this one",
+            report.sent,
+            report.total,
+            report.sent_bytes,
+            report.received_bytes,
+            report.seconds,
+        )
+        if has_listeners():
+            emit(
+                RoundCompleted(
+                    fragment=report.fragment,
+                    round=report.round,
+                    took_part=report.took_part,
+                    members=len(report.members),
+                    sent=report.sent,
+                    total=report.total,
+                    sent_bytes=report.sent_bytes,
+                    received_bytes=report.received_bytes,
+                    seconds=report.seconds,
+                )
+            )
+
+    @contextmanager
+    def _noting_failure(self, fragment: int) -> Iterator[None]:
+        """Emit that the next round of a fragment failed, if it does inside. It is not logged: the caller has the error.
+
+        A trainer that was away for so long that it must rejoin has not failed: it does so.
+        """
+        round_ = self._held[fragment].shared.round + 1
+        try:
+            yield
+        except MissingLinkError:
+            raise
+        except Exception as e:
+            if has_listeners():
+                emit(RoundFailed(fragment=fragment, round=round_, error=describe_error(e)))
+            raise
 
     @aside
     def state_dict(self) -> dict[str, Any]:

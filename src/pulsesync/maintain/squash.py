@@ -134,6 +134,7 @@ class Squasher:
         layout = records.layout(anchor.layout)
         check_room(self.store, anchor, layout)
         reader = Subscriber(self.store, trust=self.trust, undo=0, epoch_patches=self._epoch_patches)
+        reader.events.muted = True
         reader.sync(new_tensors(layout.tensors), version=anchor.version)
         self._state, self._at = reader.state, records.version(anchor.version)
         return self._at is not None

@@ -41,6 +41,7 @@ class AnchorWriter:
         give_way: Waits while a version is being sent.
         ranks: Of the team.
         costs: By which it is chosen how tiles are written; they measure the uploads.
+        created: Called with the record of an anchor that was created here, and the seconds since it was begun.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class AnchorWriter:
         give_way: Callable[[], None],
         ranks: int = 1,
         costs: AnchorCosts | None = None,
+        created: Callable[[Manifest, float], None] = lambda record, seconds: None,
     ) -> None:
         self.store, self.outbox, self.sign = store, outbox, sign
         self.newest: int | None = None  # epoch of the newest anchor that is in the store
@@ -63,7 +65,8 @@ class AnchorWriter:
         self._uploaded_s = 0.0  # when the share was
         self._version: Manifest | None = None  # of which the last anchor was begun
         self._executor, self._give_way, self._alone = executor, give_way, ranks == 1
-        self._ranks = ranks
+        self._ranks, self._created = ranks, created
+        self._began_s = 0.0  # when the last anchor was
         self._current: Future[None] | None = None
         self._failures = 0  # in a row that may be made up for later
         self._pause: float = 0  # versions to come before the anchor is tried again
@@ -129,6 +132,7 @@ class AnchorWriter:
 
     def _start(self, epoch: int, work: Callable[..., None], *args: Any) -> "Future[None]":
         """Run work in the background; what stops it is logged, and raised by `wait`."""
+        self._began_s = time.monotonic()
 
         def run() -> None:
             try:
@@ -221,8 +225,12 @@ class AnchorWriter:
         self.written_bytes += len(data)
 
     def _create(self, record: Manifest, data: bytes) -> None:
-        with suppress(ConflictError):  # another process was quicker: the run has its anchor
+        try:
             self.store.create(keys.anchor_key(record.starts), data)
+        except ConflictError:
+            logger.info("The anchor of epoch %d was already written by another process.", record.starts)
+        else:
+            self._created(record, time.monotonic() - self._began_s)
 
     def _staged(self, epoch: int, ref: PartRef) -> bytes:
         """A part from disk. Raises: FormatError, NotFoundError, if it is not as it was written; the rest goes too."""

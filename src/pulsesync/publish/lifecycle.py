@@ -173,12 +173,18 @@ class SendQueue:
     Args:
         longest: Versions in a row that may fail with an error that is retried, before publish raises it.
         alone: Whether this is the only rank: then there is nothing to agree on.
+        ended: Called with each version that was committed or has failed, before its callers learn it, without the lock.
     """
 
-    def __init__(self, longest: int, alone: bool) -> None:
+    def __init__(
+        self,
+        longest: int,
+        alone: bool,
+        ended: "Callable[[PendingVersion, PublishReport | BaseException], None]" = lambda version, outcome: None,
+    ) -> None:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
-        self._longest, self.is_alone = longest, alone
+        self._longest, self.is_alone, self._ended = longest, alone, ended
         self.stage = Stage.IDLE
         self.calls = 0  # of publish that were counted
         self.closed = False
@@ -363,7 +369,7 @@ class SendQueue:
                 self._fail(version, error)
                 self._move(Stage.IDLE)
         if version is not None:
-            _complete(version, error)
+            self._complete(version, error)
 
     def completed(self, report: PublishReport) -> None:
         """Nothing more is to be done for the current version: its callers get the report."""
@@ -371,7 +377,7 @@ class SendQueue:
             version = self.current
             assert version is not None
             self._leave()
-        _complete(version, report)
+        self._complete(version, report)
 
     def failed(self, version: PendingVersion, error: BaseException, settle: Callable[[], None], is_lost: bool) -> None:
         """Keep what stopped the current version until a later one is committed, and report it.
@@ -397,7 +403,11 @@ class SendQueue:
         traceback.clear_frames(error.__traceback__)  # the future does not keep the memory that the version took
         with self.lock:
             self._leave()
-        _complete(version, error)
+        self._complete(version, error)
+
+    def _complete(self, version: PendingVersion, outcome: PublishReport | BaseException) -> None:
+        self._ended(version, outcome)
+        _complete(version, outcome)
 
     def _leave(self) -> None:
         self.current = None

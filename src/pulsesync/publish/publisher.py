@@ -40,9 +40,10 @@ from pulsesync.publish.cadence import Cadence, Every
 from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, Raiser, SendQueue
+from pulsesync.publish.reporting import PublishEvents
 from pulsesync.publish.team import TeamTalk
 from pulsesync.publish.writer import PublisherState, RankBase, RunWriter, WriterOptions, signed
-from pulsesync.run.reader import CACHE_BYTES
+from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
 from pulsesync.store import CachedStore, Store, open_store
@@ -142,7 +143,8 @@ class Publisher:
             for name in ("pulse-send", "pulse-anchor")
         )
         self._cadence = Cadence(publish_every, max_behind)
-        self._queue = SendQueue(max_behind, alone=self.team.size == 1)
+        self.events = PublishEvents(location_of(self.store), self.team)
+        self._queue = SendQueue(max_behind, alone=self.team.size == 1, ended=self.events.ended)
         self._holds: list[Any] = []  # hooks of optimizers, until the publisher is closed
         self._process: int | None = None  # that published first
         self._writer: RunWriter  # made by the first publish
@@ -286,6 +288,7 @@ class Publisher:
             writer.compare(version, shards, old, later=bool(self._holds) and not version.waits)
         except Exception as e:
             if self._queue.is_alone:
+                self.events.failed(version.step, e)
                 raise
             version.fault = e
 
@@ -350,9 +353,12 @@ class Publisher:
             queue.wait_until_quiet,
             ranks=self.team.size,
             costs=AnchorCosts(self._anchor_codec, link),
+            created=self.events.anchored,
         )
         costs = PatchCosts(self._options.codec, link)
-        self._writer = RunWriter(self.store, TeamTalk(self.team), queue, self._cadence, anchors, costs, self._options)
+        self._writer = RunWriter(
+            self.store, TeamTalk(self.team), queue, self._cadence, anchors, costs, self._options, self.events
+        )
         self._process = os.getpid()
 
     def _sign(self, record: Manifest) -> bytes:

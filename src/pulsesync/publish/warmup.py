@@ -115,6 +115,7 @@ def _warm_up_device(dtype: str, where: "torch.device") -> None:
         worker = {name: tensor.to(torch_dtype(dtype)) for name, tensor in weights.items()}
         store = MemoryStore()
         with Publisher(store, codec="history", cast=dtype if masters else None) as publisher, Subscriber(store) as sub:
+            publisher.events.muted = sub.events.muted = True
             for version in range(VERSIONS):
                 publisher.publish(weights)
                 sub.sync(worker)

@@ -42,6 +42,7 @@ from pulsesync.publish.companions import Files, put_companions
 from pulsesync.publish.costs import PatchCosts, patch_codec
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, SendQueue
 from pulsesync.publish.ownership import RankReport, VersionTables, agreed
+from pulsesync.publish.reporting import PublishEvents
 from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
 from pulsesync.run import keys
 from pulsesync.run.bodies import inline_share, keep_body, put_body
@@ -108,6 +109,7 @@ class Draft:
     part: PartRef | None  # None: nothing changed in this rank's tiles, and nothing was uploaded
     record: bytes = b""  # the coordinator's, once it is signed
     tables: VersionTables | None = None  # the coordinator's, of the version
+    report: PublishReport | None = None  # the coordinator's, if the version is committed
 
     def is_of(self, record: Manifest) -> bool:
         return record.version == self.version and (self.part is None or self.part in record.parts)
@@ -135,13 +137,14 @@ class RunWriter:
         anchors: AnchorWriter,
         costs: PatchCosts,
         options: WriterOptions,
+        events: PublishEvents,
     ) -> None:
         self.store, self.talk, self.queue, self.anchors, self.options = store, talk, queue, anchors, options
         self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
         self.base: RankBase | None = None  # changed under the queue's lock alone
         self.last: Manifest | None = None  # the last version committed, also where its base was lost
         self.costs, self._choice = costs, costs.choice
-        self._cadence = cadence
+        self._cadence, self._events = cadence, events
         self._draft: Draft | None = None  # until it is known what became of it
         self._unrecorded: int | None = None  # the epoch of an anchor that all ranks began and whose record is not there
         self._ranks: Sequence[Standing] = ()  # as they stood when they last met
@@ -326,6 +329,9 @@ class RunWriter:
                 with self.queue.lock:
                     base = self._advance(draft, record, message.record, [self.queue.current, self.queue.pending])
                     self.queue.make_up_for(record.version)
+                logger.info("Version %d was committed, although its publish failed.", record.version)
+                if draft.report is not None:
+                    self._events.published(draft.report)
                 hands_over = self.baseline is not None and self.baseline.hands_over  # then the source has moved on
                 self._try_anchor(base, message.anchor and not hands_over)
             self._draft = None
@@ -430,6 +436,7 @@ class RunWriter:
         key, options = self.options.signing_key, self.options
         trust = key.public if key else None
         reader = Subscriber(self.store, trust=trust, slices=share.slices, undo=0, epoch_patches=options.epoch_patches)
+        reader.events.muted = True  # a trainer is no worker
         try:
             reader.sync(tensors, version=last.version)
         except SignatureError:
@@ -498,7 +505,7 @@ class RunWriter:
             return version, self._offer(base, version, clock)
 
         version, reports = self.talk.report(offer)
-        message = self.talk.ask(lambda: self._create(base, reports, version.step))
+        message = self.talk.ask(lambda: self._create(base, reports, version, clock))
         draft = self._draft
         assert draft is not None
         last = self._parse(message.record)
@@ -508,10 +515,15 @@ class RunWriter:
             self._cadence.sent(SentVersion(version.coalesced + 1, clock.seconds))
         self.queue.sent()
         self._note_recorded(message.newest)
-        report = clock.report(version, base.state.layout, last, message.changed, message.written)
-        report = replace(report, codec=self._choice.codec, reason=self._choice.reason, anchor=self.anchors.choice)
+        report = self._report_patch(clock, version, base, last, message.changed, message.written)
         self._try_anchor(base, message.anchor)
         return report
+
+    def _report_patch(
+        self, clock: "_Clock", version: PendingVersion, base: RankBase, record: Manifest, changed: int, written: int
+    ) -> PublishReport:
+        report = clock.report(version, base.state.layout, record, changed, written)
+        return replace(report, codec=self._choice.codec, reason=self._choice.reason, anchor=self.anchors.choice)
 
     def _offer(self, base: RankBase, version: PendingVersion, clock: "_Clock") -> RankReport:
         """Encode what changed in this rank's tiles, and put it; nothing is put where nothing has changed."""
@@ -526,7 +538,9 @@ class RunWriter:
         remembered = transition.history.counts(part.sums)
         return RankReport((ref,) if ref else (), transition.changed, part.sums, remembered)
 
-    def _create(self, base: RankBase, reports: Sequence[RankReport], step: int) -> CoordinatorMessage:
+    def _create(
+        self, base: RankBase, reports: Sequence[RankReport], version: PendingVersion, clock: "_Clock"
+    ) -> CoordinatorMessage:
         """Make a version of what all have put. If nothing has changed anywhere, it has one part that says so."""
         parts = tuple(part for report in reports for part in report.parts)
         draft = self._draft
@@ -538,17 +552,18 @@ class RunWriter:
         _, index = base.last.next_patch
         tables = self._tables.after(reports, forget=index == 1)
         state, newest = tables.digest(base.state.layout), self.anchors.newest
-        record = next_record(base.last, step, parts, state, tables.history(index), newest, self._refs)
+        record = next_record(base.last, version.step, parts, state, tables.history(index), newest, self._refs)
         data = self._sign(record)
-        self._draft = replace(draft, record=data, tables=tables)
+        changed, written = sum(report.changed for report in reports), record.object_bytes + len(data)
+        report = self._report_patch(clock, version, base, record, changed, written)
+        self._draft = replace(draft, record=data, tables=tables, report=report)
         self._path_bytes += record.size_bytes
         try:
-            written = record.object_bytes + create(self.store, record, data, base.last)
+            create(self.store, record, data, base.last)
         except AnotherPublisherError:
             self._draft = None
             raise
         due = self._due(record, base.state.layout)
-        changed = sum(report.changed for report in reports)
         return CoordinatorMessage(data, due, newest, changed, written)
 
     def _keep_body(self, draft: Draft) -> None:

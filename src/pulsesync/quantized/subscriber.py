@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,8 @@ from pulsesync.quantized.derived import DerivedWeights, PreparedWeights
 from pulsesync.quantized.recipes import Recipe, find_recipe
 from pulsesync.quantized.targets import Targets
 from pulsesync.run.reader import RunReader
-from pulsesync.run.subscriber import INTERVAL_S, Subscriber, SyncReport
+from pulsesync.run.reporting import SyncEvents, SyncReport
+from pulsesync.run.subscriber import INTERVAL_S, Subscriber
 from pulsesync.state.views import torch_dtype
 from pulsesync.store import Store
 
@@ -49,6 +50,17 @@ class QuantizedReport:
     quantize_s: float  # finding what changes; weights can be used meanwhile
     apply_s: float  # writing: the only time the weights are not to be used
     digest: str  # of the worker's tensors
+
+    @property
+    def as_plain(self) -> SyncReport:
+        """The same as the report of a plain sync: what was written to the worker's tensors, and how long that took."""
+        return replace(
+            self.plain,
+            changed=self.changed,
+            prepare_s=self.plain.prepare_s + self.plain.apply_s + self.quantize_s,
+            apply_s=self.apply_s,
+            digest=self.digest,
+        )
 
 
 class QuantizedSubscriber:
@@ -89,6 +101,8 @@ class QuantizedSubscriber:
         self._plain, self._confirm = plain, confirm
         # The mirror can be one sync ahead of the tensors: if the caller did not confirm, or if writing failed.
         self._subscriber = Subscriber(location, trust=trust, cache=cache, undo=undo + 1 if undo else 0, follow=follow)
+        self._subscriber.events.muted = True  # a sync is complete when the worker's tensors are written
+        self.events = SyncEvents(self._subscriber.events.location)
         self._mirror: dict[str, torch.Tensor] = {}
         self._derived: DerivedWeights | None = None
         self._version: int | None = None
@@ -131,19 +145,34 @@ class QuantizedSubscriber:
             PulseError: as `Subscriber.sync`. The worker's tensors are then as they were; after a VerificationError with
             `torn=True` they are between two versions: do not use them until a sync succeeds.
         """
-        with self._working():
-            self._syncs += 1
-            verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
-            plain = self._sync_plain(weights, version, wait_s, verify, follow_replaced)
-            derived = self._attach(weights)
-            if plain.repaired:
-                derived.forget()  # they may have been quantised from what something else wrote
-            elif verify:
-                self._find_repairs(derived)
-            return self._sync_tensors(derived, plain)
+        try:
+            with self._working():
+                report = self._sync(weights, version, wait_s, verify, follow_replaced)
+        except ClosedError:
+            raise
+        except Exception as e:
+            self.events.newest = self._subscriber.events.newest
+            self.events.failed(e, self._version)
+            raise
+        self.events.newest = self._subscriber.events.newest
+        self.events.synced(report.as_plain)
+        return report
+
+    def _sync(
+        self, weights: Any, version: int | None, wait_s: float, verify: bool, follow_replaced: bool
+    ) -> QuantizedReport:
+        self._syncs += 1
+        verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
+        plain = self._sync_plain(weights, version, wait_s, verify, follow_replaced)
+        derived = self._attach(weights)
+        if plain.repaired:
+            derived.forget()  # they may have been quantised from what something else wrote
+        elif verify:
+            self._find_repairs(derived)
+        return self._sync_tensors(derived, plain)
 
     def _find_repairs(self, derived: DerivedWeights) -> None:
-        if derived.is_made and (damaged := derived.state.find_damaged()):
+        if derived.is_made and (damaged := self._find_damaged(derived)):
             logger.warning(
                 "Something other than a sync has written to %d tensors, the first of which is %r; all weights are "
                 "quantised anew.",
@@ -151,6 +180,14 @@ class QuantizedSubscriber:
                 damaged[0],
             )
             derived.forget()
+
+    def _find_damaged(self, derived: DerivedWeights) -> list[str]:
+        """Recount the worker's tensors; return the names of those that something else has written to."""
+        began = time.perf_counter()
+        damaged = derived.state.find_damaged()
+        if self._version is not None:
+            self.events.recounted(self._version, not damaged, began)
+        return damaged
 
     def _sync_tensors(self, derived: DerivedWeights, plain: SyncReport) -> QuantizedReport:
         before = self._version
@@ -179,12 +216,18 @@ class QuantizedSubscriber:
         with self._working():
             if self._derived is None or not self._before:
                 return None
-            version = self._before.pop()
+            before, version, undone = self._version, self._before.pop(), None
             while self._subscriber.version != version:
-                if self._subscriber.roll_back() is None:
+                undone = self._subscriber.undo_last()
+                if undone is None:
                     return None  # the mirror went through an anchor: the next sync brings it to where it shall be
-            self._bring(self._derived, None)
-            return version
+            prepared, quantize_s, apply_s = self._bring(self._derived, None)
+        if undone is not None:
+            changed = prepared.changed
+            self.events.synced(
+                replace(undone, from_version=before, changed=changed, prepare_s=quantize_s, apply_s=apply_s)
+            )
+        return version
 
     def verify(self) -> str:
         """Recount the mirror and the worker's tensors; return the digest of the latter.
@@ -200,7 +243,7 @@ class QuantizedSubscriber:
             except VerificationError:
                 self._derived.forget()  # it may have been quantised from what something else wrote
                 raise
-            if damaged := self._derived.state.find_damaged():
+            if damaged := self._find_damaged(self._derived):
                 self._derived.forget()
                 raise VerificationError(
                     f"something other than a sync has written to {damaged[0]!r} ({len(damaged)} such tensors); sync "

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from pulsesync.core.events import without_credentials
 from pulsesync.errors import (
     ChainError,
     FormatError,
@@ -242,12 +243,12 @@ def _number(text: bytes) -> int:
 
 
 def location_of(store: Store) -> str:
-    """Where a store is, as a person would name it: its address or folder, whatever wraps it."""
+    """Where a store is, as a person would name it: its address or folder, whatever wraps it. Without credentials."""
     inner: Any = store
     while (under := getattr(inner, "store", None)) is not None:
         inner = under
     named = (getattr(inner, fact, None) for fact in ("url", "folder", "name"))
-    return str(next((place for place in named if place), type(inner).__name__))
+    return without_credentials(str(next((place for place in named if place), type(inner).__name__)))
 
 
 def locate(error: FormatError | ChainError | StoreError | VerificationError, key: str) -> None:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
@@ -50,6 +50,7 @@ from pulsesync.run.bodies import fetch_body, stream_bodies
 from pulsesync.run.planner import Position
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
+from pulsesync.run.reporting import SyncEvents, SyncReport, Transfer
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition
@@ -66,58 +67,9 @@ INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first pause between two looks at a 
 
 logger = logging.getLogger(__name__)
 
-_STEPS = {  # of a path, for people: one, and several
-    "start": ("local checkpoint", "local checkpoints"),
-    "anchor": ("anchor", "anchors"),
-    "squash": ("squashed patch", "squashed patches"),
-    "patch": ("patch", "patches"),
-    "undo": ("undone sync", "undone syncs"),
-}
-
 _Fetching: TypeAlias = tuple[Manifest, list[Future[tuple[Body, int]]]]  # a record, and its parts under way
 _Group: TypeAlias = list[tuple[Manifest, list[Body]]]  # records with their parts
 _Checking: TypeAlias = Callable[[Manifest], AbstractContextManager[None]]  # for what is done about a record
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What a sync did."""
-
-    version: int  # that the weights are at now
-    step: int  # the trainer's, of that version
-    path: tuple[str, ...]  # how it got there: "start", "anchor", "squash", "patch", "undo", in order
-    changed: int  # weights written: by a patch those that differ, by an anchor all that this worker has
-    fetched_bytes: int
-    replanned: int  # times that something on the way was missing or bad, and another way was taken
-    fetch_s: float  # waiting for the store
-    prepare_s: float  # checking and decoding
-    apply_s: float  # writing: the only time the weights are not to be used
-    digest: str
-    repaired: tuple[str, ...] = ()  # tensors in which a recount found what something else had written
-    from_version: int | None = None  # of the report before this one; None: there was none of this run
-    from_step: int | None = None  # the trainer's, of that version
-    pointer: str | None = None  # the pointer that was followed; None: the newest version, or one that was asked for
-
-    @property
-    def went_back(self) -> bool:
-        """Whether the trainer went back to an earlier step: it was restored from a checkpoint, and versions go on."""
-        if self.from_version is None or self.from_step is None:
-            return False
-        return self.version > self.from_version and self.step < self.from_step
-
-    @property
-    def applied(self) -> int:
-        """Records that were applied, whether patches, squashed ones or anchors."""
-        return sum(kind in ("anchor", "squash", "patch") for kind in self.path)
-
-    def __str__(self) -> str:
-        at = f"version {self.version}, step {self.step}"
-        if not self.path:
-            return f"{at}: nothing new"
-        counts = Counter(self.path)
-        steps = " + ".join(f"{count} {_STEPS[kind][count > 1]}" for kind, count in counts.items())
-        written = f"{self.changed:,} weights written in {1e3 * self.apply_s:.1f} ms"
-        return f"{at}: {steps}, {self.fetched_bytes:,} bytes, {written}, digest {self.digest[:8]} verified"
 
 
 @dataclass
@@ -147,14 +99,16 @@ class _Progress:
             self.seconds[what] += took_s - self.inside_s
             self.inside_s = around + took_s
 
-    def waited_for(self, parts: Iterator[tuple[Body, int]]) -> Iterator[Body]:
-        """Parts as they arrive. To wait for one counts as fetching."""
+    def waited_for(self, anchor: Manifest, parts: Iterator[tuple[Body, int]], transfer: Transfer) -> Iterator[Body]:
+        """The parts of an anchor as they arrive, in order. To wait for one counts as fetching."""
+        sizes = [ref.size for ref in reversed(anchor.parts)]
         while True:
             with self.timed("fetch"):
                 body, fetched = next(parts, (None, 0))
             if body is None:
                 return
             self.fetched_bytes += fetched
+            transfer.add(sizes.pop())
             yield body
 
     @contextmanager
@@ -265,6 +219,7 @@ class Subscriber:
         self._damage: str | None = None  # found by a scrub
         self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
         self._syncs = 0
+        self.events = SyncEvents(location_of(store))
         self._process: int | None = None  # that syncs
         self._closed = _Flag()
         self._busy = threading.Lock()  # while a sync runs
@@ -369,23 +324,37 @@ class Subscriber:
                 call can be repeated. The exception is a VerificationError with `torn=True`: loading an anchor failed
                 halfway, and the weights are between two versions. Do not use them until a sync succeeds.
         """
-        with self._working():
-            self._syncs += 1
-            verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
-            until, waiting = time.monotonic() + wait_s, False
-            for pause_s in _pauses(INTERVAL_S, MAX_INTERVAL_S):
-                try:
-                    return self._sync(source, version, verify, follow_replaced)
-                except StoreError as e:
-                    awaited = isinstance(e, NothingPublishedError) or (e.retryable and self._position is None)
-                    left_s = until - time.monotonic()
-                    if not awaited or left_s <= 0:
-                        raise
-                    if not waiting:
-                        logger.info("Waiting up to %.0f s for a version at %s.", wait_s, location_of(self.store))
-                    waiting = True
-                self._closed.wait(min(pause_s, left_s))
-                self._check_open()
+        try:
+            with self._working():
+                self._syncs += 1
+                verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
+                report = self._sync_in_time(source, version, wait_s, verify, follow_replaced)
+        except ClosedError:
+            raise
+        except Exception as e:
+            self.events.failed(e, self.version)
+            raise
+        self.events.synced(report)
+        return report
+
+    def _sync_in_time(
+        self, source: Any, version: int | None, wait_s: float, verify: bool, follow_replaced: bool
+    ) -> SyncReport:
+        """Sync, and while there is no version, or the store does not answer, try again for some time."""
+        until, waiting = time.monotonic() + wait_s, False
+        for pause_s in _pauses(INTERVAL_S, MAX_INTERVAL_S):
+            try:
+                return self._sync(source, version, verify, follow_replaced)
+            except StoreError as e:
+                awaited = isinstance(e, NothingPublishedError) or (e.retryable and self._position is None)
+                left_s = until - time.monotonic()
+                if not awaited or left_s <= 0:
+                    raise
+                if not waiting:
+                    logger.info("Waiting up to %.0f s for a version at %s.", wait_s, self.events.location)
+                waiting = True
+            self._closed.wait(min(pause_s, left_s))
+            self._check_open()
         raise AssertionError  # the pauses have no end
 
     def watch(
@@ -508,6 +477,8 @@ class Subscriber:
                     progress.refused[about] = e  # its bodies were read twice
                 if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
                     self._forget()  # what is held is not what it was thought to be
+                if attempt < REPLANS:
+                    logger.warning("Planning the sync again, because %s failed: %s.", about or "it", e)
             progress.replanned = attempt + 1
             progress.fetched_bytes += records.fetched_bytes
         assert first is not None
@@ -518,12 +489,15 @@ class Subscriber:
         state = self._state
         if state is None or self._position is None:
             return
-        if damaged := state.find_damaged():
+        began, version = time.perf_counter(), self._position.version
+        damaged = state.find_damaged()
+        self.events.recounted(version, not damaged, began)
+        if damaged:
             logger.warning(
                 "Something other than a sync has written to %d tensors of version %d, the first of which is %r; all "
                 "weights are loaded again from an anchor.",
                 len(damaged),
-                self._position.version,
+                version,
                 damaged[0],
             )
             self._forget()
@@ -592,6 +566,7 @@ class Subscriber:
                 logger.warning("Starting over from an anchor: %s.", e)
                 self._forget()
                 self._target.forget()
+                self.events.newest = None
                 return self._goal(version, records)
         except MissingBucketError as e:
             raise records.nothing_published(": the bucket does not exist") from e
@@ -607,6 +582,8 @@ class Subscriber:
                 raise records.nothing_published()
             if version is not None:
                 raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
+            assert local is not None
+            self.events.newest = max(local.version, self.events.newest or 0)
             return None
         if local and goal.run != local.run:
             raise ChainError(  # a bad read, or replaced since it was checked: the next attempt shows which
@@ -615,6 +592,8 @@ class Subscriber:
                 expected=local.run,
                 actual=goal.run,
             )
+        follows = version is None and self._target.name is not None
+        self.events.newest = goal.version if follows else max(goal.version, self.events.newest or 0)
         return goal if not local or goal.version != local.version else None
 
     def _attach(self, state: AnyState, records: RunReader, progress: _Progress) -> None:
@@ -687,6 +666,9 @@ class Subscriber:
         self, path: Sequence[Manifest], progress: _Progress, checking: _Checking
     ) -> Generator[_Group, None, None]:
         """Yield records with their bodies, in groups that are decoded together."""
+        total_bytes = sum(record.size_bytes for record in path)
+        is_long = len(path) > AHEAD or total_bytes > AHEAD_BYTES
+        transfer = self.events.transfer("patches", total_bytes if is_long else None)
         with closing(self._together(path)) as groups:
             for group in groups:
                 versions = []
@@ -694,6 +676,7 @@ class Subscriber:
                     with checking(record), progress.timed("fetch"):
                         got = [future.result() for future in fetching]
                     progress.fetched_bytes += sum(size for _, size in got)
+                    transfer.add(record.size_bytes)
                     versions.append((record, [body for body, _ in got]))
                 yield versions
 
@@ -785,9 +768,10 @@ class Subscriber:
             else:
                 wanted = None if state.whole else state.places.keys()
                 parts = stream_bodies(self._origin, anchor.parts, state.layout, wanted)
+            transfer = self.events.transfer("anchor", anchor.size_bytes)
             with progress.timed("prepare"):
                 staged = stack.enter_context(StagedBlocks(folder))
-                sums = state.check_whole(anchor, progress.waited_for(parts), staged)
+                sums = state.check_whole(anchor, progress.waited_for(anchor, parts, transfer), staged)
             self._ask(progress)
             with progress.timed("apply"):
                 self._forget()
@@ -829,16 +813,38 @@ class Subscriber:
         Raises:
             VerificationError: that failed, and the weights are what they were before the call.
         """
+        undone = self.undo_last()
+        return undone.version if undone else None
+
+    def undo_last(self) -> SyncReport | None:
+        """The same, with a report; None: there is nothing to undo."""
         with self._working():
             if self._state is None or not self._undo:
                 return None
+            before = self.version
             position, step, back = self._undo.pop()
+            began = time.perf_counter()
             try:
                 self._state.commit(back)
             finally:
                 if self._state.history is back.history:
                     self._position, self._step = position, step
-            return position.version
+            pause_s = time.perf_counter() - began
+        report = SyncReport(
+            version=position.version,
+            step=step,
+            path=("undo",),
+            changed=back.changed,
+            fetched_bytes=0,
+            replanned=0,
+            fetch_s=0.0,
+            prepare_s=0.0,
+            apply_s=pause_s,
+            digest=position.digest,
+            from_version=before,
+        )
+        self.events.synced(report)
+        return report
 
     def _move_to(self, record: Manifest) -> None:
         self._position, self._step = Position.of(record), record.step
@@ -891,18 +897,19 @@ class Subscriber:
         if source is not None and not self._state.holds(source):
             raise VerificationError("these are not the tensors that were synced")
         expected, before = self._state.digest, self._state.sums
+        began, version = time.perf_counter(), self._position.version
         try:
             with self._state.lock:
                 actual = self._state.recount()
         except VerificationError:
+            self.events.recounted(version, False, began)
             self._forget()
             raise
+        self.events.recounted(version, actual == expected, began)
         if actual != expected:
             tiles, now = self._state.layout.tiles, self._state.sums
             first = next(tiles[n].tensor.name for n in sorted(now) if now[n] != before[n])
-            self._damage = (
-                f"the weights are not version {self._position.version}: something else has written to {first!r}"
-            )
+            self._damage = f"the weights are not version {version}: something else has written to {first!r}"
             self._check_scrub(expected, actual)
         return actual
 
@@ -913,9 +920,15 @@ class Subscriber:
 
         def work() -> None:
             while not stop.wait(every_s):
-                state = self._state
-                if state is not None and (tile := state.find_damage()):
-                    self._damage = f"somebody else wrote to tensor {tile.tensor.name!r}"
+                state, version, began = self._state, self.version, time.perf_counter()
+                if state is None:
+                    continue
+                tile = state.find_damage()
+                if version is not None:
+                    self.events.recounted(version, tile is None, began)
+                if tile is not None:
+                    self._damage = f"another program wrote to tensor {tile.tensor.name!r}"
+                    logger.warning("A recount found that %s.", self._damage)
 
         thread = threading.Thread(target=work, name="pulse-scrub", daemon=True)
         thread.start()

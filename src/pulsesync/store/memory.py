@@ -14,12 +14,13 @@ class MemoryStore:
 
     Args:
         clock: Returns the time in seconds that objects are dated with.
+        url: What messages and events call this store.
     """
 
     is_local = True
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.time, url: str = "memory://") -> None:
+        self._clock, self.url = clock, url
         self._objects: dict[str, tuple[bytes, float]] = {}  # content, modified
         self._lock = threading.Lock()
 
@@ -67,4 +68,4 @@ _NAMED: dict[str, MemoryStore] = {}
 
 def named(name: str) -> MemoryStore:
     """Return the store of a name: in one process the same for the same name, and kept until the process ends."""
-    return _NAMED.setdefault(name, MemoryStore())
+    return _NAMED.setdefault(name, MemoryStore(url=f"memory://{name}"))

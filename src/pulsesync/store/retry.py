@@ -1,5 +1,6 @@
 """Tries again what may succeed a little later."""
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.store.base import ObjectEntry, Store, forget, size_of
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class RetryStore:
@@ -94,12 +97,13 @@ class RetryStore:
 
     def _retried(self, call: Callable[[], T]) -> T:
         longest = self._first_wait_s
-        for _ in range(self._attempts - 1):
+        for attempt in range(1, self._attempts):
             try:
                 return call()
             except StoreError as e:
                 if not e.retryable:
                     raise
+                logger.info("Attempt %d of %d at a request failed, and is repeated: %s.", attempt, self._attempts, e)
             self._sleep(self._random() * min(longest, self._longest_wait_s))
             longest *= 2
         return call()

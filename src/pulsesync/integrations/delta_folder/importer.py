@@ -159,7 +159,9 @@ class DeltaImporter:
         layout = RunReader(self.store, None).layout(newest.layout)
         tensors = new_tensors(layout.tensors)
         try:
-            Subscriber(self.store, undo=0).sync(tensors, version=newest.version)
+            reader = Subscriber(self.store, undo=0)
+            reader.events.muted = True
+            reader.sync(tensors, version=newest.version)
         except NothingPublishedError:
             return False
         if (name := _find_different(tensors, folder, base)) is not None:

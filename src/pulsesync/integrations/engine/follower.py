@@ -22,7 +22,8 @@ from pulsesync.integrations.engine.adapter import EngineAdapter
 from pulsesync.integrations.engine.weights import EngineWeights, changed_names, find_weights
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
-from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.run.reporting import SyncReport
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import open_store
 
 PATIENCE_S = 600.0  # for which a prepared update waits to be committed: then whatever was to do so has died

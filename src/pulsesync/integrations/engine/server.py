@@ -11,7 +11,7 @@ from typing import Any
 
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.signature import trusted
-from pulsesync.integrations.engine.update import UpdateReport
+from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
 from pulsesync.store import Store
@@ -75,14 +75,15 @@ class EngineServer(ABC):
             "trust": list(trust) if trust else None,
             "follow_replaced": follow_replaced,
         }
-        until = time.monotonic() + wait_s
-        while True:
-            try:
-                return self._update(options, version, kv_cache)
-            except NothingPublishedError:
-                if time.monotonic() >= until:
-                    raise
-                time.sleep(AGAIN_S)
+        until, events = time.monotonic() + wait_s, UpdateEvents(location)
+        with events.noting_failure():
+            while True:
+                try:
+                    return events.updated(self._update(options, version, kv_cache))
+                except NothingPublishedError:
+                    if time.monotonic() >= until:
+                        raise
+                    time.sleep(AGAIN_S)
 
     @abstractmethod
     def _update(self, options: dict[str, Any], version: int | str, kv_cache: str) -> UpdateReport:

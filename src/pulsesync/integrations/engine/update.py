@@ -6,12 +6,24 @@ The process that serves requests takes the steps on its engine (`vllm.routes`), 
 each other (`together`).
 """
 
-from collections.abc import Callable, Generator
+import logging
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from pulsesync import errors
+from pulsesync.core.events import (
+    EngineUpdated,
+    EngineUpdateFailed,
+    describe_error,
+    emit,
+    has_listeners,
+    without_credentials,
+)
 from pulsesync.errors import GroupError, PulseError, VerificationError
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 POLL_S = 0.02  # between two looks whether all ranks are ready: the first, and each time longer up to the last
@@ -205,3 +217,58 @@ class UpdateReport:
                 f"the report has no {e}: the engine runs another version of pulsesync; install the same one in both"
             ) from e
         return cls(**{**known, "path": tuple(known["path"]), "repaired": tuple(known["repaired"])})
+
+
+class UpdateEvents:
+    """The events of the updates of one engine, in the process that drives it.
+
+    Args:
+        location: Of the run.
+    """
+
+    def __init__(self, location: str) -> None:
+        self.location = without_credentials(location)
+
+    def updated(self, report: UpdateReport) -> UpdateReport:
+        """Log and emit an update that is complete; return the report."""
+        logger.info(
+            "The engine is at version %d (step %d) of %s: %d weights written, %d bytes fetched, pause %.1f ms, %.2f s.",
+            report.version,
+            report.step,
+            self.location,
+            report.changed,
+            report.fetched_bytes,
+            1e3 * report.pause_s,
+            report.seconds,
+        )
+        if has_listeners():
+            emit(
+                EngineUpdated(
+                    location=self.location,
+                    version=report.version,
+                    step=report.step,
+                    from_version=report.from_version,
+                    changed=report.changed,
+                    fetched_bytes=report.fetched_bytes,
+                    pause_s=report.pause_s,
+                    seconds=report.seconds,
+                )
+            )
+        return report
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Emit that an update failed, if it does inside. It is not logged: the caller has the error."""
+        try:
+            yield
+        except Exception as e:
+            if has_listeners():
+                emit(
+                    EngineUpdateFailed(
+                        location=self.location,
+                        error=describe_error(e),
+                        retryable=bool(getattr(e, "retryable", False)),
+                        torn=bool(getattr(e, "torn", False)),
+                    )
+                )
+            raise

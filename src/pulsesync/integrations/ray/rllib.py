@@ -24,7 +24,8 @@ from pulsesync.maintain.prune import prune
 from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reader import RunReader
-from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.run.reporting import SyncReport
+from pulsesync.run.subscriber import Subscriber
 
 KEEP_VERSIONS = 16  # of a run in Ray's object store, at least: env-runners are a version behind, or begin anew
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}

@@ -12,6 +12,7 @@ from pulsesync.integrations.engine.update import (
     Ask,
     Finish,
     Step,
+    UpdateEvents,
     UpdateReport,
     Wait,
     check_version,
@@ -91,9 +92,11 @@ class OfflineFollower:
         self._keep_cache = keep_kv_cache
         began = time.perf_counter()
         check_version(version)
-        goal = find_version(RunOptions.parse(self._options)) if version == LATEST else version
-        report = run(moving(self._options, goal, secrets.token_hex(8)), self._take)
-        return UpdateReport.parse({**report, "pause_s": time.perf_counter() - began})
+        events = UpdateEvents(self._options["location"])
+        with events.noting_failure():
+            goal = find_version(RunOptions.parse(self._options)) if version == LATEST else version
+            report = run(moving(self._options, goal, secrets.token_hex(8)), self._take)
+        return events.updated(UpdateReport.parse({**report, "pause_s": time.perf_counter() - began}))
 
     def _take(self, step: Step) -> Any:
         if isinstance(step, Ask):

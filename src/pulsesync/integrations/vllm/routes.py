@@ -19,7 +19,18 @@ from typing import Any, Literal, get_args
 
 from pulsesync.errors import PulseError
 from pulsesync.integrations.engine.follower import RunOptions, find_version
-from pulsesync.integrations.engine.update import LATEST, Ask, Finish, Step, Wait, check_version, merged_status, moving
+from pulsesync.integrations.engine.update import (
+    LATEST,
+    Ask,
+    Finish,
+    Step,
+    UpdateEvents,
+    UpdateReport,
+    Wait,
+    check_version,
+    merged_status,
+    moving,
+)
 from pulsesync.integrations.vllm import compat
 from pulsesync.integrations.vllm.plugin import read_limits
 
@@ -124,13 +135,17 @@ class ServedEngine:
     async def update(self, options: dict[str, Any], version: int | str, kv_cache: KvCache) -> dict[str, Any]:
         """Bring all ranks to a version; return the report. Raises: as `moving`."""
         allowed = read_limits().applied(RunOptions.parse(options))
-        if version == LATEST:
-            version = await asyncio.to_thread(find_version, allowed)  # not in a worker, which would not generate
-        async with self._turns:
-            await compat.check_awake(self._engine)
-            self._kv_cache, self._pause_s = kv_cache, 0.0
-            report = await self._run(moving(options, version, secrets.token_hex(8)))
-        return {**report, "pause_s": self._pause_s, "kv_cache": kv_cache}
+        events = UpdateEvents(allowed.location)
+        with events.noting_failure():
+            if version == LATEST:
+                version = await asyncio.to_thread(find_version, allowed)  # not in a worker, which would not generate
+            async with self._turns:
+                await compat.check_awake(self._engine)
+                self._kv_cache, self._pause_s = kv_cache, 0.0
+                report = await self._run(moving(options, version, secrets.token_hex(8)))
+        report = {**report, "pause_s": self._pause_s, "kv_cache": kv_cache}
+        events.updated(UpdateReport.parse(report))
+        return report
 
     async def _run(self, steps: Generator[Step, Any, dict[str, Any]]) -> dict[str, Any]:
         try:

@@ -14,7 +14,8 @@ from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
 from pulsesync.run import keys
 from pulsesync.run.bodies import fetch_body
-from pulsesync.run.subscriber import Subscriber, SyncReport
+from pulsesync.run.reporting import SyncReport
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.host import HostState
 from pulsesync.testing.simulator.actors import SimulatedTrainer, SimulatedWorker
 from pulsesync.testing.simulator.invariants import Invariant

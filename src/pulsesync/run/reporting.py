@@ -1,0 +1,162 @@
+"""What a sync did: the report for its caller, the log and the events."""
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from pulsesync.core.events import (
+    Recounted,
+    Synced,
+    SyncFailed,
+    TransferProgress,
+    describe_error,
+    emit,
+    has_listeners,
+)
+
+PROGRESS_S = 0.25  # at least, between two events on the progress of a transfer
+
+logger = logging.getLogger(__name__)
+
+_STEPS = {  # of a path, for people: one, and several
+    "start": ("local checkpoint", "local checkpoints"),
+    "anchor": ("anchor", "anchors"),
+    "squash": ("squashed patch", "squashed patches"),
+    "patch": ("patch", "patches"),
+    "undo": ("undone sync", "undone syncs"),
+}
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did."""
+
+    version: int  # that the weights are at now
+    step: int  # the trainer's, of that version
+    path: tuple[str, ...]  # how it got there: "start", "anchor", "squash", "patch", "undo", in order
+    changed: int  # weights written: by a patch those that differ, by an anchor all that this worker has
+    fetched_bytes: int
+    replanned: int  # times that something on the way was missing or bad, and another way was taken
+    fetch_s: float  # waiting for the store
+    prepare_s: float  # checking and decoding
+    apply_s: float  # writing: the only time the weights are not to be used
+    digest: str
+    repaired: tuple[str, ...] = ()  # tensors in which a recount found what something else had written
+    from_version: int | None = None  # of the report before this one; None: there was none of this run
+    from_step: int | None = None  # the trainer's, of that version
+    pointer: str | None = None  # the pointer that was followed; None: the newest version, or one that was asked for
+
+    @property
+    def went_back(self) -> bool:
+        """Whether the trainer went back to an earlier step: it was restored from a checkpoint, and versions go on."""
+        if self.from_version is None or self.from_step is None:
+            return False
+        return self.version > self.from_version and self.step < self.from_step
+
+    @property
+    def applied(self) -> int:
+        """Records that were applied, whether patches, squashed ones or anchors."""
+        return sum(kind in ("anchor", "squash", "patch") for kind in self.path)
+
+    def __str__(self) -> str:
+        at = f"version {self.version}, step {self.step}"
+        if not self.path:
+            return f"{at}: nothing new"
+        counts = Counter(self.path)
+        steps = " + ".join(f"{count} {_STEPS[kind][count > 1]}" for kind, count in counts.items())
+        written = f"{self.changed:,} weights written in {1e3 * self.apply_s:.1f} ms"
+        return f"{at}: {steps}, {self.fetched_bytes:,} bytes, {written}, digest {self.digest[:8]} verified"
+
+
+class SyncEvents:
+    """The events of one subscriber.
+
+    Args:
+        location: Of the run, without credentials.
+    """
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self.newest: int | None = None  # version that was seen; with a pointer to follow, the one that it names
+        self.muted = False  # True: syncs and their failures are not reported, because they are part of something else
+
+    def synced(self, report: SyncReport) -> None:
+        """Log and emit a sync that returned. One that found nothing new is not logged."""
+        if self.muted:
+            return
+        if report.path:
+            logger.info("Synced from %s: %s.", self.location, report)
+        if has_listeners():
+            emit(
+                Synced(
+                    location=self.location,
+                    version=report.version,
+                    step=report.step,
+                    from_version=report.from_version,
+                    newest=self.newest,
+                    path=report.path,
+                    changed=report.changed,
+                    fetched_bytes=report.fetched_bytes,
+                    replanned=report.replanned,
+                    fetch_s=report.fetch_s,
+                    prepare_s=report.prepare_s,
+                    pause_s=report.apply_s,
+                    repaired=report.repaired,
+                )
+            )
+
+    def failed(self, error: Exception, version: int | None) -> None:
+        """Emit that a sync failed, with the version that the weights are at. It is not logged: the caller has it."""
+        if not self.muted and has_listeners():
+            emit(
+                SyncFailed(
+                    location=self.location,
+                    version=version,
+                    newest=self.newest,
+                    error=describe_error(error),
+                    retryable=bool(getattr(error, "retryable", False)),
+                    torn=bool(getattr(error, "torn", False)),
+                )
+            )
+
+    def recounted(self, version: int, equal: bool, began: float) -> None:
+        """Log and emit a recount that began at a time of `perf_counter`. Damage is logged where it is known which."""
+        seconds = time.perf_counter() - began
+        if equal:
+            logger.info("Recounted the weights of version %d in %.2f s: they are as published.", version, seconds)
+        if has_listeners():
+            emit(Recounted(location=self.location, version=version, equal=equal, seconds=seconds))
+
+    def transfer(self, what: str, total_bytes: int | None) -> "Transfer":
+        """Begin to emit the progress of a transfer; None: it is too short to be shown."""
+        return Transfer(self.location, what, total_bytes)
+
+
+class Transfer:
+    """A transfer that may take long: emits how much of it is done, a few times a second.
+
+    Args:
+        location: Of the run.
+        what: What is transferred.
+        total_bytes: Of it, as its records say; None: it is too short to be shown.
+    """
+
+    def __init__(self, location: str, what: str, total_bytes: int | None) -> None:
+        self._location, self._what, self._total = location, what, total_bytes
+        self._done, self._emitted_s = 0, 0.0
+        self.add(0)
+
+    def add(self, size_bytes: int) -> None:
+        """So many more bytes are there."""
+        if self._total is None:
+            return
+        self._done += size_bytes
+        now = time.monotonic()
+        if has_listeners() and (now - self._emitted_s >= PROGRESS_S or self._done == self._total):
+            self._emitted_s = now
+            emit(
+                TransferProgress(
+                    location=self._location, what=self._what, done_bytes=self._done, total_bytes=self._total
+                )
+            )
