@@ -70,6 +70,7 @@ SAMPLES: tuple[events.Event, ...] = (
     events.EngineUpdated(
         location=RUN, version=7, step=70, from_version=6, changed=10, fetched_bytes=100, pause_s=0.01, seconds=0.5
     ),
+    events.EngineUpdateFailed(location=RUN, error="StoreError: no route", retryable=True, torn=False),
     events.GroupSynced(
         rank=3,
         version=4,

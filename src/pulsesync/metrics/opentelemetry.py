@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from pulsesync.core.events import (
     AnchorPublished,
     EngineUpdated,
+    EngineUpdateFailed,
     Event,
     GroupSynced,
     GroupSyncFailed,
@@ -38,6 +39,7 @@ SPANS: dict[type[Event], tuple[str, tuple[str, ...]]] = {
     SyncFailed: ("pulse.sync", ()),
     Recounted: ("pulse.recount", ("seconds",)),
     EngineUpdated: ("pulse.engine_update", ("seconds",)),
+    EngineUpdateFailed: ("pulse.engine_update", ()),
     GroupSynced: ("pulse.group_sync", ("seconds",)),
     GroupSyncFailed: ("pulse.group_sync", ()),
     RoundCompleted: ("pulse.round", ("seconds",)),

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from pulsesync.core.events import (
     AnchorPublished,
     EngineUpdated,
+    EngineUpdateFailed,
     Event,
     GroupSynced,
     GroupSyncFailed,
@@ -335,7 +336,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gauge",
         "",
         "1 while the weights are between two versions and must not be used, else 0.",
-        ((SyncFailed, "torn"), (Synced, _zero)),
+        ((SyncFailed, "torn"), (Synced, _zero), (EngineUpdateFailed, "torn"), (EngineUpdated, _zero)),
     ),
     Instrument(
         "syncing",
@@ -400,6 +401,15 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "",
         "Updates of an inference engine to another version, on all of its ranks.",
         ((EngineUpdated, _one),),
+    ),
+    Instrument(
+        "syncing",
+        "pulse_engine_update_failures",
+        "counter",
+        "",
+        "Updates of an inference engine that failed.",
+        ((EngineUpdateFailed, _one),),
+        ("location", "retryable"),
     ),
     Instrument(
         "syncing",
