@@ -78,9 +78,10 @@ ROWS = [
         r"\bbehind\b",
         "Anchors are written behind the versions.",
         allowed=r"\b(stores?|versions?|steps?|rounds?|(fall|leave|lag)s?|left|fell|how far|so far"
-        r"|(is|are|be|was|were) (far |further )?) behind(?! the (caller|trainer|versions?)\b)"
+        r"|(is|are|be|was|were)( far| further)?) behind(?! the (caller|trainer|versions?)\b)"
+        r"|\bbehind it is more than\b"  # a row of `pulse status --help`
         r"|\bbehind (a|an|its own|the|any) ([\w-]+ )?(proxy|server|middleware|firewall|balancer)\b",
-        ordinary="A worker that is two versions behind, or behind a reverse proxy, is 3 steps behind.",
+        ordinary="A worker that is two versions behind, or is far behind, behind a reverse proxy.",
     ),
     Row(
         "concurrently, next to, compared with",
@@ -163,6 +164,7 @@ CLEAN = [
     "src/pulsesync/errors.py",
     "src/pulsesync/__init__.py",
     "src/pulsesync/cli",
+    "src/pulsesync/run",
 ]
 
 

@@ -150,7 +150,7 @@ def test_a_live_follower_ends_if_its_folder_is_too_old(run: Path, tmp_path: Path
     done = pulse(*arguments, 3)
     assert done.code == 1
     last = done.err.splitlines()[-1]
-    assert "the local version is 1, 4 versions away, and the version to follow is 5: max_staleness=3" in last
+    assert "the local version is 1, 4 versions away, but the version to follow is 5: max_staleness=3" in last
     mark = read_mark(place / "current")
     assert mark
     assert mark.version == 1
@@ -175,7 +175,7 @@ def test_verify_checks_every_move(run: Path) -> None:
     store.put(other, store.get(keys.pointer_key("stable", 0)))
     done = pulse("verify", run)
     assert done.code == 1
-    assert f"{other}: {other} has move 0 of pointer 'stable'" in done.err
+    assert f"{other}: the record {other} is move 0 of pointer 'stable'" in done.err
 
 
 def test_verify_finds_a_pointer_that_leads_nowhere(run: Path) -> None:
@@ -185,7 +185,7 @@ def test_verify_finds_a_pointer_that_leads_nowhere(run: Path) -> None:
     done = pulse("verify", run, "--json")
     (bad,) = (row for row in done.events if row["event"] == "checked" and not row["ok"])
     assert (done.code, bad["key"], bad["kind"]) == (1, keys.pointer_key("stable", 0), "pointer")
-    assert "names version 9, which is not published any more" in bad["fault"]
+    assert "names version 9, which is no longer published" in bad["fault"]
 
 
 def test_prune_says_which_pointer_keeps_it_from_deleting_more(tmp_path: Path) -> None:

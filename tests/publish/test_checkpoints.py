@@ -112,7 +112,7 @@ def test_a_worker_reports_both_steps_and_warns_once_when_the_trainer_went_back(
     assert back.path == ("patch",)
     assert equal(weights, training.weights)
     warned = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert warned == ["The trainer went back to an earlier step: version 6 is of step 3, and version 5 was of step 5."]
+    assert warned == ["The trainer went back to an earlier step: version 6 is step 3, while version 5 was step 5."]
 
 
 def test_a_worker_that_chooses_an_older_version_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:

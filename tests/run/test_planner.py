@@ -129,14 +129,14 @@ def test_a_root_is_reached_by_no_patch() -> None:
 @pytest.mark.parametrize(("epoch", "index"), [(0, 1), (0, 3), (1, 1), (1, 2), (0, 32)])
 def test_a_version_that_is_out_of_place_in_its_epoch_is_refused(epoch: int, index: int) -> None:
     run = Run(3)
-    with pytest.raises(ChainError, match="out of place"):
+    with pytest.raises(ChainError, match="wrong position in its epoch"):
         planner.accept(Position.of(run.version(1)), replace(run.version(2), epoch=epoch, index=index))
 
 
 def test_a_squash_that_does_not_begin_at_an_epochs_start_is_refused() -> None:
     run = Run(33)
     odd = replace(run.version(32), kind=RecordKind.SQUASH, base=BaseRef(5, digest(5)))
-    with pytest.raises(ChainError, match="out of place"):
+    with pytest.raises(ChainError, match="wrong position in its epoch"):
         planner.accept(Position.of(run.version(5)), odd)
 
 

@@ -60,7 +60,7 @@ def status(
 
         pulse status s3://bucket/run --max-lag 20 || alert
 
-    A heartbeat is what a worker says of itself, and is not signed: use it to look after a fleet, not to trust one.
+    A heartbeat is what a worker reports about itself, and it is not signed: use it to monitor workers only.
 
     Args:
         run: The run.

@@ -1,1 +1,1 @@
-"""Reading a run: what its objects are called, which path leads to a version, and the subscriber that follows it."""
+"""Read a run: the keys of its objects, the path that leads to a version, and the subscriber that follows it."""

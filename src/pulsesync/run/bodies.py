@@ -1,4 +1,4 @@
-"""The bodies of a run: parts put and fetched, whole or by section, checked byte by byte, read again if they are bad."""
+"""Write and fetch the parts of a run, entire or by section; check every byte, and read again what is bad."""
 
 import logging
 from collections import deque
@@ -16,22 +16,24 @@ from pulsesync.run import keys
 from pulsesync.run.reader import read_again
 from pulsesync.store import Store, origin_of
 
-SMALL_PART = 1 << 20  # bytes up to which a part is fetched whole, whatever is wanted of it
-HEADER_GUESS = 1 << 16  # bytes of a part's front: the header of 1,600 sections
-INLINE_BYTES = MAX_INLINE_BYTES  # of parts that a writer puts into a record: all that a reader accepts
+SMALL_PART = 1 << 20  # bytes up to which the entire part is fetched, even if only some sections are needed
+HEADER_GUESS = 1 << 16  # first bytes of a part that are fetched for its header: enough for 1,600 sections
+INLINE_BYTES = MAX_INLINE_BYTES  # bytes of parts that a writer stores in a record: as many as a reader accepts
 
-DOWNLOADS = 2  # parts of an anchor that are fetched at a time; these, and one that is read, are in memory
+DOWNLOADS = 2  # parts of an anchor that are fetched concurrently; these, and the one being read, are in memory
 
 logger = logging.getLogger(__name__)
 
 
 def inline_share(ranks: int = 1) -> int:
-    """How many bytes of a record each rank of a team may fill with parts, so that there is room for those of all."""
+    """Return how many bytes of parts each rank of a team may store in a record, so that those of all ranks fit."""
     return INLINE_BYTES // ranks
 
 
 def put_body(store: Store, part: EncodedPart, inline_limit: int) -> PartRef:
-    """Put a part, unless it has at most so many bytes that it stands in its record; return what the record has of it.
+    """Write a part to the store, unless it is small enough to be in its record; return the record's entry for it.
+
+    inline_limit: bytes up to which a part is stored in its record.
 
     Raises:
         StoreError.
@@ -44,12 +46,12 @@ def put_body(store: Store, part: EncodedPart, inline_limit: int) -> PartRef:
 
 
 def fetch_body(store: Store, ref: PartRef, layout: Layout, wanted: Collection[int] | None) -> tuple[Body, int]:
-    """Fetch a part, or those sections in which wanted tiles are, and check every byte; return how many were fetched.
+    """Fetch a part, or the sections with the wanted tiles, and check every byte; return it and the bytes fetched.
 
-    Of a part that stands in its record nothing is fetched: it came with the record.
+    A part that is stored in its record is not fetched: it came with the record.
 
     Raises:
-        StoreError; FormatError: and branches, if these are not the bytes the id names, not when read again either.
+        StoreError; FormatError and its subclasses: the bytes do not match the id, and again not when read once more.
     """
     if ref.data is not None:
         return Body.of(ref.data, layout, ref.id), 0
@@ -67,12 +69,12 @@ def fetch_body(store: Store, ref: PartRef, layout: Layout, wanted: Collection[in
 def stream_bodies(
     store: Store, refs: Sequence[PartRef], layout: Layout, wanted: Collection[int] | None = None
 ) -> Iterator[tuple[Body, int]]:
-    """Yield many parts as `fetch_body` does, in order; the next ones are fetched while the caller has one."""
+    """Yield parts as `fetch_body` returns them, in order; the next ones are fetched while the caller uses one."""
     return ahead(lambda ref: fetch_body(store, ref, layout, wanted), refs)
 
 
 def ahead(get: Callable[[PartRef], tuple[Body, int]], refs: Sequence[PartRef]) -> Iterator[tuple[Body, int]]:
-    """Yield parts in order; `DOWNLOADS` of them are under way at a time, while the caller has another one."""
+    """Yield parts in order; `DOWNLOADS` of them are fetched concurrently, while the caller uses another one."""
     waiting: deque[Future[tuple[Body, int]]] = deque()
     executor = ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="pulse-anchor")
     try:
@@ -89,7 +91,7 @@ def ahead(get: Callable[[PartRef], tuple[Body, int]], refs: Sequence[PartRef]) -
 
 
 def fetch_part(store: Store, ref: PartRef) -> bytes:
-    """Fetch the bytes of a part, unchecked except for their number. Raises: StoreError; FormatError."""
+    """Fetch the bytes of a part and check only their number. Raises: StoreError; FormatError."""
     data = store.get(keys.part_key(ref.id), 0, ref.size + 1)
     if len(data) != ref.size:
         raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
@@ -97,28 +99,29 @@ def fetch_part(store: Store, ref: PartRef) -> bytes:
 
 
 def keep_body(store: Store, part: EncodedPart) -> None:
-    """Check that the part that a new record names is still there; put it again if not.
+    """Check that the part that a new record names is still in the store; write it again if it is not.
 
-    Its bytes may be those of an earlier patch, whose part a prune was about to delete when this one was put.
+    Its bytes may equal those of an earlier patch, whose part a prune was about to delete when this one was written.
     """
     key = keys.part_key(part.id)
     try:
         origin_of(store).get(key, 0, 1)
     except NotFoundError:
-        logger.info("%s was deleted while the version that names it was made. Putting it again.", key)
+        logger.info("%s was deleted while the version that names it was written. Writing it again.", key)
         store.put(key, part.data)
     except StoreError as e:
-        logger.warning("Could not check that %s is still there: %s", key, e)
+        logger.warning("Could not check that %s is still in the store: %s", key, e)
 
 
 def check_room(store: Store, anchor: Manifest, layout: Layout) -> None:
-    """Check that an anchor is there and large enough for its layout, before memory is taken for its state.
+    """Check that an anchor exists and is large enough for its layout, before memory is allocated for its state.
 
-    A record and a layout of a few hundred bytes can describe a state of any size. For readers that hold no tensors
-    with which the layout could be compared. One small request for each part that is an object of its own.
+    A record and a layout of a few hundred bytes can describe a state of any size. This is for readers without tensors
+    to compare the layout with. It makes one small request for each part that is an object of its own.
 
     Raises:
-        LimitError: it cannot hold such a state; FormatError: a part is shorter than the record says; StoreError.
+        LimitError: the anchor is too small for such a state; FormatError: a part is shorter than the record states;
+        StoreError.
     """
     patch.check_fits(layout, anchor.size_bytes)
     for ref in anchor.parts:
@@ -154,7 +157,7 @@ def _fetch_sections(store: Store, key: str, ref: PartRef, layout: Layout, wanted
 
 
 def _neighbours(numbers: Sequence[int]) -> list[range]:
-    """Ascending numbers as runs of those that follow each other: a request for each."""
+    """Group ascending numbers into runs of consecutive ones: one request for each."""
     out: list[range] = []
     for number in numbers:
         first = out.pop().start if out and out[-1].stop == number else number

@@ -3,9 +3,9 @@
     Subscriber("s3://bucket/run", heartbeat="rollout-3")    # writes heartbeats/rollout-3
     pulse.read_fleet("s3://bucket/run").workers             # reads all of them (run/fleet.py)
 
-A heartbeat is a hint. Nothing that moves weights reads one; a worker that cannot write its own goes on all the same;
-whoever may write to the store can write any. So a reader takes nothing on trust: sizes, types and names are checked,
-and what a terminal would interpret is replaced.
+A heartbeat is a hint. Nothing that moves weights reads one, a worker that cannot write its own continues without, and
+any process that may write to the store can write any heartbeat. So a reader trusts nothing in it: sizes, types and
+names are checked, and what a terminal would interpret is replaced.
 """
 
 import atexit
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat:
-    """What a worker says of itself. Times are seconds since 1970 by the worker's own clock."""
+    """What a worker reports about itself. Times are seconds since 1970 by the worker's own clock."""
 
     worker: str
     host: str

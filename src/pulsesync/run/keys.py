@@ -1,7 +1,7 @@
 """The names of the objects of a run in its store. docs/format.md defines them."""
 
 HEARTBEATS = "heartbeats/"  # one object a worker, overwritten; hints for people
-HEAD = "head"  # a hint: the newest version, perhaps not quite
+HEAD = "head"  # a hint at the newest version, which may be slightly older than the newest
 
 
 def manifest_key(version: int) -> str:

@@ -9,13 +9,13 @@ from pulsesync.format import epochs
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run.keys import anchor_key, manifest_key, squash_key
 
-SEARCH = 64  # epochs looked through for an anchor, if the one that records name is gone or bad
+SEARCH = 64  # epochs that are searched for an anchor, if the one that records name is missing or bad
 MAX_LEVEL = 20  # a squash of 2^20 epochs is 33 million versions
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a version stands in its run. Records of different kinds that lead to one version give the same position."""
+    """The position of a version in its run. All records that lead to a version give the same position."""
 
     run: str
     version: int
@@ -30,12 +30,12 @@ class Position:
 
     @property
     def at_start(self) -> bool:
-        """Whether an epoch starts here."""
+        """Whether an epoch starts at this version."""
         return epochs.is_start(self.index, self.epoch_patches)
 
     @property
     def starts(self) -> int:
-        """The epoch that starts here, if one does."""
+        """The epoch that starts at this version, if one does."""
         return epochs.started_by(self.epoch, self.index)
 
 
@@ -43,18 +43,22 @@ def accept(position: Position | None, record: Manifest) -> None:
     """Check that a record may follow a position.
 
     Raises:
-        ChainError: it belongs to another run, or elsewhere in its epoch; MissingLinkError: it does not follow the
-            position.
+        ChainError: the record belongs to another run, or has the wrong index in its epoch; MissingLinkError: it does
+            not follow the position.
     """
     if position is not None and record.run != position.run:
         raise ChainError("the version belongs to another run", expected=position.run, actual=record.run)
     if record.kind == RecordKind.ANCHOR:
         return
     if record.base is None or position is None:
-        raise MissingLinkError(f"version {record.version} cannot be reached from here", version=record.version)
+        raise MissingLinkError(
+            f"version {record.version} is a patch, which needs its base version; load an anchor first",
+            version=record.version,
+        )
     if (record.base.version, record.base.digest) != (position.version, position.digest):
         raise MissingLinkError(
-            f"version {record.version} follows {record.base.version}; the local version is {position.version}",
+            f"version {record.version} is a patch to version {record.base.version}; the local version is "
+            f"{position.version}",
             version=record.version,
         )
     if record.kind == RecordKind.SQUASH:
@@ -64,10 +68,10 @@ def accept(position: Position | None, record: Manifest) -> None:
     else:
         in_place = (record.epoch, record.index) == (position.epoch, position.index + 1)
     if not in_place:
-        raise ChainError(f"version {record.version} is out of place in its epoch", version=record.version)
+        raise ChainError(f"version {record.version} has the wrong position in its epoch", version=record.version)
 
 
-START_OVER = "follow_replaced=True (pulse follow --follow-replaced) starts over from an anchor of what is there now"
+START_OVER = "follow_replaced=True (pulse follow --follow-replaced) starts over from an anchor of the current run"
 
 
 def check_unchanged(
@@ -85,16 +89,16 @@ def check_unchanged(
         version: The local version.
         digest: The digest of its state.
         published: The record of that version as the store has it now; None if there is none.
-        newest: The newest record in the store. It is looked at only where `published` is None.
-        advice: What to do about it.
+        newest: The newest record in the store, which is used only if `published` is None.
+        advice: What to do, for the error's message.
 
     Raises:
-        RunReplacedError, RunForkedError, RunRolledBackError: it is not. A version that was pruned is no reason.
+        RunReplacedError, RunForkedError, RunRolledBackError: it is another run. A version that was pruned is no error.
     """
     found = published or newest
     if found is not None and found.run != run:
         raise RunReplacedError(
-            f"the location now holds run {found.run}, and local version {version} belongs to run {run}; {advice}",
+            f"the location now has run {found.run}, but local version {version} belongs to run {run}; {advice}",
             version=version,
             run=found.run,
             expected=run,
@@ -102,7 +106,7 @@ def check_unchanged(
         )
     if published is not None and published.digest != digest:
         raise RunForkedError(
-            f"local version {version} has the digest {digest[:12]}, and the published version {version} of the same "
+            f"local version {version} has the digest {digest[:12]}, but the published version {version} of the same "
             f"run has {published.digest[:12]}: the run was continued from an earlier version; {advice}",
             version=version,
             run=run,
@@ -111,7 +115,7 @@ def check_unchanged(
         )
     if published is None and newest is not None and newest.version < version:
         raise RunRolledBackError(
-            f"the newest published version is {newest.version}, and the local version is {version}: the run was rolled "
+            f"the newest published version is {newest.version}, but the local version is {version}: the run was rolled "
             f"back; {advice}",
             version=version,
             run=run,
@@ -119,14 +123,16 @@ def check_unchanged(
         )
 
 
-Look = Callable[[str], Manifest | None]  # the record under a key, if there is one; always of the kind the key says
+Look = Callable[
+    [str], Manifest | None
+]  # the record under a key, if there is one; always of the kind that the key names
 
 
 def find_path(position: Position | None, goal: Manifest, look: Look) -> list[Manifest]:
-    """The records that lead from a position to a version, in order, by the path with the fewest bytes.
+    """Return the records that lead from a position to a version, in order, by the path with the fewest bytes.
 
     Raises:
-        ChainError: the position is of another run; MissingLinkError: no published path leads there.
+        ChainError: the position belongs to another run; MissingLinkError: no published path leads to the version.
     """
     if position is not None and position.run != goal.run:
         raise ChainError("the version belongs to another run", expected=position.run, actual=goal.run)
@@ -141,7 +147,7 @@ def find_path(position: Position | None, goal: Manifest, look: Look) -> list[Man
             fault = e
         else:
             if goal.anchor is None or goal.anchor <= position.epoch:
-                return paths[0]  # an anchor would only be further back
+                return paths[0]  # an anchor would only be older
     for anchor in _anchors(goal, look):
         with suppress(ChainError):
             paths.append([anchor, *_onward(Position.of(anchor), goal, look)])
@@ -152,10 +158,10 @@ def find_path(position: Position | None, goal: Manifest, look: Look) -> list[Man
 
 
 def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
-    """Anchors from which a version can be reached, the newest first.
+    """Yield anchors from which a version can be reached, the newest first.
 
-    Records name the newest that their writer knew of. There may be one since, whose writer died before it could say so;
-    and the one that is named may be gone.
+    Records name the newest anchor that their writer knew of. There may be a newer one, whose writer died before a
+    record could name it; and the one that is named may be gone.
     """
     last = goal.starts if goal.at_start else goal.epoch
     known = goal.epoch if goal.anchor is None else min(goal.anchor, goal.epoch)
@@ -175,10 +181,10 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
 
 
 def _onward(position: Position, goal: Manifest, look: Look) -> list[Manifest]:
-    """Patches, and squashed patches where there are some that lead there, from one version to a later one.
+    """Return patches, or squashed patches where there are suitable ones, from one version to a later one.
 
     Raises:
-        MissingLinkError: a version is not there, or does not follow; ChainError: it is out of place.
+        MissingLinkError: a version is missing, or does not follow; ChainError: it has the wrong position in its epoch.
     """
     try:
         return _walk(position, goal, look, squashed=True)
@@ -192,7 +198,7 @@ def _walk(position: Position, goal: Manifest, look: Look, squashed: bool) -> lis
     while at.version < goal.version:
         record = (_squash(at, last, look) if squashed else None) or look(manifest_key(at.version + 1))
         if record is None:
-            raise MissingLinkError(f"version {at.version + 1} is not there any more", version=at.version + 1)
+            raise MissingLinkError(f"version {at.version + 1} is no longer published", version=at.version + 1)
         accept(at, record)
         path.append(record)
         at = Position.of(record)
@@ -202,7 +208,7 @@ def _walk(position: Position, goal: Manifest, look: Look, squashed: bool) -> lis
 
 
 def _squash(at: Position, last: int, look: Look) -> Manifest | None:
-    """The largest squashed patch that begins here and does not lead past an epoch's start."""
+    """Return the largest squashed patch that begins at a version and does not lead beyond the start of an epoch."""
     if not at.at_start:
         return None
     epoch = at.starts
@@ -210,7 +216,7 @@ def _squash(at: Position, last: int, look: Look) -> Manifest | None:
         if epoch % (1 << level) == 0 and epoch + (1 << level) <= last:
             record = look(squash_key(level, epoch >> level))
             if record is not None and record.starts == epoch + (1 << level):
-                with suppress(ChainError):  # one that does not fit here is no reason not to go on
+                with suppress(ChainError):  # one that does not fit here is skipped
                     accept(at, record)
                     return record
     return None

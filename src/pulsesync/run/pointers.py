@@ -1,8 +1,8 @@
-"""Where the fleet is to be: the version that a named pointer of a run names, and how far from it a worker may be.
+"""Which version workers follow: the one that a pointer names, or the newest; and how far from it they may be.
 
     read_pointers("s3://bucket/run", trust=public_key)["stable"].version
 
-`Subscriber(follow="stable")` goes there; `maintain.point` moves pointers.
+`Subscriber(follow="stable")` syncs to that version; `maintain.point` moves pointers.
 """
 
 import re
@@ -30,7 +30,7 @@ from pulsesync.run.reader import RunReader, location_of
 from pulsesync.store import Store, open_store
 
 PREFIX = "pointers/"
-LONGEST_WAIT_S = 60.0  # between attempts, while something does not answer
+LONGEST_WAIT_S = 60.0  # between attempts, while a store or a server does not answer
 T = TypeVar("T")
 _KEY = re.compile(rf"{PREFIX}({NAME.pattern})/([0-9]{{16}})")
 
@@ -43,7 +43,7 @@ def read_pointers(location: str | Store, *, trust: str | Collection[str] | None 
         trust: As for a `Subscriber`.
 
     Raises:
-        SignatureError: no trusted key signed one of them; FormatError, ChainError: one cannot be read; StoreError.
+        SignatureError: no trusted key signed a pointer; FormatError, ChainError: a pointer cannot be read; StoreError.
     """
     store = open_store(location) if isinstance(location, str) else location
     reader = RunReader(store, trusted(trust))
@@ -52,7 +52,7 @@ def read_pointers(location: str | Store, *, trust: str | Collection[str] | None 
 
 
 def list_moves(store: Store) -> dict[str, list[int]]:
-    """The numbers of the moves of every pointer, by name, in order; other keys are not those of pointers."""
+    """Return the numbers of the moves of every pointer, by name, in order; keys that are not pointers' are ignored."""
     found: dict[str, list[int]] = {}
     for entry in store.list(PREFIX):
         if match := _KEY.fullmatch(entry.key):
@@ -61,21 +61,21 @@ def list_moves(store: Store) -> dict[str, list[int]]:
 
 
 class FollowTarget:
-    """The version that a worker is to have, and how many versions away from it the local one may be.
+    """The version that a worker follows, and by how many versions the local one may differ from it.
 
-    It never goes back to a move before the last that it has seen.
+    It never returns to an earlier move of the pointer than the last that it has seen.
 
     Args:
-        name: The pointer that names the version; None: it is the newest.
-        max_staleness: How many versions the local one may be away; None: any number.
+        name: The pointer that names the version; None: the newest version is followed.
+        max_staleness: By how many versions the local one may differ; None: any number.
 
     Raises:
-        ValueError: that is not a name, or less than none.
+        ValueError: the name is not valid, or max_staleness is negative.
     """
 
     def __init__(self, name: str | None, max_staleness: int | None) -> None:
         if max_staleness is not None and max_staleness < 0:
-            raise ValueError(f"max_staleness must be None or a number of versions; got {max_staleness}")
+            raise ValueError(f"max_staleness must be None or a number of versions, 0 or more; got {max_staleness}")
         self.name = None if name is None else check_name(name)
         self.max_staleness = max_staleness
         self._seen: Pointer | None = None
@@ -86,12 +86,12 @@ class FollowTarget:
         self._seen = self._version = None
 
     def find(self, records: RunReader, local: int | None) -> Manifest | None:
-        """The record of the version; None if it is the local one, which is the newest, or if there is no version.
+        """Return the record of the version to follow; None if the local one is the newest, or if there is no version.
 
         Raises:
-            NothingPublishedError: there is no such pointer yet; MissingLinkError: its version is not published any
-            more; RunReplacedError: it belongs to another run than that version; ChainError: to another state of it;
-            FormatError, SignatureError, StoreError.
+            NothingPublishedError: there is no such pointer yet; MissingLinkError: its version is no longer published;
+            RunReplacedError: the pointer belongs to another run than that version; ChainError: it names another state
+            of that version; FormatError, SignatureError, StoreError.
         """
         if self.name is not None:
             found: Manifest | None = self._find_pointed(records, self.name)
@@ -112,7 +112,7 @@ class FollowTarget:
                 location=place,
             )
         goal = check_target(pointer, records.version(pointer.version))
-        self._seen = pointer  # not one that leads nowhere, which without a signature may have been damaged on its path
+        self._seen = pointer  # only one whose version exists: without a signature, it may have been damaged in transit
         return goal
 
     def follow(
@@ -122,19 +122,20 @@ class FollowTarget:
         interval_s: float,
         on_error: Callable[[PulseError], None] | None = None,
     ) -> Iterator[T]:
-        """Update again and again, without end, and yield what an update returns each time that it did something.
+        """Call `update` repeatedly, without end, and yield what it returns each time that it did something.
 
-        An error that may pass is reported, and tried again; while nothing is published, that is reported once.
+        After a temporary error, which is reported, the update is tried again. That nothing is published is reported
+        once.
 
         Args:
-            update: Goes to the version to follow; None: it is there already.
-            local: The version that there is, None if there is none.
-            interval_s: Seconds between updates; after an error twice as long each time, up to a minute.
-            on_error: Called with each error that may pass.
+            update: Updates to the version to follow; returns None if that is the local version already.
+            local: Returns the local version; None if there is none.
+            interval_s: Seconds between updates; after each error in a row the wait doubles, up to a minute.
+            on_error: Called with each temporary error.
 
         Raises:
-            SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError: it
-            cannot be updated, and is further from the version to follow than `max_staleness`.
+            SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError: an
+            update fails, and the local version is further from the version to follow than `max_staleness` allows.
         """
         wait_s, waiting = interval_s, False
         while True:
@@ -151,7 +152,7 @@ class FollowTarget:
             except PulseError as e:
                 if on_error:
                     on_error(e)
-                if (version := local()) is not None:  # else there is nothing to use, old or new
+                if (version := local()) is not None:  # otherwise there are no weights that could be stale
                     self.check_staleness(version)
                 wait_s = min(2 * wait_s, max(interval_s, LONGEST_WAIT_S))
             if done is not None:
@@ -160,12 +161,12 @@ class FollowTarget:
                 time.sleep(wait_s)
 
     def check_staleness(self, local: int | None) -> int:
-        """Return how many versions a local one is away from the version that was found last.
+        """Return by how many versions a local one differs from the version that was found last.
 
-        A worker that still has a newer version after its pointer was moved back is as stale as one with an older one.
+        After a pointer was moved back, a worker that still has a newer version is as stale as one with an older one.
 
         Raises:
-            StaleWeightsError: more than `max_staleness`, or there is no local version.
+            StaleWeightsError: by more than `max_staleness`, or there is no local version.
         """
         version, limit = self._version, self.max_staleness
         if version is None or limit is None:
@@ -174,7 +175,7 @@ class FollowTarget:
         if away > limit:
             have = "nothing was synced yet" if local is None else f"the local version is {local}, {away} versions away"
             raise StaleWeightsError(
-                f"{have}, and the version to follow is {version}: max_staleness={limit} does not allow to use these "
+                f"{have}, but the version to follow is {version}: max_staleness={limit} does not permit using these "
                 "weights; sync first",
                 version=local,
                 newest=version,
@@ -184,7 +185,7 @@ class FollowTarget:
 
 
 def is_about_pointer(error: NothingPublishedError) -> bool:
-    """Whether there is a run, and the pointer to follow is what is missing."""
+    """Return whether there is a run, and only the pointer to follow is missing."""
     return (error.key or "").startswith(PREFIX)
 
 
@@ -198,11 +199,11 @@ def check_target(pointer: Pointer, goal: Manifest | None) -> Manifest:
     again = f"move it with: pulse point RUN {pointer.name} VERSION"
     at: dict[str, Any] = {"key": keys.pointer_key(pointer.name, pointer.number), "version": pointer.version}
     if goal is None:
-        raise MissingLinkError(f"{named}, which is not published any more; {again}", **at)
+        raise MissingLinkError(f"{named}, which is no longer published; {again}", **at)
     if goal.run != pointer.run:
-        text = f"{named} of run {pointer.run}, and the location now holds run {goal.run}; {again}"
+        text = f"{named} of run {pointer.run}, but the location now has run {goal.run}; {again}"
         raise RunReplacedError(text, **at, run=goal.run, expected=pointer.run, actual=goal.run)
     if goal.digest != pointer.digest:
-        text = f"{named} with the digest {pointer.digest[:12]}, and the published version has {goal.digest[:12]}"
+        text = f"{named} with the digest {pointer.digest[:12]}, but the published version has {goal.digest[:12]}"
         raise ChainError(f"{text}; {again}", **at, expected=pointer.digest, actual=goal.digest)
     return goal

@@ -1,6 +1,6 @@
-"""The records of a run: fetched by key, checked and remembered; its newest version.
+"""Read the records of a run: fetch them by key, check and remember them, and find the newest version.
 
-What Subscriber, Publisher, squash and prune have in common. Nothing here changes a run or a weight.
+Subscriber, Publisher, squash and prune share this. Nothing here changes a run or a weight.
 """
 
 import logging
@@ -31,9 +31,9 @@ from pulsesync.run import keys, planner
 from pulsesync.store import Store, forget
 
 HINT_BYTES = 32
-LOOK_AGAIN_S = 1.5  # after which a relay, which remembers for a second what was missing, has asked the store again
-CACHE_BYTES = 1 << 34  # of bodies that a cache keeps: those not used for longest go first
-MAX_PROBES = 1 << 16  # versions that a head may lag behind
+LOOK_AGAIN_S = 1.5  # a relay remembers for a second what was missing; after this time it asks the store again
+CACHE_BYTES = 1 << 34  # bytes of bodies that a cache keeps: those not used for longest are removed first
+MAX_PROBES = 1 << 16  # versions by which a head may lag
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,7 +41,7 @@ _KINDS = {"manifests": RecordKind.VERSION, "anchors": RecordKind.ANCHOR, "squash
 
 
 class RunReader:
-    """The records of a run, as its store has them. Make a new one to see what changed in the meantime."""
+    """The records of a run. It remembers what it has read: make a new one to see what has changed since."""
 
     def __init__(
         self,
@@ -56,15 +56,16 @@ class RunReader:
         self.fetched_bytes = 0
 
     def look(self, key: str) -> Manifest | None:
-        """The record under a key, None if there is none.
+        """Return the record under a key, None if there is none, or if it is in `avoid`.
 
         Raises:
-            SignatureError: nobody who is trusted wrote it; FormatError: it is no record, or of another kind or place.
+            SignatureError: no trusted key signed it; FormatError: it is not a record, or not of the kind or version
+            that the key names.
         """
         return None if key in self.avoid else self.fetched(key)
 
     def fetched(self, key: str) -> Manifest | None:
-        """The same, for one that is to be avoided too."""
+        """Return the record under a key, even if it is in `avoid`. Raises: as `look`."""
         if key not in self._known:
             self._known[key] = self._fetch(key)
         return self._known[key]
@@ -75,7 +76,11 @@ class RunReader:
         except NotFoundError:
             return None
         if record.kind == RecordKind.VERSION and keys.manifest_key(record.version) != key:
-            raise ChainError(f"{key} holds version {record.version}", key=key, version=record.version)
+            raise ChainError(
+                f"the record {key} is that of version {record.version}, which has another key",
+                key=key,
+                version=record.version,
+            )
         return record
 
     def _read(self, key: str) -> Manifest:
@@ -83,32 +88,33 @@ class RunReader:
         self.fetched_bytes += len(data)
         record = manifests.parse(data, self.trust, self._epoch_patches)
         if record.kind != _KINDS[key.partition("/")[0]]:
-            raise FormatError(f"{key} holds a record of kind {record.kind}")
+            raise FormatError(f"the record {key} has the kind {record.kind}, which has another folder")
         return record
 
     def key_of(self, record: Manifest) -> str:
-        """Where a record was found."""
+        """Return the key under which a record was found."""
         return next(key for key, known in self._known.items() if known is record)
 
     def version(self, version: int) -> Manifest | None:
         return self.fetched(keys.manifest_key(version))
 
     def newest(self, after: int = -1) -> Manifest | None:
-        """The newest version beyond one: what head says, and then the next as long as there is one; None for none."""
+        """Return the newest version after one, None if there is none: that of the head, or a later one if it exists."""
         return self._last(keys.HEAD, "manifests/", self.version, after)
 
     def pointer(self, name: str, after: int = -1) -> Pointer | None:
-        """The newest move of a pointer beyond one, found as the newest version is; None for none.
+        """Return the newest move of a pointer after one, None if there is none; found as the newest version is.
 
         Raises:
-            SignatureError: no trusted key signed it; FormatError: it is not a pointer; ChainError: it is another one.
+            SignatureError: no trusted key signed it; FormatError: it is not a pointer; ChainError: it belongs to
+            another key.
         """
         return self._last(
             keys.pointer_hint(name), keys.pointer_prefix(name), lambda number: self.move(name, number), after
         )
 
     def move(self, name: str, number: int) -> Pointer | None:
-        """One move of a pointer, None if there is none of this number. Raises: as `pointer`."""
+        """Return one move of a pointer, None if there is none of this number. Raises: as `pointer`."""
         key = keys.pointer_key(name, number)
         try:
             data = self.store.get(key, 0, pointers.MAX_BYTES + 1)
@@ -118,17 +124,19 @@ class RunReader:
         try:
             pointer = pointers.parse(data, self.trust)
             if (pointer.name, pointer.number) != (name, number):
-                raise ChainError(f"{key} has move {pointer.number} of pointer {pointer.name!r}")
+                raise ChainError(
+                    f"the record {key} is move {pointer.number} of pointer {pointer.name!r}, which has another key"
+                )
         except (FormatError, ChainError) as e:
             locate(e, key)
             raise
         return pointer
 
     def _last(self, hint: str, prefix: str, look: Callable[[int], T | None], after: int) -> T | None:
-        """The last of consecutive records beyond one.
+        """Return the last of consecutive records after one.
 
-        The hint may be stale, missing or wrong: it is where to begin, not what to believe. Where nothing is found, all
-        of them are listed, unless the hint names the one that was given and `check_run` has not found it gone.
+        The hint may be stale, missing or wrong: the search begins there, but does not trust it. If nothing is found,
+        all records are listed, unless the hint names `after` itself and `check_run` has not found that to be gone.
         """
         number = head = self._hint(hint)
         found = look(head) if head > after else None
@@ -142,21 +150,25 @@ class RunReader:
             if found is None or (later := look(number + 1)) is None:
                 return found
             number, found = number + 1, later
-        raise ChainError(f"{hint} lags by more than {MAX_PROBES} records", key=hint)
+        raise ChainError(
+            f"{hint} is more than {MAX_PROBES} records older than the newest; delete {hint} in the store, so that the "
+            "newest record is found by a listing",
+            key=hint,
+        )
 
     def _is_gone(self, key: str) -> bool:
-        """Whether a record was looked for and is not there."""
+        """Return whether a record was looked for and does not exist."""
         return key in self._known and self._known[key] is None
 
     def check_run(self, run: str, version: int, digest: str, advice: str = planner.START_OVER) -> None:
         """Check that the run is still the one from which a local version was taken: one small read if it is.
 
-        What speaks against it is read a second time, a little later: of two relays behind one address, one may be a
-        second behind the other; and a record that nobody signed may have been damaged on its path.
+        A contradiction is read a second time, a little later: if two relays share an address, one of them may lag by a
+        second; and a record without a signature may have been damaged in transit.
 
         Raises:
             RunReplacedError, RunForkedError, RunRolledBackError: as `planner.check_unchanged`; NothingPublishedError:
-            no version is there any more; FormatError, SignatureError: the record cannot be read.
+            there is no version any more; FormatError, SignatureError: the record cannot be read.
         """
         try:
             self._check_run(run, version, digest, advice)
@@ -173,30 +185,32 @@ class RunReader:
         except (FormatError, ChainError) as e:
             if (key := keys.manifest_key(version)) not in self.avoid:  # it is read once more
                 raise
-            logger.warning("%s cannot be read, so it was not checked that the run is still the same: %s.", key, e)
+            logger.warning("Could not check that the run is still the same, because %s cannot be read: %s.", key, e)
             return
         newest = None
         if published is None:
             newest = self.newest(version) or self.newest()
             if newest is None:
-                raise self.nothing_published(f"; the local weights are version {version} of a run that was there")
+                raise self.nothing_published(
+                    f"; the local weights are version {version} of a run that was there before"
+                )
         planner.check_unchanged(run, version, digest, published, newest, advice)
 
     def nothing_published(self, more: str = "") -> NothingPublishedError:
-        """The error for a location at which there is no version."""
+        """Return the error for a location without a version."""
         place = location_of(self.store)
         return NothingPublishedError(
             f"there is no run at {place}: neither {keys.HEAD} nor anything below manifests/ was found{more}. Check "
-            "the location; if the first version is still to come, pass wait_s= to wait for it",
+            "the location; if the trainer has not published the first version yet, pass wait_s= to wait for it",
             key="manifests/",
             location=place,
         )
 
     def no_anchor(self, goal: Manifest) -> NothingPublishedError:
-        """The error for a version that is published before the first anchor of its run."""
+        """Return the error for a version that is published before the first anchor of its run."""
         place = location_of(self.store)
         return NothingPublishedError(
-            f"version {goal.version} is published at {place}, and no anchor from which it can be reached: the first "
+            f"version {goal.version} is published at {place}, but no anchor from which it can be reached: the first "
             "anchor is probably still being written. Sync again later, or pass wait_s= to wait for it",
             key=keys.anchor_key(goal.epoch),
             location=place,
@@ -210,17 +224,17 @@ class RunReader:
             return -1
 
     def _last_listed(self, prefix: str) -> int:
-        """The last record in a listing, -1 for none: the first ones may have been pruned, and the hint may be lost."""
+        """Return the last record in a listing, -1 for none: the first may have been pruned, and the hint be lost."""
         try:
             names = [entry.key.rpartition("/")[2] for entry in self.store.list(prefix)]
         except StoreError as e:
             if e.retryable:
-                raise  # not to know is not the same as to know that there is nothing
-            return -1  # a place that cannot list
+                raise  # a listing that failed does not show that there is nothing
+            return -1  # a store that cannot list
         return max((_number(name.encode()) for name in names), default=-1)
 
     def start(self, digest: str) -> Manifest | None:
-        """The version from which weights with this digest can go on, if there is one."""
+        """Return the version whose state has this digest, if there is one: patches can be applied from there."""
         version = self._hint(keys.start_key(digest))
         found = self.version(version) if version >= 0 else None
         if found is None or found.digest != digest:
@@ -228,14 +242,14 @@ class RunReader:
         return found if found.history is None or found.at_start else None
 
     def layout(self, id_: str) -> Layout:
-        """Raises: NotFoundError; FormatError, if it is not the layout the id names."""
+        """Fetch a layout. Raises: NotFoundError; FormatError, if the bytes do not match the id."""
         key = keys.layout_key(id_)
         with forgetting(self.store, key):
             return layouts.parse(self.store.get(key, 0, layouts.MAX_BYTES + 1), expected_id=id_)
 
 
 def _number(text: bytes) -> int:
-    """A hint as a version, -1 for what is none."""
+    """Read a hint as a version; -1 if it is not a number."""
     digits = text.strip()
     if not digits.isdigit() or (value := int(digits)) > manifests.MAX_VERSION:
         return -1
@@ -243,7 +257,7 @@ def _number(text: bytes) -> int:
 
 
 def location_of(store: Store) -> str:
-    """Where a store is, as a person would name it: its address or folder, whatever wraps it. Without credentials."""
+    """Return the address or folder of a store, below all wrappers and without credentials, for messages."""
     inner: Any = store
     while (under := getattr(inner, "store", None)) is not None:
         inner = under
@@ -252,14 +266,14 @@ def location_of(store: Store) -> str:
 
 
 def locate(error: FormatError | ChainError | StoreError | VerificationError, key: str) -> None:
-    """Note in an error which object of the store it is about, unless that is known already."""
+    """Set the key of the object that an error is about, unless the error has one already."""
     if error.key is None:
         error.key = key
 
 
 @contextmanager
 def forgetting(store: Store, key: str) -> Iterator[None]:
-    """Say which object was bad, and do not let a cache give it out again."""
+    """Set the key of an error about bad bytes, and have caches drop the object."""
     try:
         yield
     except FormatError as e:
@@ -269,12 +283,12 @@ def forgetting(store: Store, key: str) -> Iterator[None]:
 
 
 def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
-    """Read and check an object; if its bytes are bad, read it once more, at once and past every cache.
+    """Read and check an object; if its bytes are bad, read it once more, at once and not from a cache.
 
-    Bytes that are bad twice were not damaged on the network: to wait, or to fetch other objects again, does not help.
+    Bytes that are bad twice were not damaged on the network: waiting, or fetching other objects again, does not help.
 
     Raises:
-        FormatError: the bytes were bad both times; and what else `read` raises, at once.
+        FormatError: the bytes were bad both times. Any other error that `read` raises is raised at once.
     """
     try:
         with forgetting(store, key):
@@ -286,7 +300,7 @@ def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
 
 
 def describe(record: Manifest) -> dict[str, Any]:
-    """A record as a row of a table: for people and for --json."""
+    """Return a record as a row of a table, for people and for --json."""
     return {
         "version": record.version,
         "kind": "root" if record.kind == RecordKind.VERSION and record.base is None else record.kind.value,

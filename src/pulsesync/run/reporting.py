@@ -15,11 +15,11 @@ from pulsesync.core.events import (
     has_listeners,
 )
 
-PROGRESS_S = 0.25  # at least, between two events on the progress of a transfer
+PROGRESS_S = 0.25  # the shortest time between two events on the progress of a transfer
 
 logger = logging.getLogger(__name__)
 
-_STEPS = {  # of a path, for people: one, and several
+_STEPS = {  # the steps of a path, in singular and plural
     "start": ("local checkpoint", "local checkpoints"),
     "anchor": ("anchor", "anchors"),
     "squash": ("squashed patch", "squashed patches"),
@@ -32,31 +32,31 @@ _STEPS = {  # of a path, for people: one, and several
 class SyncReport:
     """What a sync did."""
 
-    version: int  # that the weights are at now
-    step: int  # the trainer's, of that version
-    path: tuple[str, ...]  # how it got there: "start", "anchor", "squash", "patch", "undo", in order
+    version: int  # the version of the weights now
+    step: int  # the trainer's step of that version
+    path: tuple[str, ...]  # what was applied, in order: "start", "anchor", "squash", "patch", "undo"
     changed: int  # weights written: by a patch those that differ, by an anchor all that this worker has
     fetched_bytes: int
-    replanned: int  # times that something on the way was missing or bad, and another way was taken
+    replanned: int  # times that something on the path was missing or bad, and another path was used
     fetch_s: float  # waiting for the store
     prepare_s: float  # checking and decoding
-    apply_s: float  # writing: the only time the weights are not to be used
+    apply_s: float  # writing: the only time in which the weights must not be used
     digest: str
-    repaired: tuple[str, ...] = ()  # tensors in which a recount found what something else had written
-    from_version: int | None = None  # of the report before this one; None: there was none of this run
-    from_step: int | None = None  # the trainer's, of that version
-    pointer: str | None = None  # the pointer that was followed; None: the newest version, or one that was asked for
+    repaired: tuple[str, ...] = ()  # tensors that something else had written to, as a recount found
+    from_version: int | None = None  # the version of the report before this one; None: there was none of this run
+    from_step: int | None = None  # the trainer's step of that version
+    pointer: str | None = None  # the pointer that was followed; None: the newest version, or one that was requested
 
     @property
     def went_back(self) -> bool:
-        """Whether the trainer went back to an earlier step: it was restored from a checkpoint, and versions go on."""
+        """Whether the trainer went back to an earlier step: it was restored from a checkpoint."""
         if self.from_version is None or self.from_step is None:
             return False
         return self.version > self.from_version and self.step < self.from_step
 
     @property
     def applied(self) -> int:
-        """Records that were applied, whether patches, squashed ones or anchors."""
+        """The number of records that were applied: patches, squashed patches and anchors."""
         return sum(kind in ("anchor", "squash", "patch") for kind in self.path)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class SyncEvents:
     """The events of one subscriber.
 
     Args:
-        location: Of the run, without credentials.
+        location: The location of the run, without credentials.
     """
 
     def __init__(self, location: str) -> None:
@@ -137,9 +137,9 @@ class Transfer:
     """A transfer that may take long: emits how much of it is done, a few times a second.
 
     Args:
-        location: Of the run.
+        location: The location of the run.
         what: What is transferred.
-        total_bytes: Of it, as its records say; None: it is too short to be shown.
+        total_bytes: Its size by the records; None: it is too short to be shown.
     """
 
     def __init__(self, location: str, what: str, total_bytes: int | None) -> None:
@@ -148,7 +148,7 @@ class Transfer:
         self.add(0)
 
     def add(self, size_bytes: int) -> None:
-        """So many more bytes are there."""
+        """This many more bytes are there."""
         if self._total is None:
             return
         self._done += size_bytes

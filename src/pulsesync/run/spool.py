@@ -1,4 +1,4 @@
-"""Anchors on disk: where a worker checks one before it touches a weight, and where a trainer keeps one to upload."""
+"""Anchors on disk: a worker checks one there before it changes a weight, and a trainer keeps one there to upload it."""
 
 import fcntl
 import logging
@@ -23,14 +23,14 @@ from pulsesync.store import LocalStore, Store
 from pulsesync.store.turns import PATIENCE_S, locked
 
 logger = logging.getLogger(__name__)
-_FETCHING = ".fetching"  # locked by all processes that fetch or load, together, and by one that removes parts, alone
+_FETCHING = ".fetching"  # lock file: shared by processes that fetch or load; exclusive for one that removes parts
 
 
 class AnchorSpool:
     """Parts of anchors in a folder, by id. Processes of a host can share it.
 
-    Another process can write to a file at any time, after it was checked too. So a part is read into memory of this
-    process and checked every time that it is used; one that has changed is replaced by the store's.
+    Another process can write to a file at any time, even after it was checked. Therefore a part is read into this
+    process's memory and checked each time that it is used; one that has changed is fetched again from the store.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,13 +41,13 @@ class AnchorSpool:
     def fetch(self, record: Manifest, store: Store, layout: Layout) -> Iterator[tuple[Body, int]]:
         """Yield all parts of an anchor in memory, checked, each with the bytes that had to be fetched for it.
 
-        Each is on disk as well, and what an earlier attempt, or another process, has fetched already is read from
-        there; so is everything when this is called again. No process removes one of them until `close` or `keep_only`
-        is called, or this object is gone. They come in order, and some are fetched ahead while the caller has one.
-        Parts that stand in the record stay in memory.
+        Each part is on disk as well. What an earlier attempt or another process has fetched is read from there, and so
+        are all parts when this is called again. No process removes them until `close` or `keep_only` is called, or this
+        object is garbage-collected. Parts are yielded in order, and some are fetched ahead while the caller uses one.
+        Parts that are stored in the record stay in memory.
 
         Raises:
-            StoreError: the store or the disk failed; FormatError: and branches, if the bytes are bad.
+            StoreError: the store or the disk failed; FormatError and its subclasses: the bytes are bad.
         """
         with self._translated():
             self._lock_parts()
@@ -68,11 +68,11 @@ class AnchorSpool:
         return body, len(data)
 
     def _read(self, ref: PartRef, layout: Layout) -> Body | None:
-        """A part that is in the folder; None if it is not, or is damaged."""
+        """Read a part from the folder; None if it is missing or damaged."""
         try:
             data = self._files.get(keys.part_key(ref.id), 0, ref.size + 1)
             return Body.of(data, layout, ref.id)
-        except StoreError:  # most often it is not there; a disk that is broken is reported when it is written to
+        except StoreError:  # most often the file is missing; a broken disk is reported when it is written to
             return None
         except FormatError as e:
             logger.warning("Part %s in %s was damaged (%s). Fetching it again.", ref.id, self.folder, e)
@@ -80,26 +80,28 @@ class AnchorSpool:
 
     @contextmanager
     def _turn(self, ref: PartRef) -> Iterator[None]:
-        """Let one process at a time fetch a part. One that hangs is not waited for: then two may fetch the same."""
+        """Let one process at a time fetch a part. The wait is bounded: if that process hangs, two fetch the same."""
         with ExitStack() as stack, self._translated():
             try:
                 stack.enter_context(locked(self.folder / _part_lock(ref.id), PATIENCE_S))
             except TimeoutError:
-                logger.warning("Another process in %s does not finish part %s; fetching it here.", self.folder, ref.id)
+                logger.warning(
+                    "Another process that uses %s does not finish part %s; fetching it.", self.folder, ref.id
+                )
             yield
 
     def _lock_parts(self) -> None:
-        """Keep other processes from removing parts until `close`, unless one of them hangs while it removes some."""
+        """Prevent other processes from removing parts until `close`; the wait for one that is removing is bounded."""
         self.close()
         lock = self._open_lock()
         self._unlock = weakref.finalize(self, os.close, lock)
         try:
             _wait_for(lock, fcntl.LOCK_SH, PATIENCE_S)
         except BlockingIOError:
-            logger.warning("Another process does not finish removing parts from %s; continuing.", self.folder)
+            logger.warning("Another process does not finish removing parts from %s; not waiting for it.", self.folder)
 
     def close(self) -> None:
-        """Let other processes remove the parts that were fetched here: they are not read any more."""
+        """Let other processes remove the parts that were fetched: this one does not read them any more."""
         self._unlock()
 
     def _open_lock(self) -> int:
@@ -108,14 +110,16 @@ class AnchorSpool:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Raises: StoreError, for what the disk raises."""
+        """Translate errors of the disk. Raises: StoreError."""
         try:
             yield
         except OSError as e:
-            raise StoreError(f"cannot spool an anchor in {self.folder}: {e.strerror}", key=str(self.folder)) from e
+            raise StoreError(
+                f"cannot store the parts of an anchor in {self.folder}: {e.strerror}", key=str(self.folder)
+            ) from e
 
     def keep_only(self, record: Manifest | None) -> None:
-        """Remove every part that is not of this anchor; or none, while another process fetches or loads one here."""
+        """Remove all parts that do not belong to this anchor; none while another process fetches or loads an anchor."""
         self.close()
         if not self.folder.is_dir():
             return
@@ -129,7 +133,7 @@ class AnchorSpool:
 
 
 def _download(ref: PartRef, store: Store, layout: Layout) -> tuple[bytes, Body]:
-    """Fetch a part and check all of it. Raises: StoreError; FormatError, and branches."""
+    """Fetch a part and check all of it. Raises: StoreError; FormatError and its subclasses."""
 
     def fetch() -> tuple[bytes, Body]:
         data = fetch_part(store, ref)
@@ -139,7 +143,7 @@ def _download(ref: PartRef, store: Store, layout: Layout) -> tuple[bytes, Body]:
 
 
 def _wait_for(lock: int, how: int, patience_s: float) -> None:
-    """Take a lock of an open file. Raises: BlockingIOError, if it is not to be had for so long."""
+    """Lock an open file. Raises: BlockingIOError, if the lock is not free within patience_s."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -156,15 +160,15 @@ def _part_lock(id_: str) -> str:
 
 
 class Outbox:
-    """Anchors that are finished on disk and not yet all in the store; they outlive the process that made them."""
+    """Anchors that are complete on disk and not yet uploaded; they outlive the process that wrote them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def stage(self, epoch: int, parts: Iterable[EncodedPart], inline_limit: int) -> tuple[PartRef, ...]:
-        """Write the parts of an anchor to disk, one after the other, and return what its record has of them.
+        """Write the parts of an anchor to disk, one after the other, and return its record's entries for them.
 
-        inline_limit: bytes, of all together, up to which small parts stand in the record and not in a file.
+        inline_limit: bytes, of all parts together, up to which small parts are stored in the record and not in a file.
         """
         self.discard(epoch)
         files, refs = LocalStore(self.folder / str(epoch)), []
@@ -174,11 +178,11 @@ class Outbox:
         return tuple(refs)
 
     def seal(self, epoch: int, record: bytes) -> None:
-        """All parts are there: from now on the anchor is finished by whoever opens this folder."""
+        """Mark an anchor as complete: from now on, any process that opens this folder can finish its upload."""
         LocalStore(self.folder / str(epoch)).put("record", record)
 
     def waiting(self) -> Iterator[tuple[int, bytes]]:
-        """The anchors that are sealed here, as epoch and record, the newest first; what was never sealed is removed."""
+        """Yield epoch and record of the sealed anchors, the newest first; what was never sealed is removed."""
         for epoch in sorted(self._epochs(), reverse=True):
             try:
                 yield epoch, LocalStore(self.folder / str(epoch)).get("record")
@@ -186,7 +190,7 @@ class Outbox:
                 self.discard(epoch)
 
     def part(self, epoch: int, ref: PartRef) -> bytes:
-        """A part as it was staged. Raises: FormatError, NotFoundError, if it was changed or removed since."""
+        """Read a part that was staged. Raises: FormatError, NotFoundError, if it was changed or removed since."""
         data = LocalStore(self.folder / str(epoch)).get(keys.part_key(ref.id))
         container.open_part(data, ref.id)
         return data

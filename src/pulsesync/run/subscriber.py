@@ -1,11 +1,11 @@
-"""The worker's end: find the way to a version, fetch and check it, bring the weights there in place.
+"""The worker's end: find the path to a version, fetch and check it, and update the weights in place.
 
     sub = Subscriber("s3://bucket/run", trust=public_key)
     report = sub.sync(model)                      # to the newest version, once
-    for report in sub.watch(model): ...           # to each version as it comes
+    for report in sub.watch(model): ...           # to each version as it is published
 
-Everything is looked at before a weight changes: records first, then bodies, then the whole decode, several patches
-deep. The pause, in which the weights are not to be used, is the commit at the end alone.
+Everything is checked before a weight changes: first the records, then the bodies, then all that they decode to, for
+several patches together. Only during the commit at the end must the weights not be used.
 """
 
 import logging
@@ -58,18 +58,20 @@ from pulsesync.state.slices import Slices
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import CachedStore, Store, open_store
 
-REPLANS = 3  # times that a sync looks for another way when an object on the first is missing or bad
+REPLANS = 3  # times that a sync searches another path when an object on the first is missing or bad
 AHEAD = 4  # patches fetched before they are decoded
 TOGETHER = 16  # patches decoded together, so that the weights are copied and compared once for all of them
-AHEAD_BYTES = 1 << 24  # of patches fetched ahead, and of those decoded together; or, if more, a share of the weights:
-AHEAD_SHARE = 32  # what patches change has several times their bytes, so this is less memory than one takes decoded
-INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first pause between two looks at a store with nothing new, and the longest
+# Bytes of patches that are fetched ahead, and of those decoded together; or, if that is more, 1/32 of the weights. A
+# decoded patch takes several times its own bytes, so this is less memory than one decoded patch needs.
+AHEAD_BYTES = 1 << 24
+AHEAD_SHARE = 32
+INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first and the longest pause between checks of a store with nothing new
 
 logger = logging.getLogger(__name__)
 
-_Fetching: TypeAlias = tuple[Manifest, list[Future[tuple[Body, int]]]]  # a record, and its parts under way
+_Fetching: TypeAlias = tuple[Manifest, list[Future[tuple[Body, int]]]]  # a record, and its parts that are being fetched
 _Group: TypeAlias = list[tuple[Manifest, list[Body]]]  # records with their parts
-_Checking: TypeAlias = Callable[[Manifest], AbstractContextManager[None]]  # for what is done about a record
+_Checking: TypeAlias = Callable[[Manifest], AbstractContextManager[None]]  # notes errors as being about this record
 
 
 @dataclass
@@ -80,17 +82,17 @@ class _Progress:
     changed: int = 0
     fetched_bytes: int = 0
     replanned: int = 0
-    refused: dict[str, FormatError] = field(default_factory=dict)  # records with bodies that are bad, by key
-    failed_record: str | None = None  # the key of the record that this attempt failed at, so that the next avoids it
+    refused: dict[str, FormatError] = field(default_factory=dict)  # records whose bodies are bad, by key
+    failed_record: str | None = None  # the key of the record at which this attempt failed, so that the next avoids it
     confirmed: bool = False  # whether the caller was asked if weights may be written
-    torn: bool = False  # whether an anchor was written in part, and nothing whole since
-    recounted: AnyState | None = None  # what is attached, if its weights were just counted and are at no known version
+    torn: bool = False  # whether an anchor was written in part, and no complete one since
+    recounted: AnyState | None = None  # the attached state, if it was just recounted and is no known version
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
-    inside_s: float = 0.0  # that was counted inside the innermost `timed` so far
+    inside_s: float = 0.0  # time that inner `timed` blocks have counted, inside the current one
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Add the time inside to a sum; what passes in another `timed` inside this one counts there alone."""
+        """Add the time of a block to a sum; the time of a `timed` block inside it counts only there."""
         began, around, self.inside_s = time.perf_counter(), self.inside_s, 0.0
         try:
             yield
@@ -100,7 +102,7 @@ class _Progress:
             self.inside_s = around + took_s
 
     def waited_for(self, anchor: Manifest, parts: Iterator[tuple[Body, int]], transfer: Transfer) -> Iterator[Body]:
-        """The parts of an anchor as they arrive, in order. To wait for one counts as fetching."""
+        """Yield the parts of an anchor as they arrive, in order. Waiting for one counts as fetching."""
         sizes = [ref.size for ref in reversed(anchor.parts)]
         while True:
             with self.timed("fetch"):
@@ -113,7 +115,7 @@ class _Progress:
 
     @contextmanager
     def applying(self, record: Manifest, records: RunReader) -> Iterator[None]:
-        """If this raises an error, note that it is about this record."""
+        """Note that an error raised in this block is about this record."""
         try:
             yield
         except PulseError as e:
@@ -127,14 +129,14 @@ class _Flag:
     """A flag that any number of threads can wait for, and that a signal handler can set.
 
     Two classes of the standard library cannot be used for it. `threading.Event.set` takes a lock; a handler that
-    interrupts the `wait` of its own thread waits for that lock without end. `queue.SimpleQueue.get` of CPython waits
-    without end if its time has passed while it takes its lock for the first time.
+    interrupts the `wait` of its own thread waits for that lock for ever. `queue.SimpleQueue.get` of CPython waits for
+    ever if its timeout passes while it takes its lock for the first time.
     """
 
     def __init__(self) -> None:
         self._set = False
         self._gate = threading.Lock()
-        self._gate.acquire()  # until the flag is set; then every thread that waits passes
+        self._gate.acquire()  # locked until the flag is set; then every waiting thread continues
 
     def set(self) -> None:
         self._set = True
@@ -148,37 +150,39 @@ class _Flag:
             self._open()  # for the next thread that waits
 
     def _open(self) -> None:
-        with suppress(RuntimeError):  # it is open: the flag was set twice, or a handler set it again during a wait
+        with suppress(RuntimeError):  # already open: the flag was set twice, or a handler set it again during a wait
             self._gate.release()
 
 
 class Subscriber:
-    """Follows a run. Give it the location and whom to trust; what both ends must agree on travels in the records.
+    """Keeps weights at the newest version of a run, or at the version that a pointer names.
 
-    What a sync knows: a plain sync checks everything that it fetches and writes, against the state that it last knew.
-    It does not read weights that no patch touches. If another program writes to the weights (an engine's sleep mode, a
-    user's edit), only a recount of all of them finds that: `sync(verify=True)`, `verify_every`, `verify` or `scrub`.
+    It is configured with the location and the keys to trust; the rest is read from the run's records.
+
+    What a sync checks: everything that it fetches and writes, relative to the state after the last sync. It does not
+    read weights that no patch changes. If another program writes to the weights (an engine's sleep mode, a user's
+    edit), only a recount of all weights finds that: `sync(verify=True)`, `verify_every`, `verify` or `scrub`.
 
     Args:
         location: A path or URL of the run, or a store.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
-            not looked at.
-        cache: A folder in which bodies are kept, shared by the processes of a host; a restarted worker finds them.
+            not checked.
+        cache: A folder in which fetched bytes are kept, shared by the processes of a host; a restarted worker uses it.
         slices: Which part of each tensor is local, by name pattern.
         undo: How many syncs can be undone without fetching anything.
-        verify_every: Recount the weights at every N-th sync, as `sync(verify=True)` does; 0: at none.
-        widen: Accept FP32 tensors for BF16 tensors of the run. Each BF16 value is written as the FP32 number that it
-            is, which is exact. Tensors must be in host memory.
-        follow: Name of a pointer of the run: syncs go to the version that it names, which may be an older one than the
-            local one; None: to the newest version.
-        max_staleness: How many versions the weights may be away from the version to follow; `check_fresh` raises where
-            they are further away. None: that is not checked.
-        confirm: Called once in every sync that writes, before the first weight is written and after everything that can
-            be checked before was checked. What it raises ends the sync with the weights as they were. Several workers
-            that must move together vote here.
-        executor: Fetches bodies; None: a pool of threads for each sync. It is not shut down here.
+        verify_every: Recount the weights at every N-th sync, as `sync(verify=True)` does; 0: never.
+        widen: Accept FP32 tensors for BF16 tensors of the run. Each BF16 value is written as the same FP32 number,
+            which is exact. Tensors must be in host memory.
+        follow: Name of a pointer of the run: a sync goes to the version that it names, which may be older than the
+            local one. None: to the newest version.
+        max_staleness: By how many versions the weights may differ from the version to follow; `check_fresh` raises if
+            they differ by more. None: this is not checked.
+        confirm: Called once in every sync that writes, after all checks that can be made before writing, and before
+            the first weight is written. If it raises, the sync ends with the weights unchanged. Several workers that
+            must update together vote here.
+        executor: Fetches bodies; None: a pool of threads for each sync. It is not shut down by the subscriber.
         epoch_patches: How many patches make an epoch of the run. The format fixes it; only tests and measurements pass
-            another number, and then to everything that reads or writes the run.
+            another number, and then to all readers and writers of the run.
     """
 
     def __init__(
@@ -198,7 +202,7 @@ class Subscriber:
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
         if verify_every < 0:
-            raise ValueError(f"verify_every must be 0 or a number of syncs; got {verify_every}")
+            raise ValueError(f"verify_every must be a number of syncs, or 0 for never; got {verify_every}")
         store = open_store(location) if isinstance(location, str) else location
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.trust = trusted(trust)
@@ -208,29 +212,30 @@ class Subscriber:
         self._target = FollowTarget(follow, max_staleness)
         self._confirm = confirm
         self._epoch_patches = epoch_patches
-        self._origin = store  # anchors go to the spool, not through the cache as well
+        self._origin = store  # for anchors, which are kept in the spool and not in the cache as well
         self._cache = Path(cache) if cache is not None else None
         self._state: AnyState | None = None
         self._position: Position | None = None
         self._step: int | None = None
-        self.reported: tuple[str, int, int] | None = None  # run, version and step; one with several copies sets it
+        # Run, version and step of the last report; set from outside where several copies of the weights take turns.
+        self.reported: tuple[str, int, int] | None = None
         self._undo: deque[tuple[Position, int, AnyTransition]] = deque(maxlen=max(undo, 0))
         self._executor = executor
         self._damage: str | None = None  # found by a scrub
         self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
         self._syncs = 0
         self.events = SyncEvents(location_of(store))
-        self._process: int | None = None  # that syncs
+        self._process: int | None = None  # the process that syncs
         self._closed = _Flag()
         self._busy = threading.Lock()  # while a sync runs
 
     # Closing
 
     def close(self) -> None:
-        """Let go of the weights and of the undo logs, and end what waits for a version. The weights stay as they are.
+        """Release the weights and the undo logs, and end calls that wait for a version. The weights are not changed.
 
-        Any thread and any signal handler may call this. A sync that is running is completed; it lets go of the weights
-        when it is done. In a process that was forked from the one that syncs, this does nothing.
+        Any thread and any signal handler may call this. A sync that is running is completed, and the weights are
+        released when it is done. In a process that was forked from the one that syncs, this does nothing.
         """
         if self._is_forked:
             return
@@ -245,8 +250,8 @@ class Subscriber:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Run one sync, unless this is closed; if it is closed meanwhile, let go of the weights afterwards."""
-        self._check_open()  # before the lock, which can be locked without end in a forked process
+        """Run one sync, unless this is closed; if it is closed meanwhile, release the weights afterwards."""
+        self._check_open()  # before the lock, which may stay locked for ever in a forked process
         try:
             with self._busy:
                 self._check_open()
@@ -258,11 +263,11 @@ class Subscriber:
     def _check_open(self) -> None:
         if self._is_forked:
             raise ClosedError(
-                f"this Subscriber belongs to process {self._process} and this is process {os.getpid()}, forked from "
-                "it, maybe in the middle of a sync; create a new Subscriber in the child"
+                f"this Subscriber belongs to process {self._process}; this is process {os.getpid()}, which was forked "
+                "from it, perhaps in the middle of a sync; create a new Subscriber in the child"
             )
         if self._closed.is_set():
-            raise ClosedError("this Subscriber was closed; make a new one to sync again")
+            raise ClosedError("this Subscriber was closed; create a new one to sync again")
         self._process = os.getpid()
 
     @property
@@ -270,17 +275,17 @@ class Subscriber:
         return self._process not in (None, os.getpid())
 
     def _release(self) -> None:
-        if self._busy.acquire(blocking=False):  # else the sync that is running does it
+        if self._busy.acquire(blocking=False):  # otherwise the sync that is running does it
             try:
                 self._forget()
             finally:
                 self._busy.release()
 
-    # What is held
+    # The local weights
 
     @property
     def version(self) -> int | None:
-        """The version the weights are at; None before the first sync."""
+        """The version of the weights; None before the first sync."""
         return self._position.version if self._position else None
 
     @property
@@ -302,27 +307,28 @@ class Subscriber:
         verify: bool = False,
         follow_replaced: bool = False,
     ) -> SyncReport:
-        """Bring a module, state dict or mapping of arrays to the newest version, or to one, in place.
+        """Update a module, state dict or mapping of arrays to the newest version, or to a given one, in place.
 
         Args:
             source: The tensors to write to.
-            version: The version to go to; None: the newest.
-            wait_s: How long to wait for the first version, if there is none yet or none any more. A store that does not
-                answer is asked again in that time.
+            version: The version to update to; None: the newest, or the one that the pointer names.
+            wait_s: How long to wait for the first version, if there is none yet or none any more. During that time, a
+                store that does not answer is asked again.
             verify: Recount all the weights first. If something else has written to them, the tensors are named in a
                 warning and in the report, and all weights are loaded again from an anchor.
-            follow_replaced: If the location holds another run than before, or the same run was restored from a backup,
-                start over from an anchor of what is there now. The version may then be lower than before.
+            follow_replaced: If the location has another run than before, or the same run was restored from a backup,
+                start over from an anchor of the current run. The version may then be lower than before.
 
         Raises:
             NothingPublishedError: there is no run at the location, or its first anchor is still being written; this is
                 a NotFoundError. StateError: the tensors are not those of the run; SignatureError: no trusted key signed
-                the run; RunReplacedError, RunForkedError, RunRolledBackError: the location no longer holds what was
-                followed; MissingLinkError: no published path leads to the version; ClosedError: this was closed;
-                FormatError, ChainError, StoreError, VerificationError.
-                The weights are then at the version they had, or at the last one that was wholly committed, and the same
-                call can be repeated. The exception is a VerificationError with `torn=True`: loading an anchor failed
-                halfway, and the weights are between two versions. Do not use them until a sync succeeds.
+                the run; RunReplacedError, RunForkedError, RunRolledBackError: the run at the location is not the one
+                that was followed; MissingLinkError: no published path leads to the version; ClosedError: this was
+                closed; FormatError, ChainError, StoreError, VerificationError.
+                After an error the weights are those of the version before the call, or of the last version that was
+                completely committed, and the same call can be repeated. The exception is a VerificationError with
+                `torn=True`: loading an anchor failed halfway, and the weights are between two versions. Do not use them
+                until a sync succeeds.
         """
         try:
             with self._working():
@@ -367,22 +373,22 @@ class Subscriber:
         verify: bool = False,
         follow_replaced: bool = False,
     ) -> Iterator[SyncReport]:
-        """Bring the tensors to each version as it comes, and yield a report each time that weights were written.
+        """Update the tensors to each version as it is published; yield a report each time that weights were written.
 
-        It ends when the caller leaves the loop, or when `close` is called, from any thread. An error of the store that
-        may pass is logged as a warning, and the store is asked again.
+        It ends when the caller leaves the loop, or when any thread calls `close`. A temporary error of the store is
+        logged as a warning, and the store is asked again.
 
         Args:
             source: The tensors to write to.
-            wait_s: How long to wait for the first version, as for `sync`; `math.inf`: without end.
-            interval_s: The pause after a look at the store that found nothing new. It doubles with each such look.
+            wait_s: How long to wait for the first version, as for `sync`; `math.inf`: for ever.
+            interval_s: The pause after a check of the store that found nothing new. It doubles after each such check.
             max_interval_s: The longest pause.
-            verify: As for `sync`, at every look.
-            follow_replaced: As for `sync`. While the run is being replaced, the location holds no version for a time;
+            verify: As for `sync`, at every check.
+            follow_replaced: As for `sync`. While the run is being replaced, the location has no version for a time;
                 this is logged once and waited for, if there was a version before.
 
         Raises:
-            PulseError: as `sync` does, but for errors of the store that are `retryable`.
+            PulseError: as `sync` does, except for errors of the store that are `retryable`.
         """
         self._check_open()
         pauses = _pauses(interval_s, max_interval_s)
@@ -401,11 +407,11 @@ class Subscriber:
             except StoreError as e:
                 if not e.retryable:
                     raise
-                logger.warning("The store did not answer, and will be asked again: %s.", e)
+                logger.warning("The store did not answer; trying again: %s.", e)
                 try:
                     self._target.check_staleness(self.version)
                 except StaleWeightsError as stale:
-                    logger.error("The weights cannot be brought up to date for now: %s.", stale)
+                    logger.error("The weights are stale and cannot be updated at the moment: %s.", stale)
             else:
                 followed, waiting = True, False
                 if report.path:
@@ -415,28 +421,27 @@ class Subscriber:
             self._closed.wait(next(pauses))
 
     def check_fresh(self) -> int:
-        """Return how many versions the weights are away from the version to follow, and raise if these are too many.
+        """Return by how many versions the weights differ from the version to follow, and raise if these are too many.
 
         Call this before the weights are used, from any thread, also while another one syncs or watches. It reads three
-        small objects, and believes nothing that it cannot check: if the store does not answer, that is raised too, for
-        weights of unknown age are not fresh.
+        small objects. If the store does not answer, that is raised too, because weights of unknown age are not fresh.
 
         Raises:
-            StaleWeightsError: more than `max_staleness`, or nothing was synced yet; StoreError: the store does not
+            StaleWeightsError: by more than `max_staleness`, or nothing was synced yet; StoreError: the store does not
             answer; RunChangedError, FormatError, ChainError: as `sync`. ValueError: there is no `max_staleness`.
         """
         if self._target.max_staleness is None:
-            raise ValueError("check_fresh compares with max_staleness; pass it to the Subscriber")
+            raise ValueError("check_fresh needs a limit: pass max_staleness= to the Subscriber")
         self._check_open()
         self._goal(None, RunReader(self.store, self.trust, epoch_patches=self._epoch_patches))
         return self._target.check_staleness(self.version)
 
     def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
-        """One sync, from a recount of the weights, if one is due, to its report."""
+        """Run one sync, from a recount of the weights, if one is due, to its report."""
         self._check_scrub()
         progress = _Progress()
         if self._state is not None and not self._state.holds(source):
-            self._forget()  # other memory: what was synced is not there
+            self._forget()  # these are other tensors than those that were synced
             self._to_repair = ()
         elif verify:
             with progress.timed("prepare"):
@@ -453,7 +458,7 @@ class Subscriber:
             ) from e
 
     def _find_and_go(self, source: Any, version: int | None, follow_replaced: bool, progress: _Progress) -> SyncReport:
-        """Plan, fetch and apply; where something on the path is missing or bad, plan again."""
+        """Plan, fetch and apply; if something on the path is missing or bad, plan again."""
         avoid: set[str] = set()
         first: PulseError | None = None
         for attempt in range(1 + REPLANS):
@@ -468,7 +473,7 @@ class Subscriber:
                 raise
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
                 first = first or e
-                traceback.clear_frames(e.__traceback__)  # what it had read need not be held for the next attempt
+                traceback.clear_frames(e.__traceback__)  # frees what it had read before the next attempt
                 failed_record, progress.failed_record = progress.failed_record, None
                 if (about := failed_record or e.key or "") in avoid:
                     break  # there is no path that avoids it
@@ -476,7 +481,7 @@ class Subscriber:
                 if isinstance(e, FormatError) and failed_record:
                     progress.refused[about] = e  # its bodies were read twice
                 if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
-                    self._forget()  # what is held is not what it was thought to be
+                    self._forget()  # the local weights are not the version that was assumed
                 if attempt < REPLANS:
                     logger.warning("Planning the sync again, because %s failed: %s.", about or "it", e)
             progress.replanned = attempt + 1
@@ -494,8 +499,8 @@ class Subscriber:
         self.events.recounted(version, not damaged, began)
         if damaged:
             logger.warning(
-                "Something other than a sync has written to %d tensors of version %d, the first of which is %r; all "
-                "weights are loaded again from an anchor.",
+                "Something other than a sync has written to %d tensors of version %d; the first is %r. All weights are "
+                "loaded again from an anchor.",
                 len(damaged),
                 version,
                 damaged[0],
@@ -532,7 +537,7 @@ class Subscriber:
         self.reported = (self._position.run, report.version, report.step)
         if report.went_back:
             logger.warning(
-                "The trainer went back to an earlier step: version %d is of step %d, and version %d was of step %d.",
+                "The trainer went back to an earlier step: version %d is step %d, while version %d was step %d.",
                 report.version,
                 report.step,
                 from_version,
@@ -556,7 +561,7 @@ class Subscriber:
         self._walk(path, records, progress)
 
     def _find_goal(self, version: int | None, records: RunReader, follow_replaced: bool) -> Manifest | None:
-        """The version to go to, None if it is the local one; checked to be of the run that was followed so far."""
+        """Return the version to update to, None if it is the local one; check that the run is still the same."""
         try:
             try:
                 return self._goal(version, records)
@@ -581,13 +586,16 @@ class Subscriber:
             if local is None and (version is None or records.newest() is None):
                 raise records.nothing_published()
             if version is not None:
-                raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
+                raise MissingLinkError(
+                    f"version {version} is not published, or was pruned; pulse log lists the versions of a run",
+                    version=version,
+                )
             assert local is not None
             self.events.newest = max(local.version, self.events.newest or 0)
             return None
         if local and goal.run != local.run:
-            raise ChainError(  # a bad read, or replaced since it was checked: the next attempt shows which
-                f"version {goal.version} belongs to run {goal.run}, and the local one to run {local.run}",
+            raise ChainError(  # a bad read, or the run was replaced after the check: the next attempt shows which
+                f"version {goal.version} belongs to run {goal.run}, but the local version belongs to run {local.run}",
                 key=keys.manifest_key(goal.version),
                 expected=local.run,
                 actual=goal.run,
@@ -597,7 +605,7 @@ class Subscriber:
         return goal if not local or goal.version != local.version else None
 
     def _attach(self, state: AnyState, records: RunReader, progress: _Progress) -> None:
-        """Take hold of a state; if its weights are those of a published version, that is where it starts."""
+        """Attach a state; if its weights are those of a published version, the sync starts from that version."""
         self._forget()
         self._state = state
         if state.whole and not state.untied and (start := records.start(state.digest)):
@@ -608,9 +616,9 @@ class Subscriber:
     def _find_path(self, goal: Manifest, records: RunReader, progress: _Progress) -> list[Manifest]:
         position = self._position
         if position and position.version > goal.version:
-            position = None  # backwards: from an anchor
+            position = None  # an older version is reached from an anchor
         if records.avoid:
-            with suppress(ChainError):  # what was bad is avoided if there is another way
+            with suppress(ChainError):  # what was bad is avoided if there is another path
                 return planner.find_path(position, goal, records.look)
         try:
             path = planner.find_path(position, goal, records.fetched)
@@ -625,7 +633,7 @@ class Subscriber:
         return path
 
     def _walk(self, path: Sequence[Manifest], records: RunReader, progress: _Progress) -> None:
-        """Apply records in order: an anchor, if there is one, first; then all patches, in as few commits as can be."""
+        """Apply records in order: first an anchor, if there is one, then all patches, in as few commits as possible."""
         assert self._state is not None
 
         def checking(record: Manifest) -> AbstractContextManager[None]:
@@ -634,7 +642,7 @@ class Subscriber:
         anchor = path[0] if path and path[0].kind == RecordKind.ANCHOR else None
         path = path[1:] if anchor else path
         with closing(self._fetched(path, progress, checking)) as coming:
-            # Who confirms a sync wants to have everything here, and checked as far as it can be, before it is asked.
+            # `confirm` is called when everything has been fetched, and checked as far as possible.
             groups: Iterable[_Group] = list(coming) if self._confirm is not None else coming
             if anchor:
                 with checking(anchor):
@@ -642,7 +650,7 @@ class Subscriber:
             if self._state.overlays:
                 self._apply(path, groups, progress, checking, goes_on=False)
                 return
-            for n, group in enumerate(groups):  # which are undone together
+            for n, group in enumerate(groups):  # all groups are undone together
                 self._apply([record for record, _ in group], [group], progress, checking, goes_on=n > 0)
 
     def _apply(
@@ -653,7 +661,7 @@ class Subscriber:
         checking: _Checking,
         goes_on: bool,
     ) -> None:
-        """Bring patches into the weights, in one commit."""
+        """Apply patches to the weights, in one commit."""
         if not path:
             return
         assert self._state is not None
@@ -681,7 +689,7 @@ class Subscriber:
                 yield versions
 
     def _together(self, path: Sequence[Manifest]) -> Generator[list[_Fetching], None, None]:
-        """Yield records in groups that are decoded together, with their bodies under way."""
+        """Yield records in groups that are decoded together, while their bodies are being fetched."""
         assert self._state is not None
         some: list[_Fetching] = []
         with closing(self._ahead(path)) as ahead:
@@ -700,7 +708,7 @@ class Subscriber:
         return max(AHEAD_BYTES, self._state.layout.size_bytes // AHEAD_SHARE)
 
     def _ahead(self, path: Sequence[Manifest]) -> Generator[_Fetching, None, None]:
-        """Yield records with their bodies under way, some of them further along than the one that is wanted."""
+        """Yield records while their bodies, and those of some of the next ones, are being fetched."""
         assert self._state is not None
         state = self._state
         wanted = None if state.whole else state.places.keys()
@@ -731,15 +739,15 @@ class Subscriber:
             self._confirm()
 
     def _commit(self, transition: AnyTransition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
-        """Bring a transition into the weights; goes_on: it is undone together with the one before."""
+        """Write a transition to the weights; goes_on: it is undone together with the one before."""
         assert self._state is not None
         self._ask(progress)
         before, kept = (self._position, self._step), list(self._undo)
-        self._undo.clear()  # whatever interrupts this, nothing is taken back from weights that it is not for
+        self._undo.clear()  # if this is interrupted, no undo log may be applied to weights that it does not fit
         with progress.timed("apply"):
             try:
                 back = self._state.commit(transition)
-            finally:  # and what is held is what the weights are
+            finally:  # the position must be that of the weights, also after an error
                 if self._state.history is transition.history:
                     self._move_to(record)
                 else:
@@ -753,9 +761,9 @@ class Subscriber:
         self._undo.extend(kept)
 
     def _load(self, anchor: Manifest, progress: _Progress) -> None:
-        """Bring an anchor in.
+        """Load an anchor.
 
-        The weights stay as they are until all of the anchor has arrived and was checked; what differs from them is
+        The weights do not change until the entire anchor has been fetched and checked; what differs from them is
         staged, and then written without interruption. Each part is fetched, hashed and decoded once.
         """
         assert self._state is not None
@@ -787,7 +795,7 @@ class Subscriber:
         progress.path.append("anchor")
 
     def _go_back(self, goal: Manifest, progress: _Progress) -> bool:
-        """Undo kept syncs down to a version, in one commit, if one of them began there."""
+        """Undo syncs back to a version, in one commit, if one of the kept undo logs began there."""
         depth = next(
             (n for n, (position, _, _) in enumerate(reversed(self._undo), 1) if position == Position.of(goal)), None
         )
@@ -808,10 +816,10 @@ class Subscriber:
         return True
 
     def roll_back(self) -> int | None:
-        """Undo the last sync that wrote, from what is in memory: no store is asked. Return the version, None for none.
+        """Undo the last sync that wrote, from memory, without the store. Return the version, None without an undo log.
 
         Raises:
-            VerificationError: that failed, and the weights are what they were before the call.
+            VerificationError: the undo failed, and the weights are as they were before the call.
         """
         undone = self.undo_last()
         return undone.version if undone else None
@@ -856,9 +864,9 @@ class Subscriber:
     # Restarts and checks
 
     def resume(self, source: Any, version: int, history: bytes | None) -> bool:
-        """Go on from weights that a process before this one left at a version, and the history it wrote down.
+        """Continue with weights that an earlier process left at a version, and with the history that it saved.
 
-        Returns False, holding nothing, if they are not bit for bit that version, or the version is gone.
+        Returns False, and is as before the first sync, if they are not bit for bit that version, or if it is gone.
 
         Raises:
             StateError: the tensors are not those of the run; StoreError, SignatureError.
@@ -872,7 +880,7 @@ class Subscriber:
         if not state.whole or state.untied or state.digest != record.digest:
             return False
         known = History(record.index)
-        if not record.at_start:  # there nothing that was remembered is needed any more
+        if not record.at_start:  # at the start of an epoch no history is needed
             try:
                 known = History.from_bytes(history) if history else known
             except FormatError:
@@ -886,16 +894,16 @@ class Subscriber:
         return True
 
     def verify(self, source: Any | None = None) -> str:
-        """Recount the digest of all the live weights and return it: are they, bit for bit, the version that is held?
+        """Recount the digest of all live weights and return it; check that they are the local version, bit for bit.
 
         Raises:
-            VerificationError: they are not: somebody else wrote them, or the tensors are other ones than were synced.
+            VerificationError: something else wrote to them, or these are not the tensors that were synced.
         """
         self._check_open()
         if self._state is None or self._position is None:
-            raise VerificationError("nothing has been synced yet")
+            raise VerificationError("there is nothing to verify, because nothing has been synced yet; call sync first")
         if source is not None and not self._state.holds(source):
-            raise VerificationError("these are not the tensors that were synced")
+            raise VerificationError("these are not the tensors that were synced; pass those that sync was called with")
         expected, before = self._state.digest, self._state.sums
         began, version = time.perf_counter(), self._position.version
         try:
@@ -939,7 +947,7 @@ class Subscriber:
             thread.join()
 
     def _check_scrub(self, expected: str | None = None, actual: str | None = None) -> None:
-        """Report damage once, and forget what was held, so that the next sync starts from the weights as they are."""
+        """Report damage once, and forget the local version, so that the next sync starts from the actual weights."""
         if self._damage:
             damage, self._damage = self._damage, None
             self._forget()
@@ -947,7 +955,7 @@ class Subscriber:
 
 
 def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = False) -> AnyState:
-    """Take hold of tensors where they are: in host memory, or on a GPU. Raises: StateError."""
+    """Attach tensors where they are: in host memory, or on a GPU. Raises: StateError."""
     if device.find(source) is None:
         return HostState.attach(source, layout, slices, widen)
     state: AnyState = device.load("state").DeviceState.attach(source, layout, slices, widen)
@@ -955,7 +963,7 @@ def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = Fal
 
 
 def _pauses(first_s: float, longest_s: float) -> Iterator[float]:
-    """Seconds to wait between attempts: each time twice as long, up to a limit."""
+    """Yield the seconds to wait between attempts: twice as long each time, up to a limit."""
     while True:
         yield first_s
         first_s = min(2 * first_s, longest_s)
