@@ -279,7 +279,7 @@ def test_several_trainers_are_shown_and_summed_up(tmp_path: Path) -> None:
     assert (summary["steps"], summary["recounted_at_end"]) == (2, ["0"])
     assert summary["loco"]["payload_times_smaller"] > 1
     again = commands.pulse("demo", "--trainers", 2, *small, "--out", tmp_path / "2", "--store", tmp_path / "weights")
-    assert again.refused(1, "need a store of their own")
+    assert again.refused(1, "give several trainers a new store")
 
 
 def test_a_model_that_was_not_fetched_names_the_command_that_does(monkeypatch: Any, tmp_path: Path) -> None:
@@ -345,5 +345,5 @@ def test_the_recording_that_is_replayed_is_the_recorded_one(tmp_path: Path) -> N
         assert all(np.array_equal(new[name], state[name].view(np.uint16)) for name in new)
     with np.load(RECORDED) as file:
         np.savez(tmp_path / "other.npz", **{**file, "final_sha256": "0" * 64})
-    with pytest.raises(ChecksumError, match="another state"):
+    with pytest.raises(ChecksumError, match="do not lead to the expected digest"):
         RecordedRun.load(tmp_path / "other.npz")

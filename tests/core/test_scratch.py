@@ -119,7 +119,7 @@ def test_what_is_removed_is_logged(temporary: Path, caplog: pytest.LogCaptureFix
         kill(started)
     with caplog.at_level(logging.INFO, "pulsesync"), ScratchFolder():
         assert [record.getMessage() for record in caplog.records] == [
-            f"Removed {left}, which a process that has ended left behind."
+            f"Removed {left}, which was left by a process that has ended."
         ]
 
 

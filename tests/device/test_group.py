@@ -237,7 +237,9 @@ def test_changes_out_of_order_or_outside_their_tile_are_refused(places: list[int
     sent, _ = pair.carry("plain")
     message = np.append(bytes_of(sent.message), np.zeros(TRAILER, np.uint8))
     message[48:56] = np.array(places, np.uint32).view(np.uint8)
-    with pytest.raises(FormatError, match="a table has changes outside their tile, or not in order"):
+    with pytest.raises(
+        FormatError, match="a table has changes beyond the end of their tile, or not in ascending order"
+    ):
         pair.read(message)
 
 

@@ -190,7 +190,7 @@ def test_a_step_that_was_not_handed_over_is_refused(trainer: Trainer) -> None:
         pub.publish(trainer.masters)
         trainer.update_()
         trainer.follow_()
-        with pytest.raises(StateError, match="hand over every step"):
+        with pytest.raises(StateError, match="pass the weights of every step"):
             trainer.publish(pub)
         assert pub.version == 0
 

@@ -130,7 +130,7 @@ def test_what_is_not_a_layout_is_refused(data: bytes, error: type) -> None:
 def test_a_tensor_that_lacks_a_field_is_refused() -> None:
     for field in ("name", "dtype", "shape"):
         entry = {key: value for key, value in TABLE["tensors"][1].items() if key != field}
-        with pytest.raises(FormatError, match=f"lacks the field {field!r}"):
+        with pytest.raises(FormatError, match=f"does not have the field {field!r}"):
             layouts.parse(changed(tensors=[entry], ties={}))
 
 
@@ -296,5 +296,5 @@ def test_a_tile_by_its_number_is_that_of_the_list(seed: int) -> None:
     assert [layout.tile(tile.ordinal) for tile in layout.tiles] == list(layout.tiles)
     assert layout.tile_count == len(layout.tiles)
     for number in (layout.tile_count, -1):
-        with pytest.raises(IndexError, match=f"tile {number} of {layout.tile_count}"):
+        with pytest.raises(IndexError, match=f"tile {number} does not exist: the layout has {layout.tile_count}"):
             layout.tile(number)

@@ -309,7 +309,7 @@ def simple(
 
 def test_a_part_for_another_layout_is_refused() -> None:
     _, old, part = simple()
-    with pytest.raises(FormatError, match="another layout"):
+    with pytest.raises(FormatError, match="expected a part of layout"):
         patch.decode(part.data, one_tensor("BF16", 3001), {"w": old}, history=History())
 
 
@@ -365,7 +365,7 @@ def test_a_cut_above_the_table_is_refused() -> None:
     layout, old, part = simple("context")
     shared, entries = read_index(part, layout)
     lower = FrequencyTable("BF16", 0, shared[0].frequencies)
-    with pytest.raises(LimitError, match="above its table"):
+    with pytest.raises(LimitError, match="above the range of its table"):
         patch.decode(rebuilt(part, layout, [lower], entries), layout, {"w": old})
 
 

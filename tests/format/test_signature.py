@@ -103,26 +103,26 @@ def test_a_record_signed_by_another_key_is_refused_and_the_key_is_named() -> Non
 
 
 def test_a_record_that_was_changed_and_has_a_good_checksum_is_refused() -> None:
-    refused(replace(VERSION, step=71).build() + block_of(SIGNED), match="does not fit")
+    refused(replace(VERSION, step=71).build() + block_of(SIGNED), match="not valid for this record")
 
 
 def test_a_trusted_keys_name_on_a_strangers_signature_is_refused() -> None:
     stranger = block_of(signature.sign(VERSION.build(), STRANGER))
-    refused(VERSION.build() + bytes.fromhex(KEY.public) + stranger[32:], match="does not fit")
+    refused(VERSION.build() + bytes.fromhex(KEY.public) + stranger[32:], match="not valid for this record")
 
 
 def test_a_signature_of_another_record_is_refused() -> None:
-    refused(replace(VERSION, version=33).build() + block_of(SIGNED), match="does not fit")
+    refused(replace(VERSION, version=33).build() + block_of(SIGNED), match="not valid for this record")
 
 
 def test_a_signature_of_the_record_without_its_checksum_is_refused() -> None:
     record = VERSION.build()
-    refused(record + bytes.fromhex(KEY.public + KEY.sign(record[:-8])), match="does not fit")
+    refused(record + bytes.fromhex(KEY.public + KEY.sign(record[:-8])), match="not valid for this record")
 
 
 def test_a_key_that_is_no_point_of_the_curve_is_refused() -> None:
     for key in ("ff" * 32, "00" * 32, "02" + "00" * 31):
-        refused(VERSION.build() + bytes.fromhex(key) + block_of(SIGNED)[32:], match="does not fit")
+        refused(VERSION.build() + bytes.fromhex(key) + block_of(SIGNED)[32:], match="not valid for this record")
 
 
 @given(st.integers(0, len(VERSION.build()) - 1), st.integers(1, 255))
@@ -198,7 +198,7 @@ def test_a_delegate_without_its_delegation_is_refused() -> None:
 
 def test_a_delegates_own_signature_must_fit_too() -> None:
     block = block_of(signature.sign(SQUASH.build(), DELEGATE), SQUASH)
-    refused(SQUASH.build() + block[:32] + bytes(64) + block[96:], match="does not fit")
+    refused(SQUASH.build() + block[:32] + bytes(64) + block[96:], match="not valid for this record")
 
 
 def test_the_key_of_a_delegation_can_be_taken_out_of_trust_with_the_runs() -> None:

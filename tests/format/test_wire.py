@@ -98,7 +98,7 @@ def test_bytes_beyond_the_end_are_refused() -> None:
 
 
 def test_bytes_left_over_are_refused() -> None:
-    with pytest.raises(FormatError, match="1 bytes too many"):
+    with pytest.raises(FormatError, match="1 unexpected bytes at its end"):
         read(b"a").end()
 
 
@@ -126,12 +126,12 @@ def zstd_plane(data: bytes, **options: Any) -> bytes:
 
 @pytest.mark.parametrize("size", [999, 1001])
 def test_a_zstd_frame_of_another_size_is_refused(size: int) -> None:
-    with pytest.raises(FormatError, match="another size"):
+    with pytest.raises(FormatError, match="does not decode to"):
         read(zstd_plane(bytes(1000))).plane(size)
 
 
 def test_a_zstd_frame_that_does_not_say_its_size_is_refused() -> None:
-    with pytest.raises(FormatError, match="another size"):
+    with pytest.raises(FormatError, match="does not decode to"):
         read(zstd_plane(bytes(1000), write_content_size=False)).plane(1000)
 
 

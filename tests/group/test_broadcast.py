@@ -220,7 +220,7 @@ MISFITS = {
     "dtype": "tensor 'a' is F32 (8, 8) for one process and BF16 (8, 8) for another",
     "shape": "tensor 'a' is F32 (8, 8) for one process and F32 (8, 9) for another",
     "missing": "rank 1 lacks tensor 'b'",
-    "extra": "rank 1 holds rows 0 to 2 of tensor 'c', and no source does",
+    "extra": "rank 1 has rows 0 to 2 of tensor 'c', and no source has them",
     "not contiguous": "tensor 'a' is not contiguous",
     "overlapping": "share memory",
 }
@@ -370,7 +370,7 @@ def killed(rank: int, size: int, folder: str, victim: int, message: int) -> Any:
     if rank == victim:
         die_at(message)
     began = time.monotonic()
-    with pytest.raises(GroupError, match="lost the others"):
+    with pytest.raises(GroupError, match="lost the other ranks"):
         sync(cast, rank, model)
     waited = time.monotonic() - began
     assert same(bits(model), before)
@@ -428,7 +428,7 @@ def behind(rank: int, size: int, folder: str) -> float:
         if rank == 2:
             time.sleep(4)  # busy with something else
             return 0.0
-        with pytest.raises(GroupError, match="lost the others"):
+        with pytest.raises(GroupError, match="lost the other ranks"):
             sync(cast, rank, model)
         waited = time.monotonic() - began
         assert same(bits(model), before)
@@ -526,7 +526,7 @@ def cut_off_while_late(rank: int, size: int, folder: str) -> Any:
     if rank == 0:
         Collective.send_ = lambda *_: die()  # type: ignore[method-assign]
     before = bits(model)
-    with pytest.raises(GroupError, match="lost the others"):
+    with pytest.raises(GroupError, match="lost the other ranks"):
         sync(cast, rank, model)
     assert same(bits(model), before)
     distributed.destroy_process_group()
@@ -857,7 +857,7 @@ def join_fails(rank: int, size: int, folder: str) -> list[Any]:
         if rank == 0:
             change_(model, rng, 0.001)
         before = bits(model)
-        with pytest.raises(StateError, match="rank 2 holds rows 0 to 2 of tensor 'c', and no source does"):
+        with pytest.raises(StateError, match="rank 2 has rows 0 to 2 of tensor 'c', and no source has them"):
             sync(cast, rank, model | {"c": torch.ones(2)} if rank == 2 else model)
         assert same(bits(model), before)
         version = cast.version
@@ -901,7 +901,7 @@ def tied_otherwise(rank: int, size: int, folder: str) -> str:
 
 
 def test_a_tied_name_of_another_dtype_is_refused(fleet: Fleet) -> None:
-    assert all("rank 1 does not hold 'b' as it holds 'a'" in said for said in fleet.run(tied_otherwise, 2))
+    assert all("rank 1 has another shard of 'b' than of 'a'" in said for said in fleet.run(tied_otherwise, 2))
 
 
 def slow_to_bring(rank: int, size: int, folder: str) -> Any:

@@ -89,8 +89,8 @@ def test_sources_own_what_they_hold_first() -> None:
     ("receiver", "told"),
     [
         ({"a": np.zeros(4, np.uint16)}, "rank 1 lacks tensor 'b'"),
-        ({"a": Placed(np.zeros(2, np.uint16), (4,), rows=(0, 2))}, "no rank takes all of tensor 'a'"),
-        ({"a": np.zeros(4, np.uint16), "b": np.zeros(4, np.uint16), "c": np.zeros(1, np.uint16)}, "no source does"),
+        ({"a": Placed(np.zeros(2, np.uint16), (4,), rows=(0, 2))}, "no receiver has rows 2 to 4 of tensor 'a'"),
+        ({"a": np.zeros(4, np.uint16), "b": np.zeros(4, np.uint16), "c": np.zeros(1, np.uint16)}, "no source has them"),
     ],
 )
 def test_names_that_are_not_covered_are_told(receiver: dict[str, Any], told: str) -> None:

@@ -326,7 +326,7 @@ def test_one_without_memory_leaves_nobody_waiting_and_the_next_round_works(fleet
 def test_parameters_without_memory_of_their_own_are_refused() -> None:
     model = torch.nn.Linear(2, 2, device="meta")
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(StateError, match=r"parameter 'weight' has no plain memory here: it is a Parameter"):
+    with pytest.raises(StateError, match=r"parameter 'weight' is a Parameter, not a plain tensor"):
         PulseLoCo(model, optimizer, exchange=alone())
 
 
@@ -536,7 +536,7 @@ def behind(rank: int, size: int, folder: str, victim: int, late: int, tries: int
             time.sleep(0.1)  # the others have heard it
             if rank == victim:
                 die()
-            raise RoundError("the group of trainers is broken: so says this test")
+            raise RoundError("the exchange between the trainers failed: on purpose")
 
         inner.confirm = confirm
     offered = None

@@ -394,7 +394,7 @@ def test_a_payload_of_other_entries_or_terms_is_refused(mode: str, said: tuple[i
 def test_a_dense_payload_among_sparse_ones_is_refused_and_the_other_way_round(mode: str) -> None:
     one, _, data = good(mode)
     other = Coder(2, 7, BASE, np.zeros(60, np.uint16) if one.described is None else None)
-    with pytest.raises(FormatError, match="which this exchange is not"):
+    with pytest.raises(FormatError, match="does not take payloads in mode"):
         other.decode(data, "ada", 0, 60)
 
 

@@ -156,7 +156,7 @@ def test_without_a_quorum_there_is_no_round_and_nothing_changes_until_there_is_o
     table = Table(quorum=2)
     before = table["a"].everything()
     for tried in range(2):
-        with pytest.raises(RoundError, match="no quorum of 2"):
+        with pytest.raises(RoundError, match="without a quorum of 2"):
             table["a"].step(2 - tried)
         assert table["a"].everything() == before
     assert 200.0 <= table.turns.now < 203.0
@@ -213,7 +213,7 @@ def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "a.b", "ü", "x" * 65, "a b", "..", "a\n"])
 def test_names_that_could_be_mistaken_for_something_else_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="no name"):
+    with pytest.raises(ValueError, match="name must be"):
         StoreExchange(MemoryStore(), name, trainers=1)
 
 
@@ -263,7 +263,7 @@ def test_a_late_round_is_reported_if_the_rounds_after_it_cannot_be_read(
         c.step(2)
     assert c.loco.rounds == [2]
     assert (c.reports[-1].round, c.reports[-1].took_part) == (2, False)
-    assert "could not follow the rounds since then" in caplog.text
+    assert "could not apply the rounds that it has missed" in caplog.text
     c.step(2)
     assert c.loco.rounds == [4]
     assert same(c.theta, table["a"].theta)
@@ -407,7 +407,7 @@ def test_of_two_processes_with_one_name_the_first_stops() -> None:
     table.round("ab")
     twin = Trainer(meet(table.store, "b", 2, **table.turns.options()), 7)
     twin.loco.__enter__()
-    with pytest.raises(StateError, match="two trainers are called 'b'"):
+    with pytest.raises(StateError, match="another process runs as trainer 'b'"):
         table["b"].step(2)
 
 
@@ -467,7 +467,7 @@ def test_one_that_begins_with_other_weights_is_refused_until_there_is_a_state_to
 def test_other_models_and_settings_are_refused() -> None:
     table = Table("ab", joined="a")
     for other in ({"shapes": {"x": (3,)}}, {"compact": 2}, {"kind": "DiLoCo"}, {"pieces": 2, "sync_every": 4}):
-        with pytest.raises(StateError, match=r"train another model|train in another way"):
+        with pytest.raises(StateError, match=r"has another (model|settings) than this trainer"):
             table.seat("b", **other)
 
 

@@ -382,17 +382,20 @@ def test_what_does_not_fit_is_refused_by_name(place: Place) -> None:
             sub.sync(worker)
 
     where = {"device": place.where}
-    refused("'norm.weight' of the run is missing", **{"norm.weight": None})
+    refused("the run has tensor 'norm.weight', and this worker does not", **{"norm.weight": None})
     refused("has no tensor 'other'", other=torch.zeros(3, **where))
     refused("scales of 'a.weight' must be a float32 tensor 'a.weight_scale_inv' of 2 × 1 numbers; it is missing",
             **{"a.weight_scale_inv": None})  # fmt: skip
     refused("it is torch.float32 \\(150, 1\\)", **{"a.weight_scale_inv": torch.zeros((150, 1), **where)})
-    refused("is torch.int8 here and BF16 in the run", **{"a.weight": torch.zeros((150, 12), dtype=torch.int8, **where)})
-    refused("has shape \\(12, 150\\) here", **{
+    refused(
+        "is torch.int8 in this worker and BF16 in the run",
+        **{"a.weight": torch.zeros((150, 12), dtype=torch.int8, **where)},
+    )
+    refused("has shape \\(12, 150\\) in this worker", **{
         "a.weight": torch.zeros((12, 150), dtype=torch.float8_e4m3fn, **where),
         "a.weight_scale_inv": torch.zeros((2, 1), **where),
     })  # fmt: skip
-    refused("hand over its transpose", **{"a.weight": torch.zeros((12, 150), dtype=torch.float8_e4m3fn, **where).t()})
+    refused("pass its transpose", **{"a.weight": torch.zeros((12, 150), dtype=torch.float8_e4m3fn, **where).t()})
     refused("only matrices are quantised", **{"norm.weight": torch.zeros(70, dtype=torch.float8_e4m3fn, **where)})
     with QuantizedSubscriber(trainer.store, recipe) as sub, pytest.raises(StateError, match="use Subscriber instead"):
         sub.sync(place.tensors(trainer.weights))
@@ -405,7 +408,7 @@ def test_options_that_cannot_be_are_refused() -> None:
         QuantizedSubscriber(MemoryStore(), "vllm-fp8-block", plain="disk")
     with pytest.raises(ValueError, match="verify_every must be 0 or a number of syncs; got -1"):
         QuantizedSubscriber(MemoryStore(), "vllm-fp8-block", verify_every=-1)
-    with pytest.raises(ValueError, match="must be those of matrices of the source; 'x' is not"):
+    with pytest.raises(ValueError, match="must be names of matrices in the source; 'x' is not one"):
         quantize({"x": torch.zeros(3)}, "vllm-fp8-block", ["x"])
 
 
@@ -422,13 +425,15 @@ class TestMemoryThatIsShared:
         run = {name: torch.ones(4, 4).bfloat16() for name in ("a", "b")}
         worker = quantize({"a": run["a"], "b": run["a"]}, "vllm-fp8-channel", ["a", "b"])
         worker["b"] = worker["a"]
-        self.refused("'b' and 'a' share memory here, and in the run they do not", run, worker)
+        self.refused("'b' and 'a' share memory in this worker, but not in the run", run, worker)
 
     def test_by_tensors_whose_scales_are_apart(self) -> None:
         shared = torch.ones(4, 4).bfloat16()
         worker = quantize({"a": shared, "b": shared}, "vllm-fp8-channel", ["a", "b"])
         worker["b"] = worker["a"]
-        self.refused("'b' and 'a' share memory here, and their scales do not", {"a": shared, "b": shared}, worker)
+        self.refused(
+            "'b' and 'a' share memory in this worker, but their scales do not", {"a": shared, "b": shared}, worker
+        )
 
     def test_by_scales_and_a_tensor_of_the_run(self) -> None:
         run = {"a": torch.ones(4, 4).bfloat16(), "a_scale": torch.ones(4)}
@@ -534,7 +539,7 @@ def test_a_mirror_that_fails_halfway_leaves_the_tensors_whole(monkeypatch: pytes
         before = HOST.tensors(worker)
         with monkeypatch.context() as patched:
             patched.setattr(HostState, "write_blocks", lambda self, blocks: 1 / 0)
-            with pytest.raises(VerificationError, match="the worker's tensors are as they were: sync again") as raised:
+            with pytest.raises(VerificationError, match="the worker's tensors are unchanged: sync again") as raised:
                 sub.sync(worker, version=0)
         assert not raised.value.torn
         assert_same(worker, before)

@@ -89,7 +89,7 @@ def test_tensor_parallel_splits_evenly_by_rows_and_columns() -> None:
     assert (windows["up"].tensor.shape, windows["up"].rows) == ((12, 6), (4, 8))
     assert (windows["down"].tensor.shape, windows["down"].columns) == ((6, 12), (4, 8))
     assert windows["norm"].local.shape == (6,)
-    with pytest.raises(StateError, match="no columns"):
+    with pytest.raises(StateError, match="cannot be split by columns"):
         tensor_parallel(state, 0, 2, columns=["norm"])
 
 
@@ -104,9 +104,9 @@ def test_masters_are_cast_as_they_are_read() -> None:
 @pytest.mark.parametrize(
     ("placed", "what"),
     [
-        (Placed(np.zeros((3, 6), np.uint16), (10, 6), rows=(0, 4)), "has 18 weights here"),
-        (Placed(np.zeros((4, 6), np.uint16), (10, 6), rows=(8, 12)), "has no slice 8..12 of 10"),
-        (Placed(np.zeros((10, 2), np.uint16), (10, 6), columns=(5, 7)), "has no slice 5..7 of 6"),
+        (Placed(np.zeros((3, 6), np.uint16), (10, 6), rows=(0, 4)), "has 18 local weights"),
+        (Placed(np.zeros((4, 6), np.uint16), (10, 6), rows=(8, 12)), "has no slice 8:12: its size is 10"),
+        (Placed(np.zeros((10, 2), np.uint16), (10, 6), columns=(5, 7)), "has no slice 5:7: its size is 6"),
     ],
 )
 def test_a_part_that_does_not_fit_its_tensor_is_refused(placed: Placed, what: str) -> None:
@@ -122,7 +122,7 @@ def test_processes_with_different_tensors_by_one_name_are_refused() -> None:
 
 def test_what_nobody_holds_is_named() -> None:
     some = told(shards_of({"a": rows("a", 0, 4)}), shards_of({"a": rows("a", 6, 10)}))
-    with pytest.raises(StateError, match="no process holds rows 4 to 6 of tensor 'a'"):
+    with pytest.raises(StateError, match="no process has rows 4 to 6 of tensor 'a'"):
         owner_of(layout_of(some), some)
 
 

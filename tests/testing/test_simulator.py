@@ -170,7 +170,9 @@ def test_a_rank_that_blocks_ends_the_schedule_with_its_seed(monkeypatch: pytest.
 
     monkeypatch.setattr(simulated_teams, "TURN_S", 0.2)
     try:
-        with pytest.raises(SimulationCrashError, match=r"seed 5, event 0: .*rank 1 neither ends nor waits") as caught:
+        with pytest.raises(
+            SimulationCrashError, match=r"seed 5, event 0: .*rank 1 has neither ended nor reached"
+        ) as caught:
             RunSimulator(5, teams=1.0, sharded=Stuck).run()
     finally:
         released.set()
@@ -183,7 +185,7 @@ def test_ranks_that_never_stop_meeting_end_the_schedule() -> None:
             while True:
                 self.team.gather(b"")
 
-    with pytest.raises(SimulationCrashError, match="the ranks have met 100 times in one call"):
+    with pytest.raises(SimulationCrashError, match="the ranks have made 100 gathers in one call"):
         RunSimulator(0, teams=1.0, trouble=0.0, sharded=Talkative).run()
 
 

@@ -73,7 +73,12 @@ def _make(where: Path) -> tuple[Path, int | None]:
         except BlockingIOError:  # a sweeping process has opened the file before it was locked, and may remove it
             mine = False
         except OSError as e:
-            logger.info("%s has no locks (%s): %s stays there if this process is killed.", where, e.strerror, path)
+            logger.info(
+                "The file system of %s has no locks (%s): %s is not removed if this process is killed.",
+                where,
+                e.strerror,
+                path,
+            )
             _lock_of(path).unlink(missing_ok=True)
             os.close(lock)
             path.mkdir(mode=0o700)
@@ -112,7 +117,7 @@ def _remove_abandoned(lock: Path) -> None:
             if path.lstat().st_uid != os.getuid():
                 return
             shutil.rmtree(path)
-            logger.info("Removed %s, which a process that has ended left behind.", path)
+            logger.info("Removed %s, which was left by a process that has ended.", path)
         lock.unlink(missing_ok=True)
     finally:
         os.close(handle)

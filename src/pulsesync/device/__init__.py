@@ -55,6 +55,6 @@ def load(module: str) -> Any:
         return import_module(f"pulsesync.device.{module}")
     except ModuleNotFoundError as e:
         raise StateError(
-            f"tensors on a GPU need {e.name}, which torch for CUDA brings along: pip install {e.name}; or hand over a "
-            "copy in host memory"
+            f"tensors on a GPU need {e.name}, which comes with torch for CUDA: pip install {e.name}; or pass a copy "
+            "in host memory"
         ) from e

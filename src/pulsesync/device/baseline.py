@@ -152,9 +152,9 @@ class DeviceBaseline:
                 found = self._find(pairs, state, stream, source, lambda one, new: find_in_pieces(one, new, arriving))
             if source.written != written:
                 raise StateError(
-                    "the weights changed while they were compared in the background, so they are not published: hold "
-                    "every optimizer that changes them, leave out buffers that a forward pass writes, or publish with "
-                    "no optimizer held"
+                    "the weights changed while they were compared in the background, so they are not published: call "
+                    "hold() with every optimizer that changes them and leave out buffers that a forward pass writes, "
+                    "or do not call hold()"
                 )
             return found
 

@@ -198,7 +198,7 @@ def read_table(
         runs.append(run)
         faults.append(wrong)
     if any(found.any() for found in to_host(*faults)):
-        raise FormatError("a table has changes outside their tile, or not in order")
+        raise FormatError("a table has changes beyond the end of their tile, or not in ascending order")
     return runs
 
 

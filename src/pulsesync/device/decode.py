@@ -108,7 +108,8 @@ class GroupChecks:
         if wrong.size:
             tile = self.pile.tiles[self.pile.tile_of[wrong[0]]]
             raise VerificationError(
-                f"digest mismatch: a group of {tile.tensor.name} does not become what the part says; weights unchanged",
+                f"digest mismatch: a decoded group of {tile.tensor.name} differs from the part's check; weights "
+                "unchanged",
                 tensor=tile.names[0],
             )
 

@@ -47,7 +47,7 @@ class HookState(DeviceState):
         if self.count() != self.sums:
             self.tensors = NOTHING
             raise StateError(
-                "the old weights are not those of the last version that was published: hand over every step, or keep "
+                "the old weights are not those of the last published version: pass the weights of every step, or keep "
                 "a base (keep='device')"
             )
 
@@ -83,7 +83,7 @@ class HookBaseline:
         """A run is not resumed from its last version: its state would have to be kept for that."""
 
     def adopt(self, share: TileShare, state: AnyState) -> AnyState:
-        raise AssertionError("there is none")
+        raise AssertionError("keep='hook' has no state to adopt")
 
     def compare(
         self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
@@ -91,14 +91,14 @@ class HookBaseline:
         """Compare and encode. Raises: StateError, if what is handed over is not the last version."""
         assert isinstance(state, HookState)
         if old is None:
-            raise ValueError("keep='hook' compares with what is handed over: publish(new, old=...)")
+            raise ValueError("keep='hook' needs the old weights to compare with: call publish(new, old=...)")
         before = self._old.read(old, {})
         for name in share.windows:
             wanted = shards.windows[name]
             if before.windows.get(name) != wanted:
                 raise StateError(
-                    f"the old weights lack {name!r}, {wanted.tensor.dtype} {wanted.tensor.shape}, or the shard of it "
-                    "that is published",
+                    f"the old weights do not have {name!r}, {wanted.tensor.dtype} {wanted.tensor.shape}, or the shard "
+                    "of it that is published",
                     tensor=name,
                 )
         state.hand_over(before.published.tensors)
@@ -121,7 +121,7 @@ class EncodedDifference:
     done: tuple[EncodedPart, AnyTransition]
 
     def after(self, done: AnyTransition) -> "EncodedDifference":
-        raise AssertionError("what was handed over is sent before the next")
+        raise AssertionError("a difference of keep='hook' is sent before the next one is made")
 
     def try_step(self) -> None:
         """The codec is chosen already."""

@@ -55,17 +55,17 @@ def view(source: Any) -> tuple[dict[str, DeviceView], dict[str, str]]:
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in named(source):
         if not isinstance(tensor, torch.Tensor):
-            raise StateError(f"{name!r} is a {type(tensor).__name__}, not a tensor", tensor=name)
+            raise StateError(f"{name!r} must be a tensor; got {type(tensor).__name__}", tensor=name)
         spec = TensorSpec(name, dtype_name(name, tensor), tuple(tensor.shape))
         try:
             bits = tensor.detach().view(INTEGERS[tensor.element_size()])
             place = (bits.data_ptr(), spec.dtype, spec.shape, bits.stride())
         except (RuntimeError, TypeError) as e:  # sparse, lazily negated, and whatever else has no plain memory
-            raise StateError(f"tensor {name!r} has no plain memory: {e}", tensor=name) from e
+            raise StateError(f"tensor {name!r} is not a plain, dense tensor: {e}", tensor=name) from e
         if bits.numel() and not place[0]:  # DTensors and other wrappers
             raise StateError(
-                f"tensor {name!r} has no plain memory here: it is a {type(tensor).__name__}; publish what this rank "
-                "holds with ShardedPublisher, or gather it first",
+                f"tensor {name!r} is a {type(tensor).__name__}, not a plain tensor; publish this rank's shard "
+                "with ShardedPublisher, or gather it first",
                 tensor=name,
             )
         if bits.numel() and place in seen:
@@ -163,7 +163,7 @@ def check_reach(tensors: Mapping[str, torch.Tensor], main: torch.device) -> None
     for name, tensor in tensors.items():
         if tensor.device.type == "cpu" and tensor.numel() and not tensor.is_pinned():
             raise StateError(
-                f"tensor {name!r} is in host memory that is not pinned, and others are on {main}, which works on all "
+                f"tensor {name!r} is in host memory that is not pinned, and others are on {main}, which must read all "
                 "of them: pin it (parameter.data = parameter.data.pin_memory()), or bring it to a GPU",
                 tensor=name,
             )

@@ -125,8 +125,8 @@ class SourceReader:
         devices = {name: worker_of(flat, self._device) for name, flat in flats.items()}
         if away := next((name for name in devices if self._devices.get(name, devices[name]) != devices[name]), None):
             raise StateError(
-                f"tensor {away!r} is on {devices[away]}, and was on {self._devices[away]}: leave it where the first "
-                "version was published from, or begin with another publisher",
+                f"tensor {away!r} is on {devices[away]}, and was on {self._devices[away]} when the first "
+                "version was published: move it back, or make a new publisher",
                 tensor=away,
             )
         self._devices = devices

@@ -83,7 +83,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         if cut := next((place for place in places.values() if place.apart), None):
             name = cut.tile.names[0] if cut.tile is not None else ""
             raise StateError(
-                f"the slice of {name!r} that is held cuts through a tile of the run, which a GPU cannot take: publish "
+                f"the local slice of {name!r} splits a tile of the run, which is not supported on a GPU: publish "
                 "with a grid that has borders there",
                 tensor=name,
             )

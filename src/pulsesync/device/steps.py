@@ -81,7 +81,7 @@ def decode_steps(
     """
     if not count:
         if len(data):
-            raise FormatError("a payload without entries has bytes for some")
+            raise FormatError("a payload without entries must have no bytes for them")
         nothing = torch.empty(0, dtype=torch.int64, device=described.device)
         return nothing, nothing, nothing
     layout, pile = _pile_of(described.numel(), described.device)
@@ -95,13 +95,13 @@ def decode_steps(
         runs += decode_coded(pile, coded, part.tables[number], weights, DeviceHistory()).runs
     runs += decode_plain(pile, part.plain, weights)
     if len(opened.entries) != 1 or sum(run.count for run in runs) != count:
-        raise FormatError("a payload holds another number of entries than it says")
+        raise FormatError("a payload does not have the number of entries that its header states")
     (found,) = compose(runs, ())  # in order
     if count_pile(pile, flats)[0] + moves(block_moves([found]))[0] != opened.entries[0].sum:
-        raise ChecksumError("what a payload decodes to is not what was encoded")
+        raise ChecksumError("a payload is damaged: its decoded entries do not have the digest that it states")
     steps = ((_ordered(found.new) - _ordered(found.old) + HALF) & 0xFFFF) - HALF
     if (steps == -HALF).any():
-        raise FormatError("a payload holds a value larger than any")
+        raise FormatError("a payload contains a value above the largest that is allowed")
     negative = (found.old < 0) ^ (steps < 0)
     return found.flat_keys(), steps.abs(), negative.to(torch.int64)
 

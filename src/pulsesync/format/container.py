@@ -55,7 +55,11 @@ class PartHeader:
         """Raises: ChecksumError, if these are not the bytes the header names."""
         size, digest = self.sections[section]
         if len(data) != size or hashlib.sha256(data).digest() != digest:
-            raise ChecksumError(f"section {section} of part {self.id[:12]} is damaged", part=self.id, section=section)
+            raise ChecksumError(
+                f"section {section} of part {self.id[:12]} is damaged: its bytes do not match its hash",
+                part=self.id,
+                section=section,
+            )
 
 
 def new_bytes(size: int) -> NDArray[np.uint8]:
@@ -76,7 +80,10 @@ def build(
         LimitError: it has more sections than a reader takes.
     """
     if len(sections) > MAX_SECTIONS:
-        raise LimitError(f"{len(sections)} sections in a part; spread its tiles over several", value=len(sections))
+        raise LimitError(
+            f"a part can have {MAX_SECTIONS} sections, not {len(sections)}; spread its tiles over several parts",
+            value=len(sections),
+        )
     sizes = [sum(map(len, pieces)) for pieces in sections]
     end = HEADER.size + ENTRY.size * len(sections)
     *begins, total = accumulate(sizes, initial=end)
@@ -109,7 +116,7 @@ def _threads_for(size: int, threads: int | None) -> int | None:
 def header_size(data: bytes | memoryview) -> int:
     """How long a header is, by its first bytes, which may turn out to be none. Raises: FormatError, for too few."""
     if len(data) < HEADER.size:
-        raise FormatError(f"a part has at least {HEADER.size} bytes; this has {len(data)}")
+        raise FormatError(f"a part must have at least {HEADER.size} bytes; this has {len(data)}")
     return HEADER.size + ENTRY.size * int(HEADER.unpack_from(data)[3])
 
 
@@ -121,24 +128,24 @@ def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Pa
         LimitError: too many or too large sections; ChecksumError: not the header the id names.
     """
     if len(data) < HEADER.size:
-        raise FormatError(f"a part has at least {HEADER.size} bytes; this has {len(data)}")
+        raise FormatError(f"a part must have at least {HEADER.size} bytes; this has {len(data)}")
     magic, version, flags, count, layout = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise FormatError("this is not a pulse part: it begins with other bytes")
+        raise FormatError("these bytes are not a pulse part: they do not begin with its magic bytes")
     versions.check_version(version, "the part")
     if flags:
         raise versions.unknown(f"the part has flags {flags:#04x}")
     if not 1 <= count <= MAX_SECTIONS:
-        raise LimitError(f"{count} sections in a part; 1 to {MAX_SECTIONS} are allowed", value=count)
+        raise LimitError(f"a part must have 1 to {MAX_SECTIONS} sections; this has {count}", value=count)
     end = HEADER.size + ENTRY.size * count
     if len(data) < end:
-        raise FormatError(f"the header ends at {end}; there are {len(data)} bytes")
+        raise FormatError(f"the part is cut off: its header has {end} bytes, and only {len(data)} are there")
     digest = hashlib.sha256(data[:end]).hexdigest()
     if expected_id is not None and digest != expected_id:
-        raise ChecksumError(f"not part {expected_id[:12]}: its header is {digest[:12]}", expected=expected_id)
+        raise ChecksumError(f"expected part {expected_id[:12]}, but found part {digest[:12]}", expected=expected_id)
     sections = tuple(ENTRY.unpack_from(data, HEADER.size + ENTRY.size * i) for i in range(count))
     if any(size > MAX_SECTION_BYTES for size, _ in sections):
-        raise LimitError(f"a section of more than {MAX_SECTION_BYTES} bytes")
+        raise LimitError(f"a section can have {MAX_SECTION_BYTES} bytes at most; this part has a larger one")
     return PartHeader(layout.hex(), sections, digest)
 
 
@@ -152,7 +159,7 @@ def open_part(
     """
     header = parse_header(data, expected_id)
     if len(data) != header.file_size:
-        raise FormatError(f"part {header.id[:12]} has {len(data)} bytes and should have {header.file_size}")
+        raise FormatError(f"part {header.id[:12]} must have {header.file_size} bytes; it has {len(data)}")
     view = memoryview(data)
     sections = [view[begin:end] for begin, end in pairwise(header.borders)]
     spread(lambda i: header.check_section(i, sections[i]), range(len(sections)), _threads_for(len(data), threads))

@@ -137,7 +137,7 @@ class History:
                 tiles[int(n)], at = TileHistory(int(cut), blocks), borders[-1]
             return cls(int(head["index"]), tiles)
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise FormatError("this is not a history that was written down") from e
+            raise FormatError("these bytes are not a saved history") from e
 
 
 def advance_block(

@@ -99,7 +99,7 @@ def parse(
     shared = [_parse_table(reader) for _ in range(reader.number(MAX_TABLES))]
     count = reader.number(tiles)
     if count > sum(sections[1:]):
-        raise FormatError(f"the index names {count} tiles, and their payloads have {sum(sections[1:])} bytes together")
+        raise FormatError(f"the index lists {count} tiles, too many for payloads of {sum(sections[1:])} bytes")
     ordinals = np.cumsum(reader.numbers(count, tiles) + 1) - 1
     codecs = reader.take(count)
     places = 1 + np.cumsum(reader.numbers(count, len(sections)))
@@ -107,10 +107,10 @@ def parse(
     sums = reader.take(16 * count)
     reader.end()
     if count and (ordinals[-1] >= tiles or places[-1] >= len(sections)):
-        raise FormatError("the index names a tile or a section that does not exist")
+        raise FormatError("the index lists a tile or a section that does not exist")
     filled = np.bincount(places, sizes, minlength=len(sections)).astype(np.int64) if count else np.zeros(len(sections))
     if filled.tolist()[1:] != list(sections[1:]):
-        raise FormatError("the payloads that the index names do not fill their sections")
+        raise FormatError("the payloads that the index lists do not fill their sections")
     if added := set(codecs) - _CODECS.keys():
         raise versions.unknown(f"the index names the codec {min(added)}")
     fields = ordinals.tolist(), map(_CODECS.__getitem__, codecs), places.tolist(), sizes.tolist(), _sums(sums)
@@ -146,10 +146,10 @@ def _parse_table(reader: wire.ByteReader) -> FrequencyTable:
     highest = 1 << (width - 1 - (kind.exponent_shift or 0))
     lo, classes, ages = reader.number(highest), reader.number(tables.CLASSES), reader.number(MAX_AGES)
     if classes == 0 or ages == 0 or lo + classes > highest:
-        raise FormatError("a table covers classes that do not exist")
+        raise FormatError("the index has a table with classes that do not exist")
     sizes = spec.DIRECT + np.cumsum(reader.numbers(reader.number(tables.most_sizes(width)), 1 << (width - 1)) + 1)
     if sizes.size and sizes[-1] >= 1 << (width - 1):
-        raise FormatError("a table lists a step that its dtype does not have")
+        raise FormatError("the index has a table with a step outside its dtype's range")
     symbols = tables.symbol_count(width) + 2 * sizes.size
     counts = reader.numbers(classes * ages, symbols)
     used = int(counts.sum())
@@ -161,7 +161,7 @@ def _parse_table(reader: wire.ByteReader) -> FrequencyTable:
     symbol = running - np.repeat(base, counts) - 1
     frequencies = np.zeros((classes * ages, symbols), np.int64)
     if used and symbol.max() >= symbols:
-        raise FormatError("a table names a symbol that does not exist")
+        raise FormatError("the index has a table with a symbol that does not exist")
     frequencies[row, symbol] = reader.numbers(used, tables.TOTAL) + 1
     totals = frequencies.sum(axis=1)
     if not ((totals == 0) | (totals == tables.TOTAL)).all():

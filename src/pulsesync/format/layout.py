@@ -84,7 +84,7 @@ class Layout:
     def tile(self, ordinal: int) -> Tile:
         """One tile, without making the others. Raises: IndexError."""
         if not 0 <= ordinal < self.tile_count:
-            raise IndexError(f"tile {ordinal} of {self.tile_count}")
+            raise IndexError(f"tile {ordinal} does not exist: the layout has {self.tile_count} tiles")
         alone = self.tile_count - len(self.bundles)
         if ordinal >= alone:
             return self._bundle(ordinal - alone, ordinal)
@@ -103,7 +103,7 @@ class Layout:
     def piece(self, number: int) -> Tile:
         """One piece, without making the others. Raises: IndexError."""
         if not 0 <= number < self.piece_count:
-            raise IndexError(f"piece {number} of {self.piece_count}")
+            raise IndexError(f"piece {number} does not exist: the layout has {self.piece_count} pieces")
         tensor = bisect_right(self._first_pieces, number) - 1
         spec = self.tensors[tensor]
         i, j = divmod(number - self._first_pieces[tensor], len(spec.column_cuts) + 1)
@@ -272,9 +272,11 @@ def parse(data: bytes, expected_id: str | None = None) -> Layout:
         UnsupportedError: see there.
     """
     if len(data) > MAX_BYTES:
-        raise LimitError(f"a layout of {len(data)} bytes; at most {MAX_BYTES} are read", value=len(data))
+        raise LimitError(f"a layout can have {MAX_BYTES} bytes at most; this has {len(data)}", value=len(data))
     if expected_id is not None and hashlib.sha256(data).hexdigest() != expected_id:
-        raise ChecksumError(f"layout {expected_id[:12]} is damaged", expected=expected_id)
+        raise ChecksumError(
+            f"layout {expected_id[:12]} is damaged: its bytes do not match its hash", expected=expected_id
+        )
     table = load_json(data, "the layout")
     versions.check_name(table.get("format"), FORMAT, "the layout")
     _check_fields(table, {"bundles", "format", "tensors", "ties"}, set(), "the layout")
@@ -294,11 +296,11 @@ def load_json(data: bytes, what: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
-            raise FormatError(f"{what} says a key twice")
+            raise FormatError(f"{what} has a key twice")
         return out
 
     def refuse(text: str) -> Any:
-        raise FormatError(f"{what} holds {text}")
+        raise FormatError(f"{what} contains {text}, which JSON does not allow")
 
     try:
         out = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
@@ -314,54 +316,56 @@ def _spec(entry: Any) -> TensorSpec:
         raise FormatError("a tensor of the layout must be a JSON object")
     _check_fields(entry, {"name", "dtype", "shape"}, {"rows", "columns"}, "a tensor of the layout")
     if not isinstance(entry["name"], str) or not isinstance(entry["dtype"], str):
-        raise FormatError("names and dtypes of a layout are strings")
+        raise FormatError("names and dtypes of a layout must be strings")
     shape, rows, columns = (_integers(entry.get(k, [])) for k in ("shape", "rows", "columns"))
     return TensorSpec(entry["name"], entry["dtype"], shape, rows, columns)
 
 
 def _check_fields(table: Mapping[str, Any], needed: set[str], possible: set[str], what: str) -> None:
     if lacks := needed - set(table):
-        raise FormatError(f"{what} lacks the field {min(lacks)!r}")
+        raise FormatError(f"{what} does not have the field {min(lacks)!r}")
     if added := set(table) - needed - possible:
         raise versions.unknown(f"{what} has the field {min(added)[:40]!r}")
 
 
 def _integers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value):
-        raise FormatError("shapes and cuts of a layout are lists of whole numbers")
+        raise FormatError("shapes and cuts of a layout must be lists of integers")
     return tuple(value)
 
 
 def _bundles(value: Any) -> tuple[Bundle, ...]:
     if not isinstance(value, list) or not all(isinstance(bundle, list) for bundle in value):
-        raise FormatError("the bundles of a layout are lists of groups, and those are lists of pieces")
+        raise FormatError("the bundles of a layout must be lists of groups, which are lists of pieces")
     return tuple(tuple(_integers(group) for group in bundle) for bundle in value)
 
 
 def _ties(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise FormatError("ties of a layout lead from name to name")
+        raise FormatError("the ties of a layout must map names to names")
     return value
 
 
 def _check(layout: Layout) -> None:
     names = [spec.name for spec in layout.tensors]
     if len(names) > MAX_TENSORS or len(layout.ties) > MAX_TENSORS:
-        raise LimitError(f"more than {MAX_TENSORS} tensors in a layout", value=len(names))
+        raise LimitError(f"a layout can have {MAX_TENSORS} tensors at most; this has {len(names)}", value=len(names))
     for name in (*names, *layout.ties):
         try:
             size = len(name.encode())
         except UnicodeEncodeError:
-            raise FormatError("a tensor's name is not text") from None
+            raise FormatError("a tensor's name is not valid Unicode") from None
         if not 0 < size <= MAX_NAME_BYTES:
-            raise LimitError(f"a tensor's name has {size} bytes; 1 to {MAX_NAME_BYTES} are allowed", value=size)
+            raise LimitError(f"a tensor's name must have 1 to {MAX_NAME_BYTES} bytes; this has {size}", value=size)
     encoded = [name.encode() for name in names]
     if any(a >= b for a, b in pairwise(encoded)):
-        raise FormatError("the tensors of a layout are in name order, each once")
+        raise FormatError("the tensors of a layout must be in the order of their names, each once")
     known = set(names)
     for alias, canonical in layout.ties.items():
         if alias in known or canonical not in known:
-            raise FormatError(f"the tie {alias!r} -> {canonical!r} must lead from a new name to a tensor")
+            raise FormatError(
+                f"the tie {alias!r} -> {canonical!r} must map a name that no tensor has to a tensor of the layout"
+            )
     for spec in layout.tensors:
         _check_spec(spec)
     pieces, most = layout.piece_count, most_pieces(layout)
@@ -381,21 +385,25 @@ def _check_bundles(layout: Layout) -> None:
     for bundle in layout.bundles:
         pieces = [number for group in bundle for number in group]
         if len(pieces) < 2 or not all(bundle) or not all(a < b for group in bundle for a, b in pairwise(group)):
-            raise FormatError("a bundle has groups of ascending pieces, two pieces at least")
+            raise FormatError("a bundle must have two pieces at least, in groups of ascending pieces")
         if max(pieces) >= count or not seen.isdisjoint(pieces) or len(set(pieces)) < len(pieces):
-            raise FormatError("a bundle names a piece that the layout does not have, or one that is bundled already")
+            raise FormatError(
+                "a bundle lists a piece that the layout does not have, or one that is already in a bundle"
+            )
         seen.update(pieces)
         tiles = [layout.piece(number) for number in pieces]
         size = sum(tile.size for tile in tiles)
         if len({tile.tensor.dtype for tile in tiles}) > 1 or not all(tile.size for tile in tiles) or size > BLOCK:
-            raise FormatError(f"a bundle has pieces of one dtype, none of them empty, with at most {BLOCK} weights")
+            raise FormatError(
+                f"a bundle must have pieces of one dtype, none of them empty, with {BLOCK} weights at most"
+            )
     if any(a >= b for a, b in pairwise(layout.bundles)) or any(
         a >= b for bundle in layout.bundles for a, b in pairwise(bundle)
     ):
-        raise FormatError("the bundles of a layout, and the groups of a bundle, are in ascending order")
+        raise FormatError("the bundles of a layout, and the groups of a bundle, must be in ascending order")
     names = {_bundle_name(n, layout.piece(bundle[0][0]).tensor.name) for n, bundle in enumerate(layout.bundles)}
     if not names.isdisjoint(spec.name for spec in layout.tensors):
-        raise FormatError("a tensor has the name of a bundle")
+        raise FormatError("the layout has a tensor with the name of a bundle")
 
 
 def _bundle_name(number: int, first: str) -> str:
@@ -411,7 +419,7 @@ def _check_spec(spec: TensorSpec) -> None:
             tensor=spec.name,
         )
     if len(spec.shape) > MAX_DIMENSIONS or math.prod(spec.shape) > MAX_ELEMENTS:
-        raise LimitError(f"tensor {spec.name!r} has shape {spec.shape}, which is too large", tensor=spec.name)
+        raise LimitError(f"tensor {spec.name!r} has shape {spec.shape}, which is above the limit", tensor=spec.name)
     for cuts, end in ((spec.row_cuts, spec.rows), (spec.column_cuts, spec.columns)):
         if any(a >= b for a, b in zip((0, *cuts), (*cuts, end), strict=True)) and cuts:
             raise FormatError(f"the cuts of tensor {spec.name!r} must ascend inside it", tensor=spec.name)

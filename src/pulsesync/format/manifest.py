@@ -183,19 +183,21 @@ def split(data: bytes) -> tuple[bytes, bytes]:
         more bytes than a reader accepts; FormatError: it is not a record, or cut short.
     """
     if len(data) > MAX_BYTES:
-        raise LimitError(f"a record of {len(data)} bytes; at most {MAX_BYTES} are read", value=len(data))
+        raise LimitError(f"a record can have {MAX_BYTES} bytes at most; this has {len(data)}", value=len(data))
     if data[:1] == b"{":
         raise versions.draft("the record", 1)  # which had records in JSON
     reader = ByteReader(data, "the record")
     if reader.take(len(MAGIC)) != MAGIC:
-        raise FormatError("this is not a record: it begins with other bytes")
+        raise FormatError("these bytes are not a record: they do not begin with its magic bytes")
     versions.check_version(reader.byte(), "the record")
     reader.take(1 + RUN_BYTES)
     reader.take(reader.number(MAX_BYTES))
     end = reader.at
     expected, actual = bytes(reader.take(CHECK_BYTES)), _checksum(reader.data[:end])
     if expected != actual:
-        raise ChecksumError("the record is damaged", expected=expected.hex(), actual=actual.hex())
+        raise ChecksumError(
+            "the record is damaged: its bytes do not match its hash", expected=expected.hex(), actual=actual.hex()
+        )
     return data[: reader.at], data[reader.at :]
 
 
@@ -291,7 +293,7 @@ def _read_parts(reader: ByteReader, layout: str) -> tuple[PartRef, ...]:
     for _ in range(reader.number(MAX_PARTS)):
         part = _read_part(reader, layout, left)
         if part.id in parts:
-            raise FormatError("a record names a part twice", part=part.id)
+            raise FormatError("a record lists a part twice", part=part.id)
         parts[part.id] = part
         left -= part.size if part.data is not None else 0
     return tuple(parts.values())
@@ -313,23 +315,25 @@ def _read_file(reader: ByteReader) -> FileRef:
     id_, size = _read_hash(reader), reader.number(MAX_FILE_BYTES)
     name = bytes(reader.take(reader.number(MAX_NAME_BYTES))).decode("latin-1")
     if not _FILE.fullmatch(name):
-        raise FormatError(f"a record names a file {name!r}, which is not a name that can be put in any folder")
+        raise FormatError(f"a record lists the file {name!r}, which is not a valid file name in every folder")
     return FileRef(name, id_, size)
 
 
 def _check(manifest: Manifest) -> None:
     root = manifest.kind == RecordKind.VERSION and manifest.base is None
     if (not manifest.parts) != root:
-        raise FormatError(f"{len(manifest.parts)} parts in a record; a root has none, others 1 to {MAX_PARTS}")
+        raise FormatError(
+            f"a root must have no parts, and other records 1 to {MAX_PARTS}; this has {len(manifest.parts)}"
+        )
     if len({file.name for file in manifest.files}) != len(manifest.files):
-        raise FormatError("a record names a file twice")
+        raise FormatError("a record lists a file twice")
     if manifest.kind == RecordKind.VERSION and (manifest.index == 0) != (manifest.base is None):
-        raise FormatError("a version has a base and an index in its epoch, or neither")
+        raise FormatError("a version must have a base and an index in its epoch, or neither")
     if manifest.kind == RecordKind.ANCHOR and manifest.base is not None:
-        raise FormatError("an anchor has no base")
+        raise FormatError("an anchor must have no base")
     if manifest.kind == RecordKind.SQUASH and manifest.base is None:
-        raise FormatError("a squashed patch has a base")
+        raise FormatError("a squashed patch must have a base")
     if manifest.kind != RecordKind.VERSION and manifest.history is not None:
-        raise FormatError("anchors and squashed patches lead to epoch starts, where nothing is remembered")
+        raise FormatError("anchors and squashed patches must lead to the start of an epoch, where the history is empty")
     if manifest.base is not None and manifest.base.version == manifest.version:
-        raise FormatError("a version's base must be an earlier one")
+        raise FormatError("a version's base must be an earlier version")

@@ -106,9 +106,9 @@ def encode_diff(
     given, and tries other codecs where they may be smaller; `gap` is for dtypes that have no exponent.
     """
     if codec == "history" and history is None:
-        raise ValueError("the history codec needs a history")
+        raise ValueError("codec history needs the history of the epoch; none was given")
     if history is not None and history.index >= MAX_INDEX:
-        raise ValueError(f"an epoch has at most {MAX_INDEX} patches: begin a new one")
+        raise ValueError(f"an epoch can have {MAX_INDEX} patches at most; begin a new epoch")
     weights = as_weights(old)
     shared: list[FrequencyTable] = []
     coded: dict[int, CodedTile] = {}
@@ -250,7 +250,9 @@ class OpenedIndex:
 def open_index(header: container.PartHeader, section: bytes | memoryview, layout: Layout) -> OpenedIndex:
     """Read the index of a part, section 0, whose hash has been checked. Raises: FormatError, and its branches."""
     if header.layout != layout.id:
-        raise FormatError(f"the part is for another layout: {header.layout[:12]}, not {layout.id[:12]}", part=header.id)
+        raise FormatError(
+            f"expected a part of layout {layout.id[:12]}, but found one of {header.layout[:12]}", part=header.id
+        )
     sizes = [size for size, _ in header.sections]
     return OpenedIndex(header, *index.parse(section, layout.tile_count, sizes))
 
@@ -340,7 +342,7 @@ def open_tile(
 def check_tile(entry: TileEntry, tile: Tile) -> None:
     """Raises: FormatError, if a tile that a part names has no weights; UnsupportedError, if none of that codec."""
     if tile.size == 0:
-        raise FormatError("the index names a tile that has no weights", tensor=tile.tensor.name)
+        raise FormatError("the index lists a tile that has no weights", tensor=tile.tensor.name)
     if entry.codec in AGAINST_OLD and tile.tensor.kind.exponent_shift is None:
         raise UnsupportedError(f"{tile.tensor.dtype} cannot be coded against old weights", tensor=tile.tensor.name)
 
@@ -368,12 +370,14 @@ def check_heads(
     if table >= len(shared) or shared[table].dtype != tile.tensor.dtype:
         raise FormatError("a tile uses a table that the part does not have", tensor=tile.tensor.name)
     if cut > shared[table].highest_cut:
-        raise LimitError("a tile's cut is above its table", tensor=tile.tensor.name)
+        raise LimitError("a tile's cut is above the range of its table", tensor=tile.tensor.name)
     known = history if codec == Codec.HISTORY else History()
     if known is None:
-        raise FormatError("the part needs the history of its epoch and none is held")
+        raise FormatError(
+            "the part needs the history of its epoch, which is not available; a full resync from an anchor is required"
+        )
     if shared[table].frequencies.shape[1] != known.index + 1 or cut < known.cut(tile.ordinal):
-        raise FormatError("the part was made with another history", tensor=tile.tensor.name)
+        raise FormatError("the part was encoded with another history of the epoch", tensor=tile.tensor.name)
 
 
 def check_heads_of(
@@ -462,7 +466,7 @@ def check_fits(layout: Layout, size_bytes: int) -> None:
     if layout.size_bytes > dense.MAX_RATIO * size_bytes or raw.MIN_BYTES * tiles > size_bytes:
         raise LimitError(
             f"the layout describes {layout.size_bytes} bytes of weights in {tiles} tiles, which an anchor of "
-            f"{size_bytes} bytes cannot hold",
+            f"{size_bytes} bytes cannot contain",
             value=layout.size_bytes,
         )
 
@@ -519,5 +523,5 @@ def anchor_blocks(
     for entry, body in payloads(opened, sections, wanted):
         tile = layout.tiles[entry.tile]
         if entry.codec not in (Codec.DENSE, Codec.RAW) or tile.size == 0:
-            raise FormatError("an anchor holds whole tiles, and nothing else", tensor=tile.tensor.name)
+            raise FormatError("an anchor must contain whole tiles only", tensor=tile.tensor.name)
         yield from whole_blocks(entry.codec, tile, body)

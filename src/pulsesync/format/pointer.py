@@ -71,7 +71,7 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Pointer:
         LimitError, UnsupportedError.
     """
     if len(data) > MAX_BYTES:
-        raise LimitError(f"a pointer of {len(data)} bytes; at most {MAX_BYTES} are read", value=len(data))
+        raise LimitError(f"a pointer can have {MAX_BYTES} bytes at most; this has {len(data)}", value=len(data))
     line, block = _split(data)
     signed = signature.parse(block)
     if trust is not None:
@@ -89,7 +89,7 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Pointer:
             signed_by=signed.key if signed else None,
         )
     except KeyError as e:
-        raise FormatError(f"the pointer lacks the field {e}") from e
+        raise FormatError(f"the pointer does not have the field {e}") from e
     if _write(pointer.table | _read_optional(table, pointer.table)) != line:
         raise FormatError("the pointer is not in canonical form")
     return pointer
@@ -114,17 +114,17 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
     """The line, with its newline, and the signature, which may be empty."""
     end = data.find(b"\n") + 1
     if not end:
-        raise FormatError("a move of a pointer ends with a newline; this one is cut short")
+        raise FormatError("a move of a pointer must end with a newline; this one is cut off")
     return data[:end], data[end:]
 
 
 def _read_whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_VERSION:
-        raise FormatError(f"the pointer has {str(value)[:40]!r} where a whole number up to {MAX_VERSION} belongs")
+        raise FormatError(f"the pointer must have an integer from 0 to {MAX_VERSION} where it has {str(value)[:40]!r}")
     return value
 
 
 def _read_text(value: Any, pattern: "re.Pattern[str]") -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise FormatError(f"the pointer has {str(value)[:40]!r} where {pattern.pattern} belongs")
+        raise FormatError(f"the pointer must match {pattern.pattern} where it has {str(value)[:40]!r}")
     return value

@@ -50,7 +50,7 @@ class SigningKey:
 
     def __post_init__(self) -> None:
         if not _KEY.fullmatch(self.secret):
-            raise ValueError("a signing key is 64 hexadecimal digits; pulse keygen makes one")
+            raise ValueError("a signing key must be 64 hexadecimal digits; make one with: pulse keygen")
 
     def __repr__(self) -> str:  # never in a log
         return f"SigningKey(public={self.public!r})"
@@ -127,7 +127,7 @@ def parse(block: bytes) -> Signature | None:
         raise versions.unknown(f"{len(block)} bytes follow the record: a signature of a kind")
     if len(block) not in (PAIR_BYTES, 2 * PAIR_BYTES):
         raise FormatError(
-            f"{len(block)} bytes follow the record; a signature has {PAIR_BYTES}, or {2 * PAIR_BYTES} by a delegate"
+            f"a signature must have {PAIR_BYTES} bytes, or {2 * PAIR_BYTES} from a delegate; this has {len(block)}"
         )
     (key, signature), *others = (
         (block[at : at + 32].hex(), block[at + 32 : at + PAIR_BYTES].hex()) for at in range(0, len(block), PAIR_BYTES)
@@ -148,16 +148,26 @@ def check(record: bytes, found: Signature | None, trust: Collection[str], squash
         SignatureError: there is no signature, it is by another key, or does not fit the record.
     """
     if found is None:
-        raise SignatureError("the record is not signed, and a key to trust was given")
+        raise SignatureError(
+            "the record is not signed, but trust= requires a signature: publish with signing_key=, or drop trust="
+        )
     if not _verify(found.key, found.signature, record):
-        raise SignatureError("the signature does not fit the record", public_key=found.key)
+        raise SignatureError(
+            "the signature is not valid for this record: one of them was changed", public_key=found.key
+        )
     if found.key in trust:
         return
     said = found.delegation
     if not said or said.by not in trust:
-        raise SignatureError(f"signed by {found.key[:16]}…, which is not trusted", public_key=found.key)
+        raise SignatureError(
+            f"the record is signed by {found.key[:16]}…, which is not trusted: add it to trust= if it is the "
+            "publisher's",
+            public_key=found.key,
+        )
     if squashed_run is None or not _verify(said.by, said.signature, _statement(squashed_run, found.key)):
-        raise SignatureError("the key was not allowed to write this record", public_key=found.key)
+        raise SignatureError(
+            "the delegated key that signed this record was not allowed to write it", public_key=found.key
+        )
 
 
 def _verify(public: str, signature: str, message: bytes) -> bool:

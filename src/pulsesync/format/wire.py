@@ -49,7 +49,9 @@ class ByteReader:
 
     def take(self, count: int) -> memoryview:
         if count < 0 or count > len(self.data) - self.at:
-            raise FormatError(f"{self.what} ends too early: {count} bytes wanted at {self.at} of {len(self.data)}")
+            raise FormatError(
+                f"{self.what} ends too early: expected {count} bytes at offset {self.at} of {len(self.data)}"
+            )
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -67,20 +69,22 @@ class ByteReader:
                 byte = data[at]
                 value += byte - 1 << shift  # the 1 is the top bit of the byte before
                 if shift == 70:
-                    raise FormatError(f"{self.what} holds a number of more than ten bytes")
+                    raise FormatError(f"{self.what} contains a number of more than ten bytes")
         except IndexError:
-            raise FormatError(f"{self.what} ends too early: inside a number, after {len(data)} bytes") from None
+            raise FormatError(f"{self.what} ends inside a number, after {len(data)} bytes") from None
         if shift and byte == 0:
-            raise FormatError(f"{self.what} holds a number written longer than needed")
+            raise FormatError(f"{self.what} contains a number that is not in its shortest form")
         if value > limit:
-            raise LimitError(f"{self.what} holds {value} where at most {limit} is allowed", limit=limit, value=value)
+            raise LimitError(f"{self.what} contains {value} where at most {limit} is allowed", limit=limit, value=value)
         self.at = at + 1
         return value
 
     def numbers(self, count: int, limit: int) -> NDArray[np.int64]:
         """Count LEB128 numbers, each at most limit (below 2^63)."""
         if count > len(self.data) - self.at:
-            raise FormatError(f"{self.what} ends too early: {count} numbers wanted at {self.at} of {len(self.data)}")
+            raise FormatError(
+                f"{self.what} ends too early: expected {count} numbers at offset {self.at} of {len(self.data)}"
+            )
         if count <= FEW:
             return np.array([self.number(limit) for _ in range(count)], np.int64)
         window = np.frombuffer(self.data[self.at : self.at + 10 * count], np.uint8)
@@ -92,14 +96,14 @@ class ByteReader:
             raise FormatError(f"{self.what} ends inside a number")
         lengths = np.diff(ends, prepend=-1)
         if lengths.max() > 9:
-            raise LimitError(f"{self.what} holds a number beyond {limit}", limit=limit)
+            raise LimitError(f"{self.what} contains a number above {limit}", limit=limit)
         if ((lengths > 1) & (window[ends] == 0)).any():
-            raise FormatError(f"{self.what} holds a number written longer than needed")
+            raise FormatError(f"{self.what} contains a number that is not in its shortest form")
         used = window[: ends[-1] + 1]
         place = np.arange(used.size) - np.repeat(ends - lengths + 1, lengths)
         values = np.add.reduceat((used & 0x7F).astype(np.int64) << (7 * place), ends - lengths + 1)
         if values.max() > limit:
-            raise LimitError(f"{self.what} holds {values.max()} where at most {limit} is allowed", limit=limit)
+            raise LimitError(f"{self.what} contains {values.max()} where at most {limit} is allowed", limit=limit)
         self.at += int(ends[-1]) + 1
         return values
 
@@ -124,7 +128,7 @@ class ByteReader:
 
     def end(self) -> None:
         if self.at != len(self.data):
-            raise FormatError(f"{self.what} has {len(self.data) - self.at} bytes too many")
+            raise FormatError(f"{self.what} has {len(self.data) - self.at} unexpected bytes at its end")
 
 
 class PackedPlane(NamedTuple):
@@ -172,17 +176,17 @@ def _unzstd(frame: memoryview, size: int, what: str) -> bytes:
     with _checked_frame(frame, size, what):
         data: bytes = _zstd().decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     if len(data) != size:
-        raise FormatError(f"{what} holds a zstd frame of another size than {size} bytes")
+        raise FormatError(f"{what} contains a zstd frame that does not decode to {size} bytes")
     return data
 
 
 def _unzstd_into(frame: memoryview, out: NDArray[np.uint8], what: str) -> None:
     with _checked_frame(frame, out.size, what):
         if _frame_end(frame) != len(frame):  # a stream reader does not look at what follows a frame
-            raise FormatError(f"{what} holds a zstd frame that ends too early or too late")
+            raise FormatError(f"{what} contains a zstd frame that ends too early or too late")
         with _zstd().decompressor.stream_reader(frame) as reader:
             if reader.readinto(out.data) != out.size:
-                raise FormatError(f"{what} holds a zstd frame of another size than {out.size} bytes")
+                raise FormatError(f"{what} contains a zstd frame that does not decode to {out.size} bytes")
 
 
 @contextmanager
@@ -190,12 +194,12 @@ def _checked_frame(frame: memoryview, size: int, what: str) -> Iterator[None]:
     """Unpack a frame inside, which promises as many bytes. Raises: FormatError, LimitError."""
     try:
         if zstandard.frame_content_size(frame) != size:
-            raise FormatError(f"{what} holds a zstd frame of another size than {size} bytes")
+            raise FormatError(f"{what} contains a zstd frame that does not decode to {size} bytes")
         if zstandard.get_frame_parameters(frame).window_size > max(size, 1 << 10):
-            raise LimitError(f"{what} holds a zstd frame that asks for more memory than its content has")
+            raise LimitError(f"{what} contains a zstd frame that asks for more memory than its content needs")
         yield
     except zstandard.ZstdError as e:
-        raise FormatError(f"{what} holds a broken zstd frame: {e}") from e
+        raise FormatError(f"{what} contains a damaged zstd frame: {e}") from e
 
 
 def _frame_end(frame: memoryview) -> int:

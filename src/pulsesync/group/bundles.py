@@ -112,10 +112,17 @@ def agree(told: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
     names = {piece.tensor for pieces in wire.pieces for piece in pieces}
     for rank, windows in enumerate(everyones):
         if told[rank][:4] == b"all " and (missing := sorted(names - windows.keys())):
-            raise StateError(f"rank {rank} lacks tensor {missing[0]!r} ({len(missing)} such names)", tensor=missing[0])
+            raise StateError(
+                f"rank {rank} does not have tensor {missing[0]!r} of the sources ({len(missing)} tensors are missing)",
+                tensor=missing[0],
+            )
     for holders, pieces in zip(wire.holders, wire.pieces, strict=True):
         if holders <= set(sources) and len(told) > len(sources):
-            raise StateError(f"no rank takes all of tensor {pieces[0].tensor!r}", tensor=pieces[0].tensor)
+            raise StateError(
+                f"no receiver has rows {pieces[0].row} to {pieces[0].row + pieces[0].rows} of tensor "
+                f"{pieces[0].tensor!r}, which a source has: place them on a receiver, or leave the tensor out",
+                tensor=pieces[0].tensor,
+            )
     return wire
 
 
@@ -126,15 +133,22 @@ def _untied(
     for alias, name in own.items():
         if ties.get(alias) != name:
             raise StateError(
-                f"rank {rank} ties {alias!r} to {name!r}, and the sources do not: give them memory of their own",
+                f"rank {rank} ties {alias!r} to {name!r}, and the sources do not: give each its own memory on that "
+                "rank",
                 tensor=alias,
             )
     for alias in windows.keys() & ties.keys():
         apart, tied = windows[alias], windows.get(ties[alias])
         if tied is None or replace(apart, tensor=replace(apart.tensor, name=ties[alias])) != tied:
-            raise StateError(f"rank {rank} does not hold {alias!r} as it holds {ties[alias]!r}", tensor=alias)
+            raise StateError(
+                f"rank {rank} has another shard of {alias!r} than of {ties[alias]!r}, to which the sources tie it",
+                tensor=alias,
+            )
         if sends and apart.local.size:
-            raise StateError(f"one source ties {alias!r} to {ties[alias]!r}, and rank {rank} does not", tensor=alias)
+            raise StateError(
+                f"a source ties {alias!r} to {ties[alias]!r}, and rank {rank} does not; tie both on every source",
+                tensor=alias,
+            )
     return {name: window for name, window in windows.items() if name not in ties}
 
 
@@ -152,8 +166,8 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
             owner = next((place for place, rank in enumerate(sources) if rank in holders), None)
             if owner is None and holders:
                 raise StateError(
-                    f"rank {min(holders)} holds rows {piece.row} to {piece.row + piece.rows} of tensor "
-                    f"{piece.tensor!r}, and no source does",
+                    f"rank {min(holders)} has rows {piece.row} to {piece.row + piece.rows} of tensor "
+                    f"{piece.tensor!r}, and no source has them",
                     tensor=piece.tensor,
                 )
             if owner is not None:

@@ -277,7 +277,9 @@ class Collective:
         try:
             return self._translated(lambda: helper.call(begin_as_here, self.timeout_s))
         except TimeoutError as e:
-            raise self.failure(f"rank {self.rank} waited {self.timeout_s:g} s to be connected to the others") from e
+            raise self.failure(
+                f"rank {self.rank} waited {self.timeout_s:g} s for a connection to the other ranks"
+            ) from e
 
     def _end(self, work: Any) -> None:
         if self._over_nccl:
@@ -299,14 +301,14 @@ class Collective:
         self._translated(work.wait)  # raises what went wrong: what failed counts as completed
 
     def _too_late(self) -> GroupError:
-        return self.failure(f"rank {self.rank} waited {self.timeout_s:g} s for the others")
+        return self.failure(f"rank {self.rank} waited {self.timeout_s:g} s for the other ranks")
 
     def _translated(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except (RuntimeError, ValueError) as e:  # torch's own: timeouts, closed connections, a destroyed group
             raise self.failure(
-                f"rank {self.rank} lost the others: one died, fell {self.timeout_s:g} s behind, or does something else "
+                f"rank {self.rank} lost the other ranks: one died, is {self.timeout_s:g} s late, or made another call "
                 f"({str(e).splitlines()[0][-160:]})"
             ) from e
 

@@ -252,7 +252,9 @@ class HostReceiverWeights:
 
 def _changes(tile: Tile, places: Bits, values: Bits, bundle: Bundle) -> TilePatch:
     if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
-        raise FormatError("a table has changes outside their tile, or not in order", tensor=tile.tensor.name)
+        raise FormatError(
+            "a table has changes beyond the end of their tile, or not in ascending order", tensor=tile.tensor.name
+        )
     borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)
     blocks = []
     for number in range(tile.block_count):

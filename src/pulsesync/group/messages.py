@@ -187,11 +187,11 @@ class Table:
         entries = head[_HEAD.itemsize : cls.head_size(count)].view(_ENTRY)
         ordinals, changes = entries["tile"], entries["changes"].astype(np.int64)
         if (ordinals >= wire.sizes.size).any() or np.unique(ordinals).size != count:
-            raise FormatError("a table names a tile twice, or one that the layout does not have")
+            raise FormatError("a table lists a tile twice, or one that the layout does not have")
         ordinals = ordinals.astype(np.int64)
         possible = (changes >= WHOLE) & (changes <= wire.sizes[ordinals])
         if not possible.all() or (table := cls(wire, ordinals, changes)).size != size:
-            raise FormatError(f"a table of {size} bytes does not have the changes that its entries count")
+            raise FormatError(f"a table of {size} bytes does not have the number of changes that its entries state")
         return table, entries["sum"].astype(np.uint64)
 
     def named(self, sums: NDArray[np.uint64]) -> dict[int, Sum]:
@@ -220,5 +220,5 @@ def not_as_promised(wire: BundlePlan, ordinal: int) -> VerificationError:
     names = sorted({piece.tensor for piece in wire.pieces[ordinal]})
     others = f" and {len(names) - 1} tensors bundled with it" if len(names) > 1 else ""
     return VerificationError(
-        f"digest mismatch: {names[0]!r}{others} would not be what was sent; weights unchanged", tensor=names[0]
+        f"digest mismatch: {names[0]!r}{others} would differ from what was sent; weights unchanged", tensor=names[0]
     )

@@ -72,7 +72,8 @@ class SyncSession:
             received = {ordinal: sum_ for bucket in got for ordinal, sum_ in bucket.sums.items()}
             if version.name != name or received != {ordinal: sums[ordinal] for ordinal in received}:
                 raise VerificationError(
-                    f"digest mismatch: what was sent is not version {name} of the other ranks; weights unchanged"
+                    f"digest mismatch: the received weights are not version {name} of the other ranks; weights "
+                    "unchanged"
                 )
             finish(lambda: end.weights.write_whole(got, {n: sums[n] for bucket in got for n in bucket.whole}))
             end.at = version
@@ -184,7 +185,9 @@ class SyncSession:
             try:
                 bucket = end.weights.read(message, before, self.clock)
             except KeyError as e:
-                raise FormatError(f"rank {self.sources[place]} sent changes of a bundle without a version") from e
+                raise FormatError(
+                    f"rank {self.sources[place]} sent changes of a bundle of which this rank has no version"
+                ) from e
         else:
             bucket = Bucket(messages.NOTHING, (), 0, {}, messages.read_sums(message, wire))
         if any(wire.owners[ordinal] != place for ordinal in bucket.sums):

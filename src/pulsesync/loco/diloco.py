@@ -84,14 +84,16 @@ class _PeriodicTrainer(FragmentTrainer):
     ) -> None:
         outer = outer or Nesterov()
         if not isinstance(outer, SGD):
-            raise TypeError(f"outer is pulsesync.loco.Nesterov(lr, momentum) or SGD(lr), not {type(outer).__name__}")
+            raise TypeError(
+                f"outer must be pulsesync.loco.Nesterov(lr, momentum) or SGD(lr); got {type(outer).__name__}"
+            )
         about = f"{type(self).__name__} {outer} {gate} sync_every={sync_every} delay={delay} blend={float(blend)}"
         super().__init__(model, inner_optimizer, exchange, gate, rule(outer), about, on_round)
         count = len(self._tensors)
         if sync_every < 1 or sync_every % count or not 0 <= delay < sync_every // count or not 0 <= blend <= 1:
             raise ValueError(
-                f"sync_every={sync_every} must be a multiple of the {count} fragments, delay={delay} below the steps "
-                f"between two turns, blend={blend} from 0 to 1"
+                f"sync_every={sync_every} must be a multiple of the number of fragments, {count}; delay={delay} must "
+                f"be below the steps between two rounds of a fragment; and blend={blend} must be from 0 to 1"
             )
         self._period, self._delay = sync_every // count, delay
         self._blend = float(np.float32(blend))
@@ -174,7 +176,8 @@ class _PeriodicTrainer(FragmentTrainer):
             if isinstance(e, StoreError) and not e.retryable:
                 raise
             logger.warning(
-                "Trainer %s is late, and could not follow the rounds since then: %s: %s. It does so in its next round.",
+                "Trainer %s is late and could not apply the rounds that it has missed: %s: %s. It tries again in its "
+                "next round.",
                 self.exchange.trainer,
                 type(e).__name__,
                 e,

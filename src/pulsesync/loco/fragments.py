@@ -33,7 +33,7 @@ class FragmentTensors:
             if tensor.dtype != torch.float32:
                 raise StateError(
                     f"parameter {name!r} is {tensor.dtype}: trainers average FP32 master weights. Keep the model in "
-                    "FP32 and compute in BF16 with autocast, or give the masters as a mapping of names to tensors",
+                    "FP32 and compute in BF16 with autocast, or pass the masters as a mapping of names to tensors",
                     tensor=name,
                 )
         self._tensors = dict(parameters)
@@ -60,8 +60,8 @@ class FragmentTensors:
         for name, tensor in self._tensors.items():
             if tensor.device != self._devices[name]:
                 raise StateError(
-                    f"parameter {name!r} was on {self._devices[name]} and is on {tensor.device} now: move the model "
-                    "first, and make the trainer then",
+                    f"parameter {name!r} was on {self._devices[name]} and is now on {tensor.device}: move the model "
+                    "before the trainer is made",
                     tensor=name,
                 )
 
@@ -141,7 +141,7 @@ class FragmentTensors:
         """A saved vector of this fragment, in memory of its own. Raises: StateError, if it is none."""
         values = np.array(saved.cpu().numpy(), np.float32)
         if values.shape != (self.size,):
-            raise StateError(f"the saved state has {values.size} weights, and the fragment {self.size}")
+            raise StateError(f"the saved state must have the {self.size} weights of the fragment; it has {values.size}")
         return self.vectors.bring(values)
 
     def addresses(self) -> list[int]:
@@ -163,9 +163,9 @@ def _vectors_of(tensors: Mapping[str, Any]) -> Vectors:
             if tensor.numel() and tensor.device != where:
                 there = "in host memory" if tensor.device.type == "cpu" else f"on {tensor.device}"
                 raise StateError(
-                    f"expected all parameters of a fragment in one place, but found {name!r} {there} and others on "
+                    f"expected all parameters of a fragment on one device, but found {name!r} {there} and others on "
                     f"{where}: make a fragment of the parameters of each device, [{{name: parameter, ...}}, ...], or "
-                    "bring them to one device",
+                    "move them to one device",
                     tensor=name,
                 )
     return vectors_at(where)
@@ -186,7 +186,7 @@ def named_tensors(model: Any) -> dict[str, Any]:
         found = named_tensors(piece)
         if same := out.keys() & found.keys():
             raise StateError(
-                f"two fragments have a tensor named {min(same)!r}: give the whole model to take names from"
+                f"two fragments have a tensor named {min(same)!r}: pass the whole model, so that names are unique"
             )
         out.update(found)
     return out
@@ -204,15 +204,15 @@ def fragments_of(model: Any) -> list[FragmentTensors]:
     for name, tensor in ((name, tensor) for tensors in found for name, tensor in tensors.items()):
         if tensor.numel() and not tensor.data_ptr():
             raise StateError(
-                f"parameter {name!r} has no plain memory here: it is a {type(tensor).__name__}. Give the tensors that "
-                "this process has of it as a mapping of names to tensors",
+                f"parameter {name!r} is a {type(tensor).__name__}, not a plain tensor. Pass the local tensors of "
+                "this process as a mapping of names to tensors",
                 tensor=name,
             )
     everyone = [tensor.data_ptr() for tensors in found for tensor in tensors.values() if tensor.numel()]
     if len(set(everyone)) != len(everyone):
-        raise StateError("a parameter is in two fragments, or twice in one")
+        raise StateError("a parameter is in two fragments, or twice in one; each must be in one fragment, once")
     if not all(found):
-        raise StateError("a fragment has no parameters to train")
+        raise StateError("a fragment must have parameters that require gradients; one has none")
     return [FragmentTensors(tensors) for tensors in found]
 
 
@@ -221,4 +221,7 @@ def check_covered(optimizer: Any, fragments: Sequence[FragmentTensors]) -> None:
     known = {address for fragment in fragments for address in fragment.addresses()}
     moved = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]
     if missing := [tuple(p.shape) for p in moved if p.data_ptr() not in known]:
-        raise StateError(f"the inner optimizer trains {len(missing)} parameters that no fragment has: {missing[0]}")
+        raise StateError(
+            f"the inner optimizer trains {len(missing)} parameters that no fragment has, such as {missing[0]}; add "
+            "them to a fragment, or take them out of the optimizer"
+        )

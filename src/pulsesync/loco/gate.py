@@ -123,9 +123,9 @@ class VisibilityGate:
 
     def __post_init__(self) -> None:
         if not 0 < self.reach <= MOST_REACH:
-            raise ValueError(f"reach must be above 0 and at most {MOST_REACH:g}, but it is {self.reach:g}")
+            raise ValueError(f"reach must be above 0 and at most {MOST_REACH:g}; got {self.reach:g}")
         if self.bits is not None and not 0 <= self.bits <= MOST_BITS:
-            raise ValueError(f"compact values keep 0 to {MOST_BITS} bits, but {self.bits} were asked for")
+            raise ValueError(f"compact must be None or 0 to {MOST_BITS} bits; got {self.bits}")
 
     def select(self, theta: Vector, update: Update) -> SentUpdate:
         v = vectors_of(theta)

@@ -61,7 +61,9 @@ class GroupExchange:
         self._rank, self._size = self._team.rank, self._team.size
         self.trainer = trainer or f"{self._rank:05d}"
         if len(self.trainer) > MAX_TRAINER or not self.trainer.isprintable() or not self.trainer.isascii():
-            raise ValueError(f"{self.trainer!r} is no name for a trainer: up to {MAX_TRAINER} plain characters")
+            raise ValueError(
+                f"a trainer's name must be 1 to {MAX_TRAINER} printable ASCII characters; got {self.trainer!r}"
+            )
         self._names: list[str] = []  # by rank, once they have come together
 
     @property
@@ -78,10 +80,13 @@ class GroupExchange:
         same = hashlib.sha256(alike.encode()).hexdigest()
         told = self._tell({"same": same, "trainer": self.trainer})
         if any(note["same"] != same for note in told):
-            raise StateError(f"the trainers of this group do not train the same model in the same way ({about})")
+            raise StateError(
+                f"trainers of this group differ in model or settings; this one has: {about}. Pass the same on every "
+                "rank"
+            )
         self._names = [note["trainer"] for note in told]
         if len(set(self._names)) != self._size:
-            raise StateError(f"two trainers of this group have the same name: {', '.join(self._names)}")
+            raise StateError(f"trainers of this group must have different names; they have {', '.join(self._names)}")
         return [self._furthest(state) for state in mine]
 
     def _furthest(self, state: SharedState) -> SharedState:
@@ -91,7 +96,8 @@ class GroupExchange:
         source = next(rank for rank, digest in enumerate(digests) if digest)
         if newest and len({digest for digest in digests if digest}) > 1:
             raise VerificationError(
-                f"the trainers' shared states differ after round {newest}: stop, they have diverged"
+                f"the trainers have diverged: their shared states differ after round {newest}. Stop them, and "
+                "resume all from one state_dict()"
             )
         if all(digest == digests[source] for digest in digests):
             return state
@@ -141,7 +147,10 @@ class GroupExchange:
             return
         told = self._tell({"digest": after.digest})
         if any(note["digest"] != after.digest for note in told):
-            raise VerificationError(f"trainers disagree on the digest of round {after.round}: stop, they have diverged")
+            raise VerificationError(
+                f"the trainers have diverged: they disagree on the digest after round {after.round}. Stop them, and "
+                "resume all from one state_dict()"
+            )
 
     def missed(self, coder: Coder, size: int) -> Outcome | None:
         return None  # a group has no rounds without all of it
@@ -190,7 +199,7 @@ class GroupExchange:
         try:
             return self._team.swap(outgoing, most)
         except GroupError as e:
-            raise RoundError(f"the group of trainers is broken: {e}") from e
+            raise RoundError(f"the exchange between the trainers failed: {e}") from e
 
     def _tell(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """Tell everybody something short; return what each has told."""
@@ -200,11 +209,13 @@ class GroupExchange:
             rows = self._team.gather_rows(np.frombuffer(data, np.uint8))
             said = [json.loads(row.tobytes()) for row in rows]
             if any(not isinstance(one, dict) or one.keys() != note.keys() for one in said):
-                raise ValueError("something else was told")
+                raise ValueError("a rank sent a malformed message")
         except GroupError as e:
-            raise RoundError(f"the group of trainers is broken: {e}") from e
+            raise RoundError(f"the exchange between the trainers failed: {e}") from e
         except ValueError as e:
-            raise RoundError(f"the group of trainers is out of step: {e}") from e
+            raise RoundError(
+                f"the trainers are out of step: {e}; all must take the same steps and use the group for nothing else"
+            ) from e
         return said
 
 

@@ -213,7 +213,7 @@ class FragmentTrainer:
         if missing := known.keys() - {place_of(tensor) for tensor in named.values()}:
             raise StateError(
                 f"expected a model with all {len(known)} tensors that are trained, but found one without "
-                f"{len(missing)} of them: give the module whose parameters are trained, or none for master weights"
+                f"{len(missing)} of them: pass the module whose parameters are trained, or None for master weights"
             )
         return {
             name: known.get(place_of(value), value.detach() if hasattr(value, "detach") else value)
@@ -233,7 +233,7 @@ class FragmentTrainer:
 
     def __enter__(self) -> Any:
         if self._hook is not None:
-            raise RuntimeError("this context is entered already")
+            raise RuntimeError("this context was already entered; make a new trainer to enter again")
         self.rejoin()
         self._hook = self._register()
         return self
@@ -357,8 +357,8 @@ class FragmentTrainer:
             name = self._tensors[fragment].name_of(_first_beyond(update, LARGEST_FINITE, shared.theta) or 0)
             self.exchange.decline(self._coder(fragment, shared), update.size, f"an update of {name} is not finite")
             raise StateError(
-                f"the update of {name!r} is not finite, so nothing was sent. Call discard() to go back to where the "
-                "round began",
+                f"the update of {name!r} is not finite, so nothing was sent. Call discard() to return to the weights "
+                "at the beginning of the round",
                 tensor=name,
             )
         return part
@@ -385,8 +385,8 @@ class FragmentTrainer:
         if not result.members:
             trend = "stays" if result.after.trend is shared.trend else "is reset to zero"
             logger.warning(
-                "Round %d of fragment %d is empty for all trainers: the updates of %s lead to values that are too "
-                "large. The shared weights stay as they were; the shared momentum or trend %s.",
+                "Round %d of fragment %d is empty for all trainers: the updates of %s yield values that are too "
+                "large. The shared weights are unchanged; the shared momentum or trend %s.",
                 result.after.round,
                 fragment,
                 ", ".join(decided.members),
@@ -595,11 +595,13 @@ class FragmentTrainer:
         """
         if state.get("format") != FORMAT:
             raise StateError(
-                f"expected a saved state of format {FORMAT}, but found {state.get('format')!r}: it is no state_dict() "
-                "of this version. Resume from the model's weights instead, without load_state_dict()"
+                f"expected a saved state of format {FORMAT}, but found {state.get('format')!r}: it is not a "
+                "state_dict() of this version. Resume from the model's weights instead, without load_state_dict()"
             )
         if [s["layout"] for s in state["shared"]] != [t.layout for t in self._tensors]:
-            raise StateError("the saved state is of another model, or of other fragments")
+            raise StateError(
+                "the saved state is of another model, or of other fragments; load it into the model that saved it"
+            )
         private = state.get("private") or {}
         own = private if private.get("trainer") == self.exchange.trainer else None
         try:

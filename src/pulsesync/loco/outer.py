@@ -46,7 +46,10 @@ class SGD:
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and 0 <= self.momentum < 1) or (self.nesterov and not self.momentum):
-            raise ValueError("the outer learning rate is above 0, its momentum from 0 to below 1, above for Nesterov's")
+            raise ValueError(
+                f"lr must be above 0, and momentum from 0 to below 1 (above 0 for Nesterov); got lr={self.lr}, "
+                f"momentum={self.momentum}"
+            )
 
     @property
     def reach(self) -> float:

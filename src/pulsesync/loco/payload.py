@@ -113,42 +113,43 @@ class Coder:
         """
         head, body = read_head(data)
         if (head.trainer, head.fragment, head.round) != (trainer, self.fragment, self.round):
-            told = f"of {head.trainer}, fragment {head.fragment}, round {head.round}"
-            raise FormatError(f"the payload is {told}, not {trainer}'s of {self.fragment}, {self.round}")
+            found = f"{head.trainer}, fragment {head.fragment}, round {head.round}"
+            expected = f"{trainer}, fragment {self.fragment}, round {self.round}"
+            raise FormatError(f"expected a payload of {expected}; found one of {found}")
         if head.base != self.base:
             raise BaseMismatchError(
                 f"{trainer} is at another shared state than this trainer", expected=self.base, actual=head.base
             )
         if (head.begin, head.end, head.terms) != (begin, end, terms):
-            told = f"{head.terms} updates from {head.begin} to {head.end}"
-            raise FormatError(f"the payload is of {told}, not of {terms} from {begin} to {end}")
+            found = f"{head.terms} updates from {head.begin} to {head.end}"
+            raise FormatError(f"expected a payload of {terms} updates from {begin} to {end}; found one of {found}")
         if (head.mode == DENSE) != (self.described is None):
-            raise FormatError(f"the payload is {head.mode}, which this exchange is not")
+            raise FormatError(f"this exchange does not take payloads in mode {head.mode}")
         sent = self._read(head, body)
         if terms == 1 and not np.isfinite(
             self.vectors.largest(sent.values)
         ):  # a sum may overflow: its round is then an empty one
-            raise FormatError("a payload holds what is no number")
+            raise FormatError("a payload contains a value that is not finite")
         return head, sent
 
     def _read(self, head: PayloadHeader, body: memoryview) -> SparseVector:
         size, v = head.end - head.begin, self.vectors
         if self.described is None:
             if head.count != size or head.coded or len(body) != 4 * size:
-                raise FormatError("a dense payload has another length than its entries")
+                raise FormatError("a dense payload does not have the length of its entries")
             return SparseVector.whole(v.bring(np.frombuffer(body, "<f4").astype(np.float32)))
         described = self.described[head.begin : head.end]
         positions, sizes, negative = v.decode_steps(described, body[: head.coded], head.count)
         rest = body[head.coded :]
         if head.mode == COMPACT:
             if len(rest) or not LOWEST_UNIT <= head.scale <= 127 or (sizes > LARGEST).any():
-                raise FormatError("a compact payload has a scale or values that none has")
+                raise FormatError("a compact payload has a scale or values out of range")
             bits = v.bits(v.from_units(sizes, head.scale))
         else:
             off = sizes - 1
             octaves = ((off >> 1) ^ -(off & 1)) + head.scale
             if ((octaves < 0) | (octaves > 255)).any():
-                raise FormatError("an exact payload has an exponent that FP32 has not")
+                raise FormatError("an exact payload has an exponent that FP32 does not have")
             bits = octaves << 23 | v.bring(_unpack(rest, head.count).astype(np.int64))
         return SparseVector(size, positions, v.from_bits(bits | negative << 31))
 
@@ -167,7 +168,7 @@ def read_head(data: bytes | memoryview) -> tuple[PayloadHeader, memoryview]:
     front = bytes(view[:MAX_HEAD_BYTES])
     line, newline, _ = front.partition(b"\n")
     if not newline:
-        raise FormatError("this is not a payload: it has no head")
+        raise FormatError("these bytes are not a payload: they have no header line")
     table = load_json(line, "the head of a payload")
     if table.pop("format", None) != FORMAT:
         raise UnsupportedError(
@@ -175,14 +176,14 @@ def read_head(data: bytes | memoryview) -> tuple[PayloadHeader, memoryview]:
         )
     head = _head(table)
     if _line(head) != line + newline:
-        raise FormatError("the head of a payload is not in canonical form")
+        raise FormatError("the header of a payload is not in canonical form")
     body = view[len(line) + 1 :]
     if _sealed(head, body).sha256 != head.sha256:
-        raise ChecksumError("a payload is damaged", expected=head.sha256)
+        raise ChecksumError("a payload is damaged: its bytes do not match its hash", expected=head.sha256)
     if not 0 <= head.begin <= head.end <= layouts.MAX_ELEMENTS or head.count > head.end - head.begin:
-        raise LimitError("a payload has more entries than it covers")
+        raise LimitError("a payload has more entries than its range")
     if head.coded > len(body) or head.mode not in (DENSE, EXACT, COMPACT):
-        raise FormatError("a payload is of no known mode, or shorter than it says")
+        raise FormatError("a payload has an unknown mode, or is cut off")
     return head, body
 
 
@@ -201,12 +202,12 @@ def _line(head: PayloadHeader) -> bytes:
 def _head(table: dict[str, Any]) -> PayloadHeader:
     kinds = PayloadHeader.__annotations__
     if set(table) != set(kinds) or any(type(table[name]) is not kind for name, kind in kinds.items()):
-        raise FormatError("the head of a payload holds other fields than it should")
+        raise FormatError("the header of a payload does not have the expected fields")
     head = PayloadHeader(**table)
     if any(value < 0 for name, value in table.items() if isinstance(value, int) and name != "scale"):
-        raise FormatError("the head of a payload holds a number below zero")
+        raise FormatError("the header of a payload has a number below zero")
     if not 0 < len(head.trainer) <= MAX_NAME or abs(head.scale) > 255:
-        raise LimitError(f"the head of a payload has a name longer than {MAX_NAME}, or no scale")
+        raise LimitError(f"the header of a payload has a name longer than {MAX_NAME}, or a scale out of range")
     return head
 
 
@@ -218,11 +219,11 @@ def _pack(mantissas: NDArray[np.uint32]) -> bytes:
 
 def _unpack(data: memoryview, count: int) -> NDArray[np.uint32]:
     if len(data) != 2 * count + (7 * count + 7) // 8:
-        raise FormatError("a payload has another number of mantissas than entries")
+        raise FormatError("a payload does not have one mantissa for each entry")
     lower = np.frombuffer(data[: 2 * count], "<u2").astype(np.uint32)
     bits = np.unpackbits(np.frombuffer(data[2 * count :], np.uint8))
     if bits[7 * count :].any():
-        raise FormatError("a payload has bits behind its end")
+        raise FormatError("a payload has unused bits that are not zero")
     upper = np.packbits(np.pad(bits[: 7 * count].reshape(count, 7), ((0, 0), (1, 0))), axis=1)[:, 0]
     return lower | upper.astype(np.uint32) << np.uint32(16)
 

@@ -123,25 +123,27 @@ class SharedState:
                 "that meet must run the same version of pulsesync"
             )
         if set(head) != {"format", "layout", "round", "digest", "parts", "size", "trend", "sha256"}:
-            raise FormatError("the first line of a shared state does not have the fields that it should")
+            raise FormatError("the first line of a shared state does not have the expected fields")
         body, sha256 = view[len(line) + 1 :], head.pop("sha256")
         if _seal(head, body) != sha256:
-            raise ChecksumError("a shared state is damaged: its bytes do not have the hash that its first line says")
+            raise ChecksumError("a shared state is damaged: its bytes do not match the hash in its first line")
         if head["layout"] != like.layout or head["size"] != len(like.theta):
-            raise FormatError(f"the shared state has layout {head['layout']}, and this model has {like.layout}")
+            raise FormatError(
+                f"expected a shared state of this model's layout, {like.layout}; found layout {head['layout']}"
+            )
         if head["trend"] != _trend_type(like.trend) or len(body) != like.theta.nbytes + like.trend.nbytes:
-            raise FormatError(f"the shared state has a trend of type {head['trend']}, not {_trend_type(like.trend)}")
+            raise FormatError(f"expected a trend of type {_trend_type(like.trend)}; found {head['trend']}")
         theta = np.frombuffer(body[: like.theta.nbytes], "<f4").astype(np.float32)
         trend = read_trend(np.frombuffer(body[like.theta.nbytes :], TREND_TYPES[head["trend"]]), like.trend)
         v = vectors_of(like.theta)
         if not np.isfinite(theta).all():
             raise FormatError("a shared state has weights that are not finite")
         if type(head["round"]) is not int or head["round"] < 0 or not isinstance(head["parts"], dict):
-            raise FormatError("a shared state has no round")
+            raise FormatError("the first line of a shared state has no valid round or parts")
         parts = {name: read_part(part) for name, part in head["parts"].items()}
         state = cls(head["layout"], v.bring(theta), trend, head["round"], parts)
         if state.digest != head["digest"]:
-            raise ChecksumError("a shared state has another digest than it says", expected=head["digest"])
+            raise ChecksumError("a shared state does not have the digest in its first line", expected=head["digest"])
         return state
 
 
@@ -187,5 +189,5 @@ def _seal(head: Mapping[str, object], body: bytes | memoryview) -> str:
 def read_part(value: object) -> Contribution:
     """Raises: FormatError, for what is none."""
     if not isinstance(value, list | tuple) or [type(item) for item in value] != [int, str] or value[0] < 0:
-        raise FormatError("who took part in a round is told by its number and the payload's id")
+        raise FormatError("the contribution of a trainer must be a pair of round and payload id")
     return Contribution(*value)

@@ -50,21 +50,21 @@ def decode_steps(described: Bits, data: memoryview, count: int) -> tuple[I64, I6
     """
     if not count:
         if len(data):
-            raise FormatError("a payload without entries has bytes for some")
+            raise FormatError("a payload without entries must have no bytes for them")
         return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
     layout = _layout(described.size)
     decoded = patch.decode(data, layout, {"fired": described})
     if len(decoded.patches) != 1 or decoded.patches[0].changed != count:
-        raise FormatError("a payload holds another number of entries than it says")
+        raise FormatError("a payload does not have the number of entries that its header states")
     found = decoded.patches[0]
     if count_tile(layout.tiles[0], described) + moved(found) != decoded.sums[0]:
-        raise ChecksumError("what a payload decodes to is not what was encoded")
+        raise ChecksumError("a payload is damaged: its decoded entries do not have the digest that it states")
     positions = np.concatenate([block.tile_positions() for block in found.blocks])
     old = np.concatenate([block.old for block in found.blocks])
     new = np.concatenate([block.new for block in found.blocks])
     steps = (_ordered(new) - _ordered(old) + (1 << 15) & 0xFFFF) - (1 << 15)
     if (steps == -(1 << 15)).any():
-        raise FormatError("a payload holds a value larger than any")
+        raise FormatError("a payload contains a value above the largest that is allowed")
     return positions, np.abs(steps), (old >> np.uint16(15)).astype(np.int64) ^ (steps < 0)
 
 

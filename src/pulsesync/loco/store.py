@@ -88,12 +88,15 @@ class StoreExchange:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not _NAME.fullmatch(trainer):
-            raise ValueError(f"{trainer!r} is no name for a trainer: 1 to 64 letters, digits, - or _")
+            raise ValueError(f"a trainer's name must be 1 to 64 letters, digits, '-' or '_'; got {trainer!r}")
         self.trainer = trainer
         self._store = open_store(location) if isinstance(location, str) else location
         self._trainers, self._quorum = trainers, quorum if quorum is not None else trainers // 2 + 1
         if not 1 <= self._quorum <= trainers or state_every < 1:
-            raise ValueError(f"a quorum of {self._quorum} among {trainers} trainers, states every {state_every} rounds")
+            raise ValueError(
+                f"quorum must be from 1 to trainers, and state_every at least 1; got quorum={self._quorum}, "
+                f"trainers={trainers}, state_every={state_every}"
+            )
         self._deadline_s, self._patience_s, self._poll_s = deadline_s, patience_s, poll_s
         self._state_every = state_every
         self._clock, self._sleep = clock, sleep
@@ -140,13 +143,16 @@ class StoreExchange:
             )
         lists = all(isinstance(found.get(key), list) for key in ("layouts", "start"))
         if set(found) != set(begun) or not lists:
-            raise FormatError("the record of a run of trainers holds something else")
-        for key, what in (("layouts", "train another model"), ("about", "train in another way")):
+            raise FormatError("the record of the trainers' run does not have the expected fields")
+        for key, what in (("layouts", "model"), ("about", "settings")):
             if found[key] != begun[key]:
-                raise StateError(f"the trainers there {what}: {found[key]}, not {begun[key]}")
+                raise StateError(
+                    f"the run at this location has another {what} than this trainer ({found[key]}, not {begun[key]}); "
+                    "use the same, or a new location"
+                )
         start: list[str] = found["start"]
         if len(start) != len(mine):
-            raise FormatError("the record of a run of trainers holds something else")
+            raise FormatError("the record of the trainers' run must have one start for each fragment")
         return start
 
     def _exists(self, key: str) -> bool:
@@ -206,7 +212,9 @@ class StoreExchange:
                 self._check_not_gone(coder)
                 why = "".join(f"; payload of {_sender(key)} refused: {e[-1]}" for key, e in refused.items() if e)
                 raise RoundError(
-                    f"round {coder.round}: no quorum of {self._quorum} came together{why}", round=coder.round
+                    f"round {coder.round}: {self._patience_s:g} s passed without a quorum of {self._quorum} "
+                    f"trainers{why}",
+                    round=coder.round,
                 )
             self._sleep(self._poll_s)
         total, taken = self._add_up(coder, members, size, read)
@@ -220,11 +228,13 @@ class StoreExchange:
         """Raises: StateError, if somebody else has announced itself by this trainer's name."""
         with suppress(NotFoundError):
             if self._get(_place(coder, f"present/{self.trainer}"), 64) != self._session:
-                raise StateError(f"two trainers are called {self.trainer!r}: this one stops")
+                raise StateError(f"another process runs as trainer {self.trainer!r}; give each trainer its own name")
 
     def _check_not_gone(self, coder: Coder) -> None:
         if self._is_gone(coder.fragment, coder.round):
-            raise MissingLinkError(f"round {coder.round} is long past: join again")
+            raise MissingLinkError(
+                f"the objects of round {coder.round} were deleted, because a later state is saved; join again"
+            )
 
     def _check_same_state(self, coder: Coder, found: set[str], others: dict[str, BaseMismatchError]) -> None:
         """Raises: VerificationError, if trainers at another shared state are what is missing for a quorum."""
@@ -232,7 +242,7 @@ class StoreExchange:
             raise VerificationError(
                 f"replicas have diverged: in round {coder.round}, {', '.join(others)} are at another shared state than "
                 f"{', '.join(sorted(found))}, and neither side has a quorum of {self._quorum}. Stop all trainers, and "
-                "start them at a new location, the first with the state_dict() that is to count",
+                "start them at a new location, the first one from the state_dict() to continue from",
                 expected=coder.base,
                 actual=next(iter(others.values())).actual,
             )
@@ -281,7 +291,7 @@ class StoreExchange:
         if not large or len(rest) < self._quorum:
             return found
         logger.warning(
-            "Round %d is decided without %s: their updates have values beyond %g.",
+            "Round %d is decided without %s: their updates have values above %g.",
             coder.round,
             ", ".join(large),
             LARGEST_UPDATE,
@@ -298,7 +308,10 @@ class StoreExchange:
         data = self._get(key, 5 * size + (1 << 20))  # no payload is longer
         if hashlib.sha256(data).hexdigest() != id_:
             forget(self._store, key)
-            raise ChecksumError(f"the payload of {trainer} in round {coder.round} is damaged", expected=id_)
+            raise ChecksumError(
+                f"the payload of {trainer} in round {coder.round} is damaged: its bytes do not match its hash",
+                expected=id_,
+            )
         return coder.decode(data, trainer, 0, size)[1]
 
     def _add_up(
@@ -325,14 +338,14 @@ class StoreExchange:
             except (FormatError, ChainError, NotFoundError) as e:
                 faults.append(e)
             except StoreError as e:
-                raise RoundError(f"round {coder.round} was decided, and cannot be read: {e}", round=coder.round) from e
+                raise RoundError(f"round {coder.round} was decided, but cannot be read: {e}", round=coder.round) from e
         lost = f"the payload of {trainer} in round {coder.round} is lost ({faults[-1]})"
         if self._has_state(coder.fragment, coder.round):
             self._lost[coder.fragment] = coder.round
-            raise MissingLinkError(f"{lost}: join again, from a later state") from faults[-1]
+            raise MissingLinkError(f"{lost}; join again, from a later state") from faults[-1]
         raise RoundError(
             f"{lost}, and no shared state of this round or a later one is saved yet. Restore the object, or wait until "
-            f"the other trainers have saved a state (every {self._state_every} rounds), which this trainer then takes; "
+            f"the other trainers have saved a state (every {self._state_every} rounds), which this trainer then loads; "
             "if no trainer gets past this round, resume from the newest state_dict() at a new location",
             round=coder.round,
         ) from faults[-1]
@@ -344,14 +357,15 @@ class StoreExchange:
         record = load_json(data, "the decision of a round")
         members = record.get("members")
         if set(record) != {"format", "base", "members"} or record["format"] != FORMAT or not isinstance(members, dict):
-            raise FormatError(f"the decision of round {coder.round} holds something else")
+            raise FormatError(f"the decision of round {coder.round} does not have the expected fields")
         if not 1 <= len(members) <= MAX_TRAINERS or list(members) != sorted(members):
-            raise FormatError(f"the decision of round {coder.round} has nobody, too many, or is out of order")
+            raise FormatError(f"the decision of round {coder.round} must list 1 or more trainers, in order")
         if any(not _NAME.fullmatch(name) or not _is_id(id_) for name, id_ in members.items()):
-            raise FormatError(f"the decision of round {coder.round} names what is no trainer or no payload")
+            raise FormatError(f"the decision of round {coder.round} lists a bad name or payload id")
         if record["base"] != coder.base:
             raise VerificationError(
-                f"round {coder.round} continues from another state than this trainer's: start without a saved one",
+                f"round {coder.round} continues from another shared state than this trainer's: restart this trainer "
+                "without a saved state",
                 expected=record["base"],
                 actual=coder.base,
             )
@@ -450,13 +464,13 @@ def _json(record: dict[str, Any]) -> bytes:
 
 def _refuse_start() -> NoReturn:
     raise StateError(
-        "this trainer begins with other weights than the run did, and nobody has left a shared state yet: begin with "
-        "the same checkpoint, or join after the first state"
+        "this trainer starts with other weights than the run, and no shared state is saved yet: start with "
+        "the same checkpoint, or join after the first state is saved"
     )
 
 
 def _refuse_gap(state: SharedState) -> NoReturn:
     raise StateError(
-        f"the rounds after {state.round} were cleared away or lost, and no later state can be read: start at a "
+        f"the rounds after {state.round} were deleted or lost, and no later state can be read: start at a "
         "new location, from a saved state_dict() or the model's weights"
     )

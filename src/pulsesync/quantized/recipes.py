@@ -104,7 +104,7 @@ def quantize(source: Any, recipe: "str | Recipe", names: Collection[str]) -> dic
     recipe, tensors = find_recipe(recipe), dict(mapping_of(source))
     for name in names:
         if name not in tensors or tensors[name].dim() != 2:
-            raise ValueError(f"names must be those of matrices of the source; {name!r} is not")
+            raise ValueError(f"names must be names of matrices in the source; {name!r} is not one")
         if (scales := name + recipe.scale_suffix) in tensors:
             raise ValueError(f"the scales of {name!r} would be called {scales!r}, which is the name of another tensor")
         tensors[name], tensors[scales] = recipe.quantize(tensors[name].detach())

@@ -237,7 +237,7 @@ class QuantizedSubscriber:
         """
         with self._working():
             if self._derived is None:
-                raise VerificationError("nothing has been synced yet")
+                raise VerificationError("there are no synced weights to verify: call sync first")
             try:
                 self._subscriber.verify()
             except VerificationError:
@@ -307,8 +307,8 @@ class QuantizedSubscriber:
             if not e.torn:
                 raise
             raise VerificationError(
-                f"loading an anchor into the mirror failed halfway ({e.__cause__}); the worker's tensors are as they "
-                "were: sync again",
+                f"loading an anchor into the mirror failed halfway ({e.__cause__}); the worker's tensors are "
+                "unchanged: sync again",
             ) from e
 
     def _make_mirror(self, weights: Any, wait_s: float) -> None:
@@ -337,7 +337,7 @@ class QuantizedSubscriber:
     def _attach(self, weights: Any) -> DerivedWeights:
         state = self._subscriber.state
         if state is None:
-            raise ClosedError("this QuantizedSubscriber was closed while it synced; its tensors are as they were")
+            raise ClosedError("this QuantizedSubscriber was closed while it synced; its tensors are unchanged")
         if self._derived is None or self._derived.plain is not state or not self._derived.state.holds(weights):
             self._version, self._derived = None, None
             self._derived = DerivedWeights(weights, state, self._mirror, self.recipe)

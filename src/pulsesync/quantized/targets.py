@@ -79,9 +79,13 @@ class Targets:
                 first_groups[number], groups = groups, groups + tensors[scales].numel()
             quantized.append(replace(target, scales=number, first_group=first_groups[number]))
         if extra := sorted(tensors.keys() - used):
-            raise StateError(f"the run has no tensor {extra[0]!r} ({len(extra)} such names)", tensor=extra[0])
+            raise StateError(
+                f"the run has no tensor {extra[0]!r} ({len(extra)} local tensors are not in the run)", tensor=extra[0]
+            )
         if not quantized:
-            raise StateError(f"no tensor is {recipe.dtype} here: there is nothing to quantise; use Subscriber instead")
+            raise StateError(
+                f"no local tensor is {recipe.dtype}, so there is nothing to quantise; use Subscriber instead"
+            )
         if len(dtypes) > 1:
             raise StateError(f"the weights to quantise must have one dtype in the run; they have {sorted(dtypes)}")
         flats = {name: tensors[name].detach().view(-1) for name in views}
@@ -90,11 +94,11 @@ class Targets:
 
 def _plain(name: str, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
-        raise StateError(f"{name!r} is a {type(tensor).__name__}; quantised weights must be torch tensors", tensor=name)
+        raise StateError(f"quantised weights must be torch tensors; {name!r} is a {type(tensor).__name__}", tensor=name)
     if not tensor.is_contiguous():
         raise StateError(
-            f"tensor {name!r} is not contiguous: it cannot be written in place. If an engine keeps it transposed, hand "
-            "over its transpose, tensor.t()",
+            f"tensor {name!r} is not contiguous: it cannot be written in place. If an engine keeps it transposed, pass "
+            "its transpose, tensor.t()",
             tensor=name,
         )
     return tensor
@@ -107,17 +111,17 @@ def _check_all_there(tensors: Mapping[str, torch.Tensor], run: Layout) -> None:
         aliases.setdefault(name, set()).add(alias)
     for spec in run.tensors:
         if spec.name not in tensors and not aliases.get(spec.name, set()) & tensors.keys():
-            raise StateError(f"tensor {spec.name!r} of the run is missing here", tensor=spec.name)
+            raise StateError(f"the run has tensor {spec.name!r}, and this worker does not", tensor=spec.name)
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, spec: TensorSpec, where: torch.device) -> None:
     if tuple(tensor.shape) != spec.shape:
         raise StateError(
-            f"tensor {name!r} has shape {tuple(tensor.shape)} here and {spec.shape} in the run", tensor=name
+            f"tensor {name!r} has shape {tuple(tensor.shape)} in this worker and {spec.shape} in the run", tensor=name
         )
     if tensor.device != where:
         raise StateError(
-            f"tensor {name!r} is on {tensor.device} and others are on {where}; they must be on one device", tensor=name
+            f"tensor {name!r} must be on {where}, where the others are; it is on {tensor.device}", tensor=name
         )
 
 
@@ -125,12 +129,12 @@ def _check_memory(name: str, ties: Mapping[str, str], sources: Mapping[str, int]
     """Tensors may share memory only where they follow from the same tensor of the run, with the same scales."""
     other = ties.get(name, name)
     if sources.get(other) != sources[name]:
-        raise StateError(f"{name!r} and {other!r} share memory here, and in the run they do not", tensor=name)
+        raise StateError(f"{name!r} and {other!r} share memory in this worker, but not in the run", tensor=name)
     if scale_suffix is None:
         return
     scales, others = (ties.get(one + scale_suffix, one + scale_suffix) for one in (name, other))
     if scales != others:
-        raise StateError(f"{name!r} and {other!r} share memory here, and their scales do not", tensor=scales)
+        raise StateError(f"{name!r} and {other!r} share memory in this worker, but their scales do not", tensor=scales)
     if taken := {scales, name + scale_suffix} & sources.keys():
         raise StateError(f"the scales of {name!r} are {min(taken)!r}, which is a tensor of the run", tensor=min(taken))
 
@@ -140,8 +144,8 @@ def _check_quantized(name: str, tensors: Mapping[str, torch.Tensor], spec: Tenso
     tensor = tensors[name]
     if tensor.dtype != recipe.dtype or spec.dtype not in FLOATS:
         raise StateError(
-            f"tensor {name!r} is {tensor.dtype} here and {spec.dtype} in the run; it must be the same, or for recipe "
-            f"{recipe.name!r} be {recipe.dtype} here and BF16, F16 or F32 in the run",
+            f"tensor {name!r} is {tensor.dtype} in this worker and {spec.dtype} in the run; it must be the same, or "
+            f"for recipe {recipe.name!r} be {recipe.dtype} in the worker and BF16, F16 or F32 in the run",
             tensor=name,
         )
     if len(spec.shape) != 2:

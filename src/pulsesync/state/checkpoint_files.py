@@ -85,7 +85,7 @@ def open_checkpoint(path: str | Path, *, private: bool = False) -> Checkpoint:
                 raise FormatError(f"tensor {twice[0]!r} is in two files of {path}", tensor=twice[0])
             tensors |= found
         if missing := sorted(wanted - tensors.keys()):
-            raise FormatError(f"the index of {path} names a tensor {missing[0]!r} that no file has", tensor=missing[0])
+            raise FormatError(f"the index of {path} lists tensor {missing[0]!r}, which no file has", tensor=missing[0])
         return Checkpoint(tensors, companions(path))
 
 
@@ -97,17 +97,17 @@ def _weight_files(folder: Path) -> tuple[list[str], set[str]]:
     if index is not None:
         named = load_json(index.read_bytes(), str(index)).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise FormatError(f"{index} has no weight_map from tensors to files")
+            raise FormatError(f"{index} has no weight_map that maps tensors to files")
         names = sorted(set(named.values()))
         if strange := [name for name in names if Path(name).name != name]:
-            raise FormatError(f"{index} names a file {strange[0]!r} that is not in its folder")
+            raise FormatError(f"{index} lists file {strange[0]!r}, which is not in its folder")
         return names, set(named)
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     if "model.safetensors" in found:
         return ["model.safetensors"], set()
     if len(found) != 1:
-        said = "no safetensors file" if not found else f"{len(found)} safetensors files and no index"
-        raise NotFoundError(f"{folder} holds {said}: name one file, or a folder with {INDEX}", key=str(folder))
+        found_text = "no safetensors file" if not found else f"{len(found)} safetensors files and no index"
+        raise NotFoundError(f"{folder} has {found_text}: name one file, or a folder with {INDEX}", key=str(folder))
     return found, set()
 
 
@@ -123,7 +123,7 @@ def companions(folder: Path) -> dict[str, bytes]:
     for path in sorted(folder.iterdir()):
         if is_companion(path.name) and path.is_file():
             if path.stat().st_size > MAX_FILE_BYTES:
-                raise LimitError(f"{path} is larger than {MAX_FILE_BYTES} bytes, which no companion may be")
+                raise LimitError(f"{path} is larger than {MAX_FILE_BYTES} bytes, the limit for a companion file")
             out[path.name] = path.read_bytes()
     return out
 
@@ -170,10 +170,10 @@ def read_metadata(path: Path) -> dict[str, str]:
     with reading_from(path), path.open("rb") as file:
         count = int.from_bytes(file.read(8), "little")
         if count > min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
-            raise FormatError(f"{path} is not a safetensors file: it is cut short, or something else")
+            raise FormatError(f"{path} is not a safetensors file, or is cut off")
         said = load_json(file.read(count), f"the header of {path}").get("__metadata__", {})
     if not isinstance(said, dict) or not all(isinstance(text, str) for text in said.values()):
-        raise FormatError(f"{path} has a __metadata__ that is not a table of texts")
+        raise FormatError(f"{path} has a __metadata__ that does not map strings to strings")
     return said
 
 
@@ -181,7 +181,7 @@ def _parse_header(length: bytes, read: Any, size: int, path: Path) -> tuple[int,
     """Check a header as safetensors does; return where the data begins, and each tensor with its offset there."""
     count = int.from_bytes(length, "little")
     if len(length) < 8 or not 2 <= count <= min(MAX_HEADER_BYTES, size - 8):
-        raise FormatError(f"{path} is not a safetensors file: it is cut short, or something else")
+        raise FormatError(f"{path} is not a safetensors file, or is cut off")
     table = load_json(read(count), f"the header of {path}")
     table.pop("__metadata__", None)
     entries, spans = [], []
@@ -192,20 +192,20 @@ def _parse_header(length: bytes, read: Any, size: int, path: Path) -> tuple[int,
         except (KeyError, TypeError, ValueError):
             whole = False
         if not whole:
-            raise FormatError(f"{path} describes tensor {name!r} in another way than safetensors does", tensor=name)
+            raise FormatError(f"{path} is not a valid safetensors file: bad entry for tensor {name!r}", tensor=name)
         if dtype not in DTYPES:
-            raise UnsupportedError(f"tensor {name!r} has dtype {dtype}; known are {', '.join(DTYPES)}", tensor=name)
+            raise UnsupportedError(f"tensor {name!r} has dtype {dtype}; supported are {', '.join(DTYPES)}", tensor=name)
         if end - start != math.prod(shape) * DTYPES[dtype].itemsize:
-            raise FormatError(f"{path} has other bytes for tensor {name!r} than its shape asks for", tensor=name)
+            raise FormatError(f"in {path}, the bytes of tensor {name!r} do not match its shape", tensor=name)
         entries.append((TensorSpec(name, dtype, shape), start))
         spans.append((start, end))
     at = 0
     for start, end in sorted(spans):
         if start != at:
-            raise FormatError(f"the tensors of {path} overlap, or leave gaps")
+            raise FormatError(f"{path} is not a valid safetensors file: its tensors overlap, or leave gaps")
         at = end
     if 8 + count + at != size:
-        raise FormatError(f"{path} has {size} bytes, and its header asks for {8 + count + at}")
+        raise FormatError(f"{path} must have {8 + count + at} bytes by its header; it has {size}")
     return 8 + count, entries
 
 
@@ -396,6 +396,6 @@ def reading_from(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as e:
-        raise NotFoundError(f"there is no {e.filename or path}", key=str(path)) from e
+        raise NotFoundError(f"{e.filename or path} does not exist", key=str(path)) from e
     except OSError as e:
         raise StoreError(f"cannot read {path}: {e.strerror or e}", key=str(path)) from e

@@ -146,7 +146,7 @@ class HostState(LiveState[Bits, Changes, History]):
             if place and place.apart and entry.codec in PREDICTING:
                 name = self.layout.tiles[entry.tile].names[0]
                 raise StateError(
-                    f"the slice of {name!r} that is held cuts through a tile of the run: publish with a grid that has "
+                    f"the local slice of {name!r} splits a tile of the run: publish with a grid that has "
                     "borders there, or with codec='step' or 'gap'",
                     tensor=name,
                 )

@@ -224,7 +224,9 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             advice = _advice(everything.get(name), spec.dtype, tied_to, widen, cls.widens)
             _fits(name, everything.get(name), spec, (tied_to or name) in wide, tied_to is not None, advice)
         if extra := sorted(set(everything) - set(wanted)):
-            raise StateError(f"the run has no tensor {extra[0]!r} ({len(extra)} such names)", tensor=extra[0])
+            raise StateError(
+                f"the run has no tensor {extra[0]!r} ({len(extra)} local tensors are not in the run)", tensor=extra[0]
+            )
         flats = {name: everything[name].flat for name in specs}
         copies: dict[str, list[Flat]] = {}
         for alias, name in layout.ties.items():
@@ -245,7 +247,10 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         spans = sorted((*cls.span(flat), name) for name, flat in named)
         for (_, end, name), (begin, _, other) in pairwise(s for s in spans if s[0] < s[1]):
             if begin < end:
-                raise StateError(f"{name!r} and {other!r} share memory here, and in the run they do not", tensor=other)
+                raise StateError(
+                    f"{name!r} and {other!r} share memory in this model, but not in the run; give each its own memory",
+                    tensor=other,
+                )
 
     def holds(self, source: Any) -> bool:
         """Whether a source still has the very memory that was attached: another tensor can take over a name."""
@@ -290,7 +295,10 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """
         self.untied = self.find_untied()
         if self.untied:
-            raise VerificationError(f"a tensor tied to {self.untied!r} differs from it", tensor=self.untied)
+            raise VerificationError(
+                f"a tensor tied to {self.untied!r} has other weights than it; sync again to get all weights",
+                tensor=self.untied,
+            )
         self.sums = self.count()
         return self.digest
 
@@ -422,27 +430,38 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     def _check_base(self, manifest: Manifest, sums: Mapping[int, Sum], history: Memory) -> Memory:
         """Check that a patch is for this state; return the history it was made with."""
         if manifest.base is None:
-            raise BaseMismatchError(f"version {manifest.version} is not a patch", version=manifest.version)
+            raise BaseMismatchError(
+                f"version {manifest.version} is not a patch: it cannot be applied to another version",
+                version=manifest.version,
+            )
         if manifest.layout != self.layout.id:
-            raise BaseMismatchError("the version has another layout", expected=manifest.layout, actual=self.layout.id)
+            raise BaseMismatchError(
+                "the version has another layout than the local weights; a full resync from an anchor is required",
+                expected=manifest.layout,
+                actual=self.layout.id,
+            )
         if self.untied:
             raise BaseMismatchError(
-                f"a tensor tied to {self.untied!r} differs from it; a full resync from an anchor is required"
+                f"a tensor tied to {self.untied!r} has other weights than it; a full resync from an anchor is required"
             )
         self._check_base_digest(manifest, sums)
         if manifest.kind == RecordKind.SQUASH or manifest.index == 1:
             return self.bring(History())
         if manifest.index != history.index + 1:
             raise BaseMismatchError(
-                f"patch {manifest.index} of its epoch; {history.index} are known here", version=manifest.version
+                f"version {manifest.version} is patch {manifest.index} of its epoch, and the local weights have "
+                f"{history.index} of them; apply patches in order",
+                version=manifest.version,
             )
         return history
 
     def _check_base_digest(self, manifest: Manifest, sums: Mapping[int, Sum]) -> None:
         assert manifest.base is not None
-        if self.whole and manifest.base.digest != (held := self._digest(sums)):
+        if self.whole and manifest.base.digest != (actual := self._digest(sums)):
             raise BaseMismatchError(
-                f"version {manifest.version} is for another state", expected=manifest.base.digest, actual=held
+                f"version {manifest.version} does not apply to the local weights: their digest is not that of its base",
+                expected=manifest.base.digest,
+                actual=actual,
             )
 
     def _open(self, manifest: Manifest, parts: Parts) -> list[Body]:
@@ -450,10 +469,12 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         for ref, part in zip(manifest.parts, parts, strict=True):
             if not isinstance(part, Body):
                 if ref.data is None and len(part) != ref.size:
-                    raise FormatError(f"part {ref.id[:12]} has {len(part)} bytes, not {ref.size}", part=ref.id)
+                    raise FormatError(f"part {ref.id[:12]} must have {ref.size} bytes; it has {len(part)}", part=ref.id)
                 part = Body.of(part, self.layout, ref.id)
             if part.index.header.id != ref.id:
-                raise FormatError(f"part {part.index.header.id[:12]} is not {ref.id[:12]}", part=ref.id)
+                raise FormatError(
+                    f"expected part {ref.id[:12]}, but found part {part.index.header.id[:12]}", part=ref.id
+                )
             bodies.append(part)
         return bodies
 
@@ -571,15 +592,17 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     ) -> dict[int, Sum]:
         """Check the parts of an anchor; return the digests of its tiles. take: decodes and counts some blocks."""
         if manifest.layout != self.layout.id:
-            raise BaseMismatchError("the anchor has another layout", expected=manifest.layout, actual=self.layout.id)
+            raise BaseMismatchError(
+                "the anchor has another layout than the local weights", expected=manifest.layout, actual=self.layout.id
+            )
         sums = self._zero_sums()
         seen: set[int] = set()
         for body in parts:
             promised = {entry.tile: entry.sum for entry in body.index.entries if entry.tile in self.places}
             if any(not self.layout.tiles[entry.tile].size for entry in body.index.entries):
-                raise FormatError(f"the anchor of version {manifest.version} names a tile that has no weights")
+                raise FormatError(f"the anchor of version {manifest.version} lists a tile that has no weights")
             if not seen.isdisjoint(promised):
-                raise FormatError(f"two parts of the anchor of version {manifest.version} hold the same tile")
+                raise FormatError(f"two parts of the anchor of version {manifest.version} contain the same tile")
             seen |= promised.keys()
             counted = dict.fromkeys(promised, Sum(0, 0))
             blocks = self._blocks_of(body)
@@ -587,11 +610,17 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
                 counted[block.tile.ordinal] += found.all
                 sums[block.tile.ordinal] += found.local
             if counted != promised:
-                raise VerificationError("a tile of the anchor is not the publisher's", version=manifest.version)
+                raise VerificationError(
+                    "digest mismatch: a decoded tile of the anchor differs from its index", version=manifest.version
+                )
         if seen != self.places.keys():
-            raise FormatError(f"the anchor of version {manifest.version} lacks a tile")
+            raise FormatError(f"the anchor of version {manifest.version} does not contain all tiles")
         if self.whole and (actual := self._digest(sums)) != manifest.digest:
-            raise VerificationError("the anchor is not its version", expected=manifest.digest, actual=actual)
+            raise VerificationError(
+                "digest mismatch: the decoded anchor differs from the manifest",
+                expected=manifest.digest,
+                actual=actual,
+            )
         return sums
 
     def _blocks_of(self, body: Body) -> list[WholeBlock]:
@@ -648,11 +677,11 @@ def _fits(name: str, view: Any | None, spec: TensorSpec, wide: bool, optional: b
     if view is None:
         if optional:
             return
-        raise StateError(f"tensor {name!r} of the run is missing here", tensor=name)
+        raise StateError(f"the run has tensor {name!r}, and this model does not", tensor=name)
     if (view.spec.dtype, view.spec.shape) != ("F32" if wide else spec.dtype, spec.shape):
         raise StateError(
-            f"tensor {name!r} is {view.spec.dtype} {view.spec.shape} here and {spec.dtype} {spec.shape} in the run"
-            f"{advice}",
+            f"tensor {name!r} is {view.spec.dtype} {view.spec.shape} in this model and {spec.dtype} {spec.shape} in "
+            f"the run{advice}",
             tensor=name,
         )
     if not view.shared:
@@ -667,5 +696,5 @@ def _advice(view: Any | None, dtype: str, tied_to: str | None, widen: bool, wide
     if (here, dtype) == ("F32", "BF16") and not widens:
         return "; tensors on a GPU cannot be widened: give the model BF16 weights, or widen a copy in host memory"
     if widen and dtype == "BF16" and tied_to:
-        return f"; {tied_to!r}, to which it is tied, has another dtype here: give both the same"
+        return f"; {tied_to!r}, to which it is tied, has another dtype in this model: give both the same"
     return "; widen=True is for tensors that are BF16 in the run" if widen and here == "F32" != dtype else ""

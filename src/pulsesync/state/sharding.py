@@ -73,7 +73,7 @@ def tensor_parallel(
             out[name] = Placed(tensor, whole, rows=(shape[0] * rank, shape[0] * (rank + 1)))
         elif any(fnmatchcase(name, pattern) for pattern in columns):
             if len(shape) < 2:
-                raise StateError(f"tensor {name!r} has shape {shape}: no columns to be split by", tensor=name)
+                raise StateError(f"tensor {name!r} has shape {shape}, so it cannot be split by columns", tensor=name)
             whole = (shape[0], shape[1] * size, *shape[2:])
             width = TensorSpec(name, "", shape).columns
             out[name] = Placed(tensor, whole, columns=(width * rank, width * (rank + 1)))
@@ -142,8 +142,8 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = r
         window = Slice(part.rows, part.columns).of(spec)
         if window.local.size != view.spec.size:
             raise StateError(
-                f"tensor {name!r} has {view.spec.size} weights here; rows {window.rows} and columns {window.columns} "
-                f"of {spec.shape} are {window.local.size}",
+                f"tensor {name!r} has {view.spec.size} local weights; rows {window.rows} and columns {window.columns} "
+                f"of {spec.shape} have {window.local.size}",
                 tensor=name,
             )
         windows[name], views[name] = window, replace(view, spec=window.local)
@@ -177,7 +177,11 @@ def _part(name: str, value: Any) -> Placed | None:
         return Placed(value.to_local(), whole, (0, 0) if whole else None)
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if shape[2:] != whole[2:]:
-        raise StateError(f"tensor {name!r} is split along dimension 2 or later ({value.placements})", tensor=name)
+        raise StateError(
+            f"tensor {name!r} is split along dimension 2 or later ({value.placements}); only dimensions 0 and 1 are "
+            "supported",
+            tensor=name,
+        )
     local = value.to_local()
     rows = (int(offset[0]), int(offset[0] + shape[0])) if whole else None
     columns = None
@@ -216,7 +220,7 @@ def windows_from(data: bytes) -> tuple[dict[str, Window], dict[str, str]]:
             windows[spec.name] = Slice((int(top), int(bottom)), (int(left), int(right))).of(spec)
         return windows, {str(alias): str(name) for alias, name in table["ties"].items()}
     except (zlib.error, KeyError, TypeError, ValueError, AttributeError) as e:
-        raise FormatError(f"this is not a list of shards: {e}") from e
+        raise FormatError(f"malformed list of shards: {e}") from e
 
 
 def layout_of(
@@ -233,8 +237,8 @@ def layout_of(
         for name, window in windows.items():
             if (known := specs.setdefault(name, window.tensor)) != window.tensor:
                 raise StateError(
-                    f"tensor {name!r} is {known.dtype} {known.shape} for one process and {window.tensor.dtype} "
-                    f"{window.tensor.shape} for another",
+                    f"tensor {name!r} is {known.dtype} {known.shape} in one process and {window.tensor.dtype} "
+                    f"{window.tensor.shape} in another; they must be the same",
                     tensor=name,
                 )
             rows, columns = borders.setdefault(name, (set(), set()))
@@ -267,9 +271,9 @@ def owner_of(layout: Layout, everyones: Sequence[Windows]) -> dict[int, int]:
         elif tile.size:
             names = " and ".join(map(repr, tile.names[:2]))
             raise StateError(
-                f"no process holds rows {tile.row} to {tile.row + tile.rows} of tensor {tile.tensor.name!r}"
+                f"no process has rows {tile.row} to {tile.row + tile.rows} of tensor {tile.tensor.name!r}"
                 if not tile.pieces
-                else f"no process holds all of the {len(tile.pieces)} pieces that are bundled with those of {names}",
+                else f"no process has all of the {len(tile.pieces)} pieces that are bundled with those of {names}",
                 tensor=tile.names[0],
             )
     return owners
@@ -318,7 +322,8 @@ class TileShare:
         if before != now:
             name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
             raise StateError(
-                f"the shards of a run stay the same; {name!r} came, went or changed: publish with a new publisher",
+                f"the shard of {name!r} was added, removed or changed; the shards of a publisher must stay the same: "
+                "make a new publisher",
                 tensor=name,
             )
 

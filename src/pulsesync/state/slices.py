@@ -35,7 +35,9 @@ class Slice:
         rows, columns = self.rows or (0, spec.rows), self.columns or (0, spec.columns)
         for (begin, end), size in ((rows, spec.rows), (columns, spec.columns)):
             if not 0 <= begin <= end <= size:
-                raise StateError(f"tensor {spec.name!r} has no slice {begin}..{end} of {size}", tensor=spec.name)
+                raise StateError(
+                    f"tensor {spec.name!r} has no slice {begin}:{end}: its size is {size}", tensor=spec.name
+                )
         return Window(spec, rows, columns)
 
 

@@ -105,10 +105,15 @@ class StagedBlocks:
             while read < data.size:
                 some = os.preadv(self._file.fileno(), [data[read:].data], begin + read)
                 if not some:
-                    raise StoreError(f"a file in {self._folder} ends before the anchor that was written to it")
+                    raise StoreError(
+                        f"a temporary file in {self._folder} was cut off while an anchor was loaded from it; sync again"
+                    )
                 read += some
         if digest.count_block(tile, number, out) != total:
-            raise VerificationError(f"weights that were staged on disk in {self._folder} have changed there")
+            raise VerificationError(
+                f"digest mismatch: weights in a temporary file in {self._folder} have changed; check the disk, and "
+                "sync again"
+            )
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -116,7 +121,9 @@ class StagedBlocks:
         try:
             yield
         except OSError as e:
-            raise StoreError(f"cannot spool an anchor in {self._folder}: {e.strerror}", key=str(self._folder)) from e
+            raise StoreError(
+                f"cannot write an anchor's temporary file in {self._folder}: {e.strerror}", key=str(self._folder)
+            ) from e
 
     def close(self) -> None:
         """Give memory and disk back. The blocks cannot be read any more."""

@@ -77,7 +77,7 @@ def mapping_of(source: Any) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     if not hasattr(source, "state_dict"):
-        raise StateError(f"expected a module, a state dict or a mapping of arrays, not {type(source).__name__}")
+        raise StateError(f"expected a module, a state dict or a mapping of arrays; got {type(source).__name__}")
     tensors: Mapping[str, Any] = source.state_dict()
     return tensors
 
@@ -148,7 +148,7 @@ def dtype_name(name: str, tensor: Any) -> str:
     """The format's name for the dtype of a torch tensor. Raises: StateError, if it has none."""
     dtype = _NUMPY_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
-        raise StateError(f"tensor {name!r} has dtype {tensor.dtype}, which the format does not have", tensor=name)
+        raise StateError(f"tensor {name!r} has dtype {tensor.dtype}, which the format does not support", tensor=name)
     return dtype
 
 
@@ -226,7 +226,7 @@ def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str
     """
     for dtype in cast.values():
         if dtype and dtype not in CASTS:
-            raise ValueError(f"FP32 is cast to one of {', '.join(CASTS)}, not {dtype!r}")
+            raise ValueError(f"cast must be one of {', '.join(CASTS)}; got {dtype!r}")
     dtypes = {}
     for spec in specs:
         fits = next((dtype for pattern, dtype in cast.items() if fnmatchcase(spec.name, pattern)), "")
@@ -262,7 +262,7 @@ def zeros(spec: TensorSpec, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> n
     except (MemoryError, ValueError) as e:  # ValueError: more than an array can have on any machine
         size = spec.size * spec.kind.itemsize
         raise LimitError(
-            f"tensor {spec.name!r} has {size} bytes, and this machine has no memory for it",
+            f"tensor {spec.name!r} needs {size} bytes of memory, which this machine does not have",
             tensor=spec.name,
             value=size,
         ) from e
@@ -272,7 +272,7 @@ def _encoded(name: Any) -> bytes:
     try:
         return bytes(name.encode())
     except (AttributeError, UnicodeEncodeError):
-        raise StateError(f"{name!r} is not a name for a tensor", tensor=name) from None
+        raise StateError(f"the name of a tensor must be a string of valid Unicode; got {name!r}", tensor=name) from None
 
 
 def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:
@@ -280,7 +280,7 @@ def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:
     if torch is not None and isinstance(tensor, torch.Tensor):
         if tensor.device.type != "cpu":
             raise StateError(
-                f"tensor {name!r} is on {tensor.device}, and this works in host memory alone: bring a copy there",
+                f"tensor {name!r} is on {tensor.device}; only host memory is supported here: pass a copy, tensor.cpu()",
                 tensor=name,
             )
         tensor = tensor.detach()
@@ -289,10 +289,10 @@ def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:
         try:
             bits: np.ndarray[Any, Any] = tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
         except (RuntimeError, TypeError) as e:  # sparse, lazily negated, and whatever else has no plain memory
-            raise StateError(f"tensor {name!r} has no plain memory: {e}", tensor=name) from e
+            raise StateError(f"tensor {name!r} is not a plain, dense tensor: {e}", tensor=name) from e
         return bits.view(_numpy_dtype(label))
     if not isinstance(tensor, np.ndarray):
-        raise StateError(f"{name!r} is a {type(tensor).__name__}, not a tensor", tensor=name)
+        raise StateError(f"{name!r} must be a tensor; got {type(tensor).__name__}", tensor=name)
     return tensor
 
 
@@ -345,7 +345,7 @@ class _LaterViews(Mapping[str, BitView]):
 def _view(name: str, array: np.ndarray[Any, Any], of_torch: bool) -> BitView:
     dtype = _NUMPY_NAMES.get(_name_of(array.dtype))
     if dtype is None or array.dtype.byteorder == ">":
-        raise StateError(f"array {name!r} has dtype {array.dtype}, which the format does not have", tensor=name)
+        raise StateError(f"array {name!r} has dtype {array.dtype}, which the format does not support", tensor=name)
     shared = bool(array.flags.c_contiguous and array.flags.writeable)
     flat = np.ascontiguousarray(array).reshape(-1).view(DTYPES[dtype].bits)
     return BitView(TensorSpec(name, dtype, tuple(int(n) for n in array.shape)), flat, shared, of_torch)

@@ -243,7 +243,7 @@ class FailingWeights:
         self._weights.write(name, bits)
         self._left -= 1
         if self._left == -1:
-            raise InterruptedError("this write was made to fail")
+            raise InterruptedError("this write failed, on purpose")
 
 
 def read(weights: FrameworkWeights) -> dict[str, np.ndarray[Any, Any]]:

@@ -235,7 +235,7 @@ def test_a_worker_that_is_given_the_published_values_plays_as_the_trainer_would(
 
 
 def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PulseError, match=r"holds no checkpoint"):
+    with pytest.raises(PulseError, match=r"has no checkpoint"):
         LanguageModel(str(tmp_path), 4, "cpu")
 
 

@@ -330,7 +330,7 @@ def test_parameters_that_come_later_are_a_fault(how: str) -> None:
 def test_a_note_that_is_no_number_does_not_end_a_run() -> None:
     weight = torch.nn.Parameter(torch.ones(4))
     recorder = Recorder().attach(torch.optim.SGD([weight], lr=1.0))
-    with pytest.warns(RuntimeWarning, match="a note is left out"):
+    with pytest.warns(RuntimeWarning, match="a note could not be recorded"):
         recorder.note(loss=torch.ones(3))
     assert recorder.fault is None
 
@@ -373,7 +373,7 @@ def test_a_fault_in_a_hook_is_a_warning_and_training_goes_on(tmp_path: Path, mon
     monkeypatch.setattr("pulsesync.lab.study.measure.writing.RecordingWriter.add", full)
     before = net.up.weight.detach().clone()
     net(torch.arange(9)).backward()
-    with pytest.warns(RuntimeWarning, match="nothing more is recorded: OSError: no space left"):
+    with pytest.warns(RuntimeWarning, match="recording stopped: OSError: no space left"):
         optimizer.step()
     optimizer.step()
     assert not torch.equal(before, net.up.weight)
@@ -479,16 +479,16 @@ def test_a_file_says_the_same_and_can_be_read_at_any_time(tmp_path: Path) -> Non
     assert [told(s) for s in a.steps] == [told(s) for s in b.steps]
     assert a.steps[0].facts == {"reward": 0.5, "loss": 2.0}
     assert recorder.close() == a
-    with pytest.raises(PulseError, match="is there already"):
+    with pytest.raises(PulseError, match="already exists"):
         Recorder(path)
-    with pytest.raises(PulseError, match="cannot be written"):
+    with pytest.raises(PulseError, match="cannot write"):
         Recorder(path / "below.jsonl")
 
 
 def test_a_second_recorder_on_a_file_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     first = Recorder(path)
-    with pytest.raises(PulseError, match="is there already"):
+    with pytest.raises(PulseError, match="already exists"):
         Recorder(path)
     assert first.close().steps == ()
     assert not path.exists()  # nothing was recorded
@@ -497,29 +497,29 @@ def test_a_second_recorder_on_a_file_is_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
 def test_fp8_takes_weights_that_are_held_in_it(dtype: str) -> None:
-    with pytest.raises(StateError, match=r"'a' is F32 and would need a scale .* use contrast="):
+    with pytest.raises(StateError, match=r"'a' is F32, which would need a scale .* and contrast="):
         Recorder(dtype=dtype).feed({"a": np.ones(4, np.float32)})
     mixed = {"w": np.ones(40, oracle.FLOATS[dtype]), "norm": np.ones(4, np.float32)}
     assert Recorder(dtype=dtype).feed(mixed) is None
 
 
 def test_what_cannot_be_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="not 'I8'"):
+    with pytest.raises(ValueError, match="got 'I8'"):
         Recorder(contrast=("I8",))
-    with pytest.raises(ValueError, match="1 or more"):
+    with pytest.raises(ValueError, match="at least 1"):
         Recorder(every=0)
-    with pytest.raises(ValueError, match="whole states alone"):
+    with pytest.raises(ValueError, match="needs whole=True"):
         Recorder(whole=False, encode_every=1)
-    with pytest.raises(TypeError, match="not a fact"):
+    with pytest.raises(TypeError, match="a fact must be"):
         Recorder().note(what=object())
     for nothing in ({}, {"a": np.arange(4)}):
         with pytest.raises(StateError, match="nothing to compare"):
             Recorder().feed(nothing)
-    with pytest.raises(StateError, match="not a tensor"):
+    with pytest.raises(StateError, match="must be a tensor"):
         Recorder().feed({"a": "text"})
     with pytest.raises(StateError, match="expected a module"):
         Recorder().feed(3)
-    with pytest.raises(StateError, match="some of torch"):
+    with pytest.raises(StateError, match="all of numpy or all of torch"):
         Recorder().feed({"a": torch.ones(2), "b": np.ones(2)})
 
 
@@ -527,7 +527,7 @@ def test_a_recorder_is_for_one_run() -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.up.parameters(), lr=0.1)
     recorder = Recorder().attach(optimizer, net)
-    with pytest.raises(PulseError, match="one run"):
+    with pytest.raises(PulseError, match="one optimizer only"):
         recorder.attach(torch.optim.SGD(net.embed.parameters(), lr=0.1), net)
     recorder.close()
     with pytest.raises(PulseError, match="closed"):
@@ -539,7 +539,7 @@ def test_a_recorder_is_for_one_run() -> None:
     [
         ({"a": np.ones(4)}, "'b' is no longer there"),
         ({"a": np.ones(4), "b": np.ones(2), "c": np.ones(1)}, "'c' was not there before"),
-        ({"a": np.ones(4), "b": np.ones(3)}, r"'b' was \(2,\) and is \(3,\)"),
+        ({"a": np.ones(4), "b": np.ones(3)}, r"'b' had shape \(2,\) before and has \(3,\) now"),
     ],
 )
 def test_a_state_with_other_tensors_is_refused(later: Any, said: str) -> None:

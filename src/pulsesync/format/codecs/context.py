@@ -246,7 +246,9 @@ def parse_streams(reader: wire.ByteReader, sizes: Sequence[int]) -> list[int]:
         if head == 0:
             out += (0, 1, 0)
         elif head < 8 or head & 7 > most_lanes:
-            raise FormatError("a block says it has lanes without changes, or more than it can")
+            raise FormatError(
+                "a context payload has a block with lanes but no changes, or with more lanes than are allowed"
+            )
         else:  # a decision takes one word at most, a change two more
             out += (head >> 3, 1 << (head & 7), number(64 + 3 * weights))
     return out
@@ -263,9 +265,9 @@ def parse_cold(
     numbers = [reader.number(1 << 47) for _ in range(2 * count)]
     gaps, codes = numbers[::2], numbers[1::2]
     if sum(gaps) + count > size:
-        raise FormatError("a context payload has cold changes outside its tile")
+        raise FormatError("a context payload has cold changes beyond the end of its tile")
     if min(codes) == 0 or max(codes) > 1 << 8 * itemsize:  # a code is twice a step, or one less
-        raise LimitError("a cold change is no step, or longer than its dtype has")
+        raise LimitError("a context payload has a cold change with a step of 0, or a step beyond its dtype's range")
     positions = [at + n for n, at in enumerate(accumulate(gaps))]
     return np.array(positions, np.int64), np.array([code >> 1 ^ -(code & 1) for code in codes], np.int64)
 
@@ -398,7 +400,7 @@ def _check_groups(tile: Tile, heads: Heads, change: BlockChange) -> None:
     wanted = promised if tile.kept is None else {n: promised[n] for n in tile.kept if n in promised}
     if found != wanted:
         raise VerificationError(
-            f"digest mismatch: a group of {tile.tensor.name} does not become what the part says; weights unchanged",
+            f"digest mismatch: a decoded group of {tile.tensor.name} differs from the part's check; weights unchanged",
             tensor=tile.names[0],
         )
 

@@ -43,11 +43,11 @@ def parse_gaps(reader: wire.ByteReader, count: int, size: int) -> NDArray[np.int
     """Read positions in a tile of this many weights. Raises: FormatError, if one is outside, or there are none."""
     width = reader.byte()
     if not 1 <= width <= 6:
-        raise FormatError(f"gaps of {width} bytes; 1 to 6 are allowed")
+        raise FormatError(f"gaps must have 1 to 6 bytes; these have {width}")
     gaps = reader.planes(count, width, np.dtype("<u2" if width <= 2 else "<u8"))
     # gaps of six bytes, 2^46 of them, would overflow 64 bits: look at the sum in floating point first
     if count == 0 or float(gaps.sum(dtype=np.float64)) + count > size:
-        raise FormatError(f"{reader.what} has changes outside its tile, or none")
+        raise FormatError(f"{reader.what} has changes beyond the end of its tile, or no changes")
     positions = np.cumsum(gaps, dtype=np.int64)
     positions += np.arange(count)
     return positions

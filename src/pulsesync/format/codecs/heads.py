@@ -194,7 +194,7 @@ def streams_of(payloads: BegunPayloads, blocks: PayloadStreams) -> list[memoryvi
     streams = 2 * np.diff(context.borders_of(blocks.words)[blocks.first])
     begins = np.array([len(one) for one in payloads.data], np.int64) - streams
     if (begins < blocks.at).any():
-        raise FormatError("a context payload ends too early: its streams are longer than what is left")
+        raise FormatError("a context payload ends too early: its streams are longer than the bytes that remain")
     return [one[begin:] for one, begin in zip(payloads.data, begins.tolist(), strict=True)]
 
 
@@ -253,7 +253,7 @@ def _end_of(data: memoryview, count: int) -> int:
     """The byte after so many LEB128 numbers. Raises: FormatError, if there are fewer."""
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) < 0x80)
     if ends.size < count:
-        raise FormatError("a context payload has more or fewer cold changes than it says")
+        raise FormatError("a context payload does not have the number of cold changes that its header states")
     return int(ends[count - 1]) + 1 if count else 0
 
 
@@ -273,7 +273,7 @@ def _checks(
         mine = slice(blocks.first[i], blocks.first[i + 1])
         moved = context.changing(tiles[i], blocks.changes[mine], cold[first[i] : first[i + 1]])
         if len(data) != 4 * moved.sum():
-            raise FormatError("a context payload has more or fewer checks than groups that change")
+            raise FormatError("a context payload must have one check for each group that changes")
         checked[mine] = True
         checks[mine][moved] = np.frombuffer(data, "<u4")
     return checked, checks
@@ -293,9 +293,9 @@ def _few_cold(
         circles = np.array([1 << 8 * tile.tensor.kind.itemsize for tile in chosen], np.int64)
         spans = np.add.reduceat(gaps.astype(np.float64), first[some]) + counts[some]
         if (spans > sizes).any():
-            raise FormatError("a context payload has cold changes outside its tile")
+            raise FormatError("a context payload has cold changes beyond the end of its tile")
         if codes.min() == 0 or (np.maximum.reduceat(codes, first[some]) > circles).any():
-            raise LimitError("a cold change is no step, or longer than its dtype has")
+            raise LimitError("a context payload has a cold change with a step of 0, or a step beyond its dtype's range")
     past = context.borders_of(gaps + 1)
     return past[1:] - 1 - np.repeat(past[first], counts), (codes >> 1) ^ -(codes & 1)
 
@@ -307,12 +307,12 @@ def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[n
     ends = np.flatnonzero(data < 0x80)
     unfinished = data.size > 0 and bool((data[borders - 1] >= 0x80).any())
     if unfinished or (np.searchsorted(ends, borders) != np.cumsum(counts)).any():
-        raise FormatError("a context payload has more or fewer cold changes than it says")
+        raise FormatError("a context payload does not have the number of cold changes that its header states")
     lengths = np.diff(ends, prepend=-1)
     if ends.size and lengths.max() > 7:
-        raise LimitError("a context payload holds a gap or step beyond what is allowed")
+        raise LimitError("a context payload contains a gap or step above the limit")
     if ((lengths > 1) & (data[ends] == 0)).any():
-        raise FormatError("a context payload holds a number written longer than needed")
+        raise FormatError("a context payload contains a number that is not in its shortest form")
     at = ends - lengths + 1
     values = (data[at] & 0x7F).astype(np.int64)
     longer = np.flatnonzero(lengths > 1)
@@ -322,5 +322,5 @@ def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[n
         values[longer] |= (data[at[longer] + k] & 0x7F).astype(np.int64) << (7 * k)
         longer = longer[lengths[longer] > k + 1]
     if values.size and values.max() > 1 << 47:
-        raise LimitError("a context payload holds a gap or step beyond what is allowed", value=int(values.max()))
+        raise LimitError("a context payload contains a gap or step above the limit", value=int(values.max()))
     return values

@@ -22,7 +22,9 @@ def encode_block(block: Bits) -> list[bytes | memoryview]:
 def open_blocks(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]") -> Iterator[memoryview]:
     """Yield the bytes of each block of a tile of this many weights. Raises: FormatError, for another length."""
     if len(payload) != size * dtype.itemsize:
-        raise FormatError(f"a raw payload of {len(payload)} bytes holds a tile of {size * dtype.itemsize}")
+        raise FormatError(
+            f"a raw payload must have the {size * dtype.itemsize} bytes of its tile; this has {len(payload)}"
+        )
     step = BLOCK * dtype.itemsize
     return (payload[begin : begin + step] for begin in range(0, len(payload), step))
 

@@ -32,7 +32,7 @@ def decode(payload: memoryview, size: int, itemsize: int) -> tuple[NDArray[np.in
     # Half the circle is written as a step down: which of the two it is must not depend on the old weight, because a
     # worker that has a part of a tile does not have all of them.
     if (steps == 1 << (8 * itemsize - 1)).any():
-        raise FormatError("a step payload goes half the circle upwards")
+        raise FormatError("a step payload has a step of half its dtype's range upwards; it must be written downwards")
     return positions, steps
 
 
@@ -47,6 +47,6 @@ def parse_steps(reader: wire.ByteReader, count: int, itemsize: int) -> NDArray[n
     """Read steps of weights of so many bytes: none is 0, none is longer than half the circle. Raises: FormatError."""
     width = reader.byte()
     if not 1 <= width <= itemsize:
-        raise FormatError(f"steps of {width} bytes; 1 to {itemsize} are allowed")
+        raise FormatError(f"steps must have 1 to {itemsize} bytes; these have {width}")
     codes = reader.planes(count, width, np.dtype(f"<u{1 << (width - 1).bit_length()}")).astype(np.int64) + 1
     return (codes >> 1) ^ -(codes & 1)

@@ -44,7 +44,7 @@ class LanguageModel:
 
     def __init__(self, folder: str, group: int, device: str) -> None:
         if not (Path(folder) / "config.json").exists():
-            raise PulseError(f"{folder} holds no checkpoint: there is no config.json")
+            raise PulseError(f"{folder} has no checkpoint: it contains no config.json")
         self.folder, self.group, self.device = folder, group, torch.device(device)
         self._tokenizer = transformers().AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.chat_template is None or self._tokenizer.eos_token_id is None:
@@ -78,7 +78,7 @@ class LanguageModel:
             completed, likely = self._complete(policy, asked, generator)
         texts = self._tokenizer.batch_decode(completed, skip_special_tokens=True)
         right = [sum(numbers) for numbers in drawn for _ in range(self.group)]
-        rewards = torch.tensor([float(first_integer(said) == sum_) for said, sum_ in zip(texts, right, strict=True)])
+        rewards = torch.tensor([float(first_integer(text) == sum_) for text, sum_ in zip(texts, right, strict=True)])
         tokens = torch.cat([asked.repeat_interleave(self.group, dim=0), completed], dim=1)
         return Rollouts(tokens.cpu(), likely.cpu(), rewards)
 
@@ -144,10 +144,8 @@ class LanguageModel:
         A prompt is read once for its whole group.
         """
         seen = self._seen(asked)
-        said = policy(
-            input_ids=asked, attention_mask=seen, position_ids=_places(seen), use_cache=True, logits_to_keep=1
-        )
-        cache, logits = said.past_key_values, said.logits.repeat_interleave(self.group, dim=0)
+        out = policy(input_ids=asked, attention_mask=seen, position_ids=_places(seen), use_cache=True, logits_to_keep=1)
+        cache, logits = out.past_key_values, out.logits.repeat_interleave(self.group, dim=0)
         cache.batch_repeat_interleave(self.group)
         seen = seen.repeat_interleave(self.group, dim=0)
         completed = torch.full((len(seen), ANSWER), self._pad, device=self.device)
@@ -186,12 +184,12 @@ class LanguageModel:
 
     def _right(self, total: int) -> list[int]:
         """The completion that says a sum and ends, padded to ANSWER tokens."""
-        said: list[int] = self._tokenizer(f" {total}", add_special_tokens=False)["input_ids"]
-        if len(said) >= ANSWER:
+        tokens: list[int] = self._tokenizer(f" {total}", add_special_tokens=False)["input_ids"]
+        if len(tokens) >= ANSWER:
             raise PulseError(
-                f"the tokenizer in {self.folder} makes {len(said)} tokens of {total}: too many for an answer"
+                f"the tokenizer in {self.folder} encodes {total} in {len(tokens)} tokens; an answer can have {ANSWER - 1} at most"
             )
-        return [*said, self._end, *[self._pad] * (ANSWER - 1 - len(said))]
+        return [*tokens, self._end, *[self._pad] * (ANSWER - 1 - len(tokens))]
 
     def _encode(self, a: int, b: int) -> list[int]:
         chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION.format(a, b)}]

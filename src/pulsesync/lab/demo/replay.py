@@ -79,7 +79,9 @@ class RecordedRun:
             end[positions] ^= flips
         actual = hashlib.sha256(end.astype("<u2").tobytes()).hexdigest()
         if actual != expected:
-            raise ChecksumError(f"{path}: its steps lead to another state", expected=expected, actual=actual)
+            raise ChecksumError(
+                f"{path} is damaged: its steps do not lead to the expected digest", expected=expected, actual=actual
+            )
         return recording
 
     def states(self) -> Iterator[State]:
@@ -102,7 +104,7 @@ def publish(folder: Path, settings: DemoSettings) -> None:
     store, written = open_store(settings.store), folder / "steps.jsonl"
     newest = RunReader(store, None).newest()
     if newest is not None and not (folder / "spool").exists():
-        raise PulseError(f"there is a run at {settings.store} already: a replay needs a place of its own")
+        raise PulseError(f"{settings.store} already has a run; give a replay a new location")
     done = newest.step if newest is not None else -1
     with Publisher(store, spool=folder / "spool") as publisher:
         for step, state in enumerate(RecordedRun.load(Path(settings.model)).states()):

@@ -114,7 +114,7 @@ class Peer(DemoLearner):
         for line in versions:
             if line["round"] == self.round and line["shared"] != mine:
                 raise VerificationError(
-                    f"after round {self.round}, trainer {self.number} is not where the first one is",
+                    f"after round {self.round}, trainer {self.number} has other shared weights than the first trainer",
                     expected=line["shared"],
                     actual=mine,
                 )

@@ -37,7 +37,7 @@ class DemoRun:
 
     def __init__(self, folder: Path, settings: DemoSettings) -> None:
         if settings.steps % settings.span:
-            raise ValueError(f"{settings.steps} steps are not whole rounds of {settings.span}")
+            raise ValueError(f"steps must be a multiple of the {settings.span} steps in a round; got {settings.steps}")
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.settings = replace(
@@ -103,7 +103,7 @@ class DemoRun:
             if code == 0:
                 self._finished.add(name)
             elif code == WRONG or self._in_a_row[name] >= MOST_RESTARTS:
-                raise PulseError(f"the {_title(name)} stopped the run: {self.last_words(name)}")
+                raise PulseError(f"{_title(name)} failed and stopped the run: {self.last_words(name)}")
             elif name not in self.trainers and self._finished.issuperset(self.trainers):
                 self._finished.add(name)  # the run is over, and it had nobody to talk to
             else:
@@ -135,7 +135,7 @@ def _title(name: str) -> str:
 def _refuse_strangers(meeting: str) -> None:
     """A new run would go on where others' trainers have left theirs."""
     if any(True for _ in open_store(meeting).list("rounds/")):
-        raise PulseError(f"trainers of another run have met at {meeting}: several trainers need a store of their own")
+        raise PulseError(f"{meeting} already has the rounds of another run; give several trainers a new store")
 
 
 def _free_ports(count: int) -> int:

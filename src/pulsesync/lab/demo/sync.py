@@ -188,17 +188,17 @@ class FullReceiver:
         if self._got is not None and self._got.version == wanted:
             return self._got
         data = self._store.get(_key(wanted))
-        held = values(policy.state_dict())
-        if len(data) != sum(2 * weight.numel() for weight in held.values()):
-            raise ChecksumError(f"version {wanted} has {len(data)} bytes, which are not this policy's")
+        weights = values(policy.state_dict())
+        if len(data) != sum(2 * weight.numel() for weight in weights.values()):
+            raise ChecksumError(f"version {wanted} has {len(data)} bytes, which is not the size of this policy")
         at = 0
-        for _, weight in sorted(held.items()):
+        for _, weight in sorted(weights.items()):
             bits = torch.frombuffer(bytearray(data[at : at + 2 * weight.numel()]), dtype=torch.bfloat16)
             weight.copy_(bits.view(weight.shape))
             at += 2 * weight.numel()
         fetched = time.perf_counter()
-        _give(policy, held)
-        self._held = held
+        _give(policy, weights)
+        self._held = weights
         ended = time.perf_counter()
         self._got = ReceivedVersion(wanted, hashlib.sha256(data).hexdigest(), len(data), ended - began, ended - fetched)
         return self._got
@@ -207,7 +207,9 @@ class FullReceiver:
         assert self._got is not None
         actual = hashlib.sha256(_bytes(self._held)).hexdigest()
         if actual != self._got.digest:
-            raise VerificationError("the weights are not the version's", expected=self._got.digest, actual=actual)
+            raise VerificationError(
+                "digest mismatch: the weights are not those of the version", expected=self._got.digest, actual=actual
+            )
         return actual
 
 

@@ -129,7 +129,7 @@ class WorkQueue:
         known = self.digests.get(facts["version"])
         if known is not None and known != facts["digest"]:
             self.fault = VerificationError(
-                f"{facts['worker']} has weights that are not version {facts['version']}",
+                f"{facts['worker']} reports other weights than those of version {facts['version']}",
                 expected=known,
                 actual=facts["digest"],
             )

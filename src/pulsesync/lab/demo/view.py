@@ -157,7 +157,7 @@ def met(told: Line, trainers: int) -> str:
     sent, received, dense, owed = _traffic(told)
     who = f"round {told['round']}: {len(told['trainers'])} of {trainers} trainers"
     if not sent:
-        return f"{who}, without the first; it received {received:,} bytes"
+        return f"{who}, without the first one, which received {received:,} bytes"
     return (
         f"{who}, {told['fired']:.2%} of weights sent; payload {sent:,} bytes, {dense / sent:.1f} × smaller than dense; "
         f"wire {received:,} bytes received, {owed / max(received, 1):.1f} × less than dense through the same store"
@@ -225,15 +225,14 @@ def title(name: str) -> str:
 
 def _meetings(rounds: Line, settings: DemoSettings) -> str:
     if not rounds["payload_times_smaller"] or not rounds["wire_times_smaller"]:
-        return f"Trainers: {rounds['trainers']}, and the first was in no round."
+        return f"Trainers: {rounds['trainers']}. The first one took part in no round."
     return (
         f"Trainers: {rounds['trainers']}, which met after every {settings.sync_every} steps, {rounds['rounds']} × "
         f"({settings.loco}). {rounds['fired_share']:.2%} of weights were sent. A payload was "
         f"{rounds['sent_bytes']:,.0f} bytes in place of {rounds['dense_bytes']:,.0f} of dense FP32: "
-        f"{rounds['payload_times_smaller']:.1f} times smaller. "
-        f"On the wire a trainer received {rounds['received_bytes']:,.0f} bytes a round: "
-        f"{rounds['wire_times_smaller']:.1f} times less than the others' dense payloads through the same store. "
-        "All trainers had the same shared weights after every round."
+        f"{rounds['payload_times_smaller']:.1f} times smaller. On the wire a trainer received "
+        f"{rounds['received_bytes']:,.0f} bytes a round: {rounds['wire_times_smaller']:.1f} times less than the "
+        "others' dense payloads through the same store. All trainers had the same shared weights after every round."
     )
 
 

@@ -35,7 +35,7 @@ def number(path: Path) -> int | None:
 
 def _expand(path: Path) -> list[Path]:
     if not path.exists():
-        raise NotFoundError(f"there is no {path}", key=str(path))
+        raise NotFoundError(f"{path} does not exist", key=str(path))
     if not path.is_dir():
         return [path]
     folders = [child for child in path.iterdir() if child.is_dir() and any(child.glob("*.safetensors"))]
@@ -43,7 +43,7 @@ def _expand(path: Path) -> list[Path]:
         return sorted(folders, key=natural)
     files = list(path.glob("*.safetensors"))
     if not files:
-        raise NotFoundError(f"{path} holds no checkpoints, no run and no recording", key=str(path))
+        raise NotFoundError(f"{path} has no checkpoints, no run and no recording", key=str(path))
     whole = (path / "model.safetensors").exists() or any(path.glob("*.safetensors.index.json"))
     shards = any(_SHARD.search(file.name) for file in files)
     return [path] if whole or shards or len(files) == 1 else sorted(files, key=natural)

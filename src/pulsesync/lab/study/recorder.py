@@ -82,9 +82,12 @@ class Recorder:
     ) -> None:
         for one in (dtype, *contrast):
             if one not in _DTYPES:
-                raise ValueError(f"weights are compared in one of {', '.join(_DTYPES)}, not {one!r}")
+                raise ValueError(f"dtype and contrast must be among {', '.join(_DTYPES)}; got {one!r}")
         if min((every, sample, *windows)) < 1 or encode_every < 0 or (encode_every and not whole):
-            raise ValueError("every, sample and windows are 1 or more; real patches are made of whole states alone")
+            raise ValueError(
+                "every, sample and windows must be at least 1, and encode_every at least 0; encode_every needs "
+                "whole=True"
+            )
         self._plan = MeterSettings(dtype, tuple(contrast), tuple(sorted(set(windows))), sample, whole)
         self._every, self._encode_every, self._facts = every, encode_every, plain(facts)
         self._lines = RecordingWriter(out)
@@ -140,7 +143,7 @@ class Recorder:
             StateError: names or shapes are others than before, or there is nothing to compare.
         """
         if self._closed:
-            raise PulseError("this recorder was closed")
+            raise PulseError("this recorder was closed; make a new one")
         state = mapping_of(state)
         if self._holding is None:
             self._hold(list(state.items()))
@@ -166,7 +169,7 @@ class Recorder:
         except Exception as e:
             if not self._attached:
                 raise
-            warnings.warn(f"a note is left out: {type(e).__name__}: {e}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"a note could not be recorded: {type(e).__name__}: {e}", RuntimeWarning, stacklevel=2)
 
     # What becomes of them
 
@@ -191,7 +194,7 @@ class Recorder:
         try:
             self._lines.close()
         except OSError as e:
-            warnings.warn(f"the end of the recording may be lost: {e}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"the end of the recording could not be written: {e}", RuntimeWarning, stacklevel=3)
 
     def __enter__(self) -> "Recorder":
         return self
@@ -207,17 +210,17 @@ class Recorder:
             look()
         except Exception as e:  # noqa: BLE001 - an edge: told as a warning, and kept
             self.fault = e
-            warnings.warn(f"nothing more is recorded: {type(e).__name__}: {e}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"recording stopped: {type(e).__name__}: {e}", RuntimeWarning, stacklevel=3)
 
     def _hold(self, named: Sequence[tuple[str, Any]]) -> list[Any]:
         """Settle what is looked at, and return it."""
         if self._holding is not None or self._closed:
-            raise PulseError("a recorder looks at one run: make another for another optimizer")
+            raise PulseError("a recorder can record one optimizer only; make another recorder for this one")
         self._holding, tensors = holdings.hold(named)
         if not self._holding.tensors and holdings.rank_and_size()[0] == 0:
-            raise StateError("there is nothing to compare: no tensor of floats")
+            raise StateError("there is nothing to compare: no tensor has a floating-point dtype")
         if len({tensor.device == "" for tensor in self._holding.tensors}) > 1:
-            raise StateError("some tensors are of numpy and some of torch")
+            raise StateError("tensors must be all of numpy or all of torch; these are of both")
         _check_fp8(self._holding, self._plan.dtype)
         self._facts = {
             "pulsesync": pulsesync.__version__,
@@ -316,7 +319,9 @@ def _check_known(optimizer: Any, known: set[int]) -> None:
     there = (p for group in optimizer.param_groups for p in group["params"])
     new = sum(id(p) not in known for p in there if p.requires_grad)
     if new:
-        raise StateError(f"{new} parameters were added or unfrozen since the recorder was attached")
+        raise StateError(
+            f"{new} parameters were added or unfrozen after the recorder was attached; attach a new recorder"
+        )
 
 
 def _rate(group: Mapping[str, Any]) -> float | None:
@@ -336,8 +341,8 @@ def _check_fp8(holding: LocalTensors, dtype: str) -> None:
     wider = [tensor for tensor in holding.tensors if tensor.dtype not in LARGEST]
     if dtype in LARGEST and 2 * sum(t.size for t in wider) > sum(t.size for t in holding.tensors):
         raise StateError(
-            f"tensor {wider[0].name!r} is {wider[0].dtype} and would need a scale in {dtype}: compare in another "
-            f"dtype, and use contrast=({dtype!r},)",
+            f"tensor {wider[0].name!r} is {wider[0].dtype}, which would need a scale to be compared in {dtype}: use "
+            f"another dtype, and contrast=({dtype!r},)",
             tensor=wider[0].name,
         )
 

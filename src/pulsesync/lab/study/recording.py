@@ -124,7 +124,9 @@ class Recording:
             raise FormatError(f"{path} is not a recording: {e}") from e
         head = _parse(path, lines[0])
         if not isinstance(head, dict) or head.get("study") != FORMAT:
-            raise FormatError(f"{path} is not a recording that this version can read")
+            raise FormatError(
+                f"{path} is not a recording, or one of a format that this version of pulsesync cannot read"
+            )
         complete = lines[1:-1]  # what stands after the last newline was cut short
         try:
             return cls(_header(head), tuple(_step(_parse(path, line)) for line in complete if line))
@@ -162,10 +164,10 @@ class Recording:
 
 def _check_ranks(facts: Sequence[Mapping[str, Any]]) -> None:
     """Every rank writes a file, so one that is not there was lost."""
-    told = [(one["rank"], one["ranks"]) for one in facts if "rank" in one and "ranks" in one]
-    missing = sorted(set(range(max((ranks for _, ranks in told), default=0))) - {rank for rank, _ in told})
+    found = [(one["rank"], one["ranks"]) for one in facts if "rank" in one and "ranks" in one]
+    missing = sorted(set(range(max((ranks for _, ranks in found), default=0))) - {rank for rank, _ in found})
     if missing:
-        raise FormatError(f"the recording of rank {', '.join(map(str, missing))} of {told[0][1]} ranks is missing")
+        raise FormatError(f"the recording of rank {', '.join(map(str, missing))} of {found[0][1]} ranks is missing")
 
 
 def header_line(header: RecordingHeader) -> str:

@@ -55,7 +55,7 @@ def open_recording(
     """
     found = open_recordings(places, MeasureSettings(trust=trust, progress=progress))
     if len(found) != 1:
-        raise ValueError(f"these are {len(found)} runs, not one: {', '.join(found)}")
+        raise ValueError(f"expected one run, but found {len(found)}: {', '.join(found)}")
     return next(iter(found.values()))
 
 
@@ -69,8 +69,8 @@ def open_recordings(places: Sequence[str], how: MeasureSettings | None = None) -
     how = how or MeasureSettings()
     kinds = {kind_of(place) for place in places}
     if len(kinds) != 1:
-        said = "nothing to look at" if not kinds else f"{' and '.join(sorted(kinds))} at once"
-        raise ValueError(f"{said}: give recorded files, runs or checkpoints")
+        found = " and ".join(sorted(kinds)) or "nothing"
+        raise ValueError(f"give recorded files, runs or checkpoints, of one kind; got {found}")
     kind = kinds.pop()
     if kind == "recorded files":
         found = _read_files(places)
@@ -105,7 +105,7 @@ def _read_files(places: Sequence[str]) -> dict[str, Recording]:
     groups: dict[tuple[str, bool], list[Recording]] = {}
     for file in {file.resolve(): file for file in files}.values():  # each once
         if not file.exists():
-            raise NotFoundError(f"there is no {file}", key=str(file))
+            raise NotFoundError(f"{file} does not exist", key=str(file))
         run = _RANK.sub("", str(file))
         groups.setdefault((run, run != str(file)), []).append(Recording.read(file))
     return {
@@ -170,7 +170,9 @@ def _measure_checkpoints(places: Sequence[str], how: MeasureSettings) -> Recordi
     found = find_checkpoints(places)
     found = found[-how.limit - 1 :] if how.limit else found  # and the one before the first
     if len(found) < 2:
-        raise NotFoundError(f"{found[0][1]} is the only checkpoint: what changed takes two", key=str(found[0][1]))
+        raise NotFoundError(
+            f"two checkpoints at least are needed to compare; found only {found[0][1]}", key=str(found[0][1])
+        )
     first = open_checkpoint(found[0][1]).tensors
     specs = [view.spec for view in view_bits(first)[0].values()]
     dtype = main_dtype(specs, found[0][1])
@@ -191,7 +193,10 @@ def _feed(recorder: Recorder, first: Mapping[str, Any], step: int, path: Path) -
     tensors = open_checkpoint(path).tensors
     odd = [name for name in sorted(tensors.keys() | first.keys()) if _form(tensors, name) != _form(first, name)]
     if odd:
-        raise StateError(f"tensor {odd[0]!r} of {path} is another one than in the first checkpoint", tensor=odd[0])
+        raise StateError(
+            f"tensor {odd[0]!r} of {path} does not have the dtype and shape that it has in the first checkpoint",
+            tensor=odd[0],
+        )
     return recorder.feed(tensors, step, checkpoint=path.name)
 
 

@@ -54,7 +54,7 @@ def plain(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> Any:
     if not hasattr(value, "item"):
-        raise TypeError(f"a {type(value).__name__} is not a fact that can be written")
+        raise TypeError(f"a fact must be a number, a string, a list or a mapping; got {type(value).__name__}")
     return value.item()
 
 

@@ -54,7 +54,7 @@ class Versions:
         found = find_records(self._records, limit + 1 if limit else None)  # and the one before the first
         versions = [one.record for one in found if one.record and one.record.kind == RecordKind.VERSION]
         if not versions:
-            raise NotFoundError("there is no run here: no version is published", key="manifests/")
+            raise NotFoundError("no version is published at this location", key="manifests/")
         self.layout = self._records.layout(versions[-1].layout)
         self.records = [record for record in versions if record.layout == self.layout.id]
 
@@ -91,7 +91,7 @@ class Versions:
             real = _real(record, self._bodies(record, ())) if report.path == ("patch",) else {}
             yield ReplayedVersion(number, len(self.records), record.step, tensors, {"version": record.version}, real)
         if follower.version is None:
-            raise MissingLinkError("no version of this run can be reached: there is no anchor")
+            raise MissingLinkError("no version of this run can be read: it has no anchor")
 
     def count(self) -> Iterator[Step]:
         """What the headers of the patches say, version by version. They tell bundles apart, not the tensors in them.
@@ -159,7 +159,7 @@ def changes(entry: TileEntry, payload: memoryview, layout: Layout) -> int:
     if entry.codec in PREDICTING:
         parsed = context.parse(payload, tile).heads
         return int(parsed.changes.sum()) + parsed.cold.size
-    raise UnsupportedError(f"codec {entry.codec.name} says nowhere how many weights it changes")
+    raise UnsupportedError(f"payloads of codec {entry.codec.name} do not state how many weights they change")
 
 
 def _real(record: Manifest, bodies: Iterable[Body]) -> dict[str, int]:

@@ -13,12 +13,14 @@ from pulsesync.testing.simulator import TEAMS, RunSimulator, SimulationError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one schedule, or many; print what happened."""
     parser = argparse.ArgumentParser(prog="python -m pulsesync.testing.simulator", description=main.__doc__)
-    parser.add_argument("--seed", type=int, help="one schedule, with all its events")
-    parser.add_argument("--seeds", default="0:100", help="many, from:to")
-    parser.add_argument("--events", type=int, default=40, help="in a schedule")
-    parser.add_argument("--trouble", type=float, default=1.0, help="how often something goes wrong; 1 is the usual")
-    parser.add_argument("--teams", type=float, default=TEAMS, help="the fraction of trainers that are teams")
-    parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
+    parser.add_argument("--seed", type=int, help="run one schedule, and print all its events")
+    parser.add_argument("--seeds", default="0:100", help="run many schedules: first:last+1")
+    parser.add_argument("--events", type=int, default=40, help="events in a schedule")
+    parser.add_argument(
+        "--trouble", type=float, default=1.0, help="how often faults occur, relative to the default of 1"
+    )
+    parser.add_argument("--teams", type=float, default=TEAMS, help="fraction of trainers that are teams of ranks")
+    parser.add_argument("--keep-going", action="store_true", help="continue after a failure")
     options = parser.parse_args(arguments)
     if options.seed is not None:
         simulator = RunSimulator(options.seed, events=options.events, trouble=options.trouble, teams=options.teams)

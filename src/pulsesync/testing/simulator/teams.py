@@ -109,11 +109,11 @@ class SimulatedGroup:
             rank = ready.pop(self._rng.randrange(len(ready)))
             self._turns[rank].release()
             if not self._turn_is_over.acquire(timeout=TURN_S):
-                raise AssertionError(f"rank {rank} neither ends nor waits in a gather after {TURN_S:g} s")
+                raise AssertionError(f"rank {rank} has neither ended nor reached a gather within {TURN_S:g} s")
             if not ready and self._notes:
                 gathers += 1
                 if gathers > GATHERS:
-                    raise AssertionError(f"the ranks have met {GATHERS} times in one call and do not end it")
+                    raise AssertionError(f"the ranks have made {GATHERS} gathers in one call, which does not end")
                 ready = self._answer()
         return outcomes
 
@@ -134,7 +134,7 @@ class SimulatedGroup:
             self._turns[rank].acquire()
             if (answer := self._answers[rank]) is not None:
                 return list(answer)
-        raise GroupError(f"rank {rank} lost the others, on purpose", rank=rank)
+        raise GroupError(f"rank {rank} lost the other ranks, on purpose", rank=rank)
 
 
 class GroupMember:

@@ -83,7 +83,7 @@ def test_a_run_that_was_interrupted_is_run_again(tmp_path: Path, monkeypatch: py
 
 def test_an_arm_that_fails_is_told_and_the_others_are_run(tmp_path: Path) -> None:
     experiment = experiment_of(tiny("bad", game="language", model="nowhere"), tiny("good"), seeds=(0,))
-    with pytest.raises(PulseError, match=r"1 failed: small: bad, seed 0: .*nowhere holds no checkpoint"):
+    with pytest.raises(PulseError, match=r"1 arms failed: small: bad, seed 0: .*nowhere has no checkpoint"):
         runner.run([experiment], tmp_path)
     assert path_of(tmp_path / "small", experiment.arms[1], 0).exists()
     assert "| good |" in (tmp_path / "small" / "results.md").read_text()
@@ -101,7 +101,7 @@ def test_a_policy_that_cannot_be_made_stops_only_arms_that_need_it(
 
     monkeypatch.setattr(loop, "begin", begin)
     experiment = experiment_of(tiny("bad", shape=sweeps.TINY), tiny("good"), seeds=(0,))
-    with pytest.raises(PulseError, match=r"2 failed: pretrained 32x2x2h: .*; small: bad, seed 0: "):
+    with pytest.raises(PulseError, match=r"2 arms failed: pretrained 32x2x2h: .*; small: bad, seed 0: "):
         runner.run([experiment], tmp_path)
     assert path_of(tmp_path / "small", experiment.arms[1], 0).exists()
 
@@ -111,7 +111,9 @@ def test_a_recording_is_not_replaced_by_one_of_fewer_steps(tmp_path: Path) -> No
     runner.run([experiment], tmp_path)
     path = path_of(tmp_path / "small", experiment.arms[0], 0)
     before = [file.read_bytes() for file in (path, tmp_path / "small" / "config.json")]
-    with pytest.raises(PulseError, match=r"one-seed0.jsonl has 3 steps, and 2 are asked for: give another --out"):
+    with pytest.raises(
+        PulseError, match=r"one-seed0.jsonl already has a recording of 3 steps, not 2: give another --out"
+    ):
         runner.run([experiment.with_arms(steps=2)], tmp_path)
     assert [file.read_bytes() for file in (path, tmp_path / "small" / "config.json")] == before
     runner.run([experiment.with_arms(steps=4)], tmp_path)
@@ -177,7 +179,7 @@ def test_a_model_takes_the_sweeps_that_make_sense(tmp_path: Path) -> None:
     assert {(arm.game, arm.model) for one in chosen for arm in one.arms} == {("language", str(tmp_path / "smol"))}
     assert [arm.name for arm in chosen[0].arms] == ["5e-7", "1e-6", "3e-6", "5e-6"]
     assert "1.2 million" not in "".join(one.differs for one in chosen)
-    with pytest.raises(PulseError, match="scale is for policies made here"):
+    with pytest.raises(PulseError, match="scale needs --model demo"):
         runner.choose(["scale"], model=str(tmp_path))
 
 
@@ -204,7 +206,7 @@ def test_every_experiment_is_sound() -> None:
 
 
 def test_names_that_are_not_there_are_told() -> None:
-    with pytest.raises(PulseError, match="no experiment speed: there are lr, "):
+    with pytest.raises(PulseError, match="unknown experiment speed; choose from lr, "):
         sweeps.find(["speed"])
 
 
@@ -248,7 +250,7 @@ def test_the_command_runs_and_lists(small: None, tmp_path: Path) -> None:
     assert done.code == 0
     assert (tmp_path / "small" / "one-seed3.jsonl").exists()
     commands.pulse("study", "experiment", "large").refused(2, "no experiment large")
-    commands.pulse("study", "experiment", "small", "--seeds", "x").refused(2, "give them as 0,1,2")
+    commands.pulse("study", "experiment", "small", "--seeds", "x").refused(2, "must be integers such as 0,1,2")
 
 
 @pytest.mark.slow

@@ -13,14 +13,20 @@ from pulsesync.lab.study.experiments.sweeps import EXPERIMENTS
 def main(arguments: list[str] | None = None) -> int:
     """Run what is asked for; exit code 0, or 1 if something failed."""
     parser = argparse.ArgumentParser(prog="python -m pulsesync.lab.study.experiments", description=__doc__)
-    parser.add_argument("names", nargs="+", metavar="NAME", help="of an experiment; all; or list, to see them")
-    parser.add_argument("--out", type=Path, help="folder for recordings and pages: experiments, or experiments-quick")
-    parser.add_argument("--steps", type=int, help="optimizer steps of every arm")
-    parser.add_argument("--seeds", default="", help="such as 0,1,2")
-    parser.add_argument("--model", default="demo", help="demo, or a folder with a Hugging Face checkpoint")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--quick", action="store_true", help="a few small steps of everything")
+    parser.add_argument(
+        "names", nargs="+", metavar="NAME", help="name of an experiment; 'all'; or 'list' to print the names"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for recordings and pages (default: experiments, or experiments-quick with --quick)",
+    )
+    parser.add_argument("--steps", type=int, help="number of optimizer steps in every arm")
+    parser.add_argument("--seeds", default="", help="seeds to run, such as 0,1,2")
+    parser.add_argument("--model", default="demo", help="'demo', or a folder with a Hugging Face checkpoint")
+    parser.add_argument("--device", default="cpu", help="'cpu' or 'cuda'")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes to run at a time")
+    parser.add_argument("--quick", action="store_true", help="run everything with a few small steps")
     told = parser.parse_args(arguments)
     try:
         experiment(
@@ -66,7 +72,7 @@ def read_seeds(text: str) -> list[int] | None:
     try:
         return [int(seed) for seed in text.split(",")] if text else None
     except ValueError as e:
-        raise PulseError(f"--seeds {text}: give them as 0,1,2") from e
+        raise PulseError(f"--seeds must be integers such as 0,1,2; got {text}") from e
 
 
 def _say(line: str) -> None:

@@ -78,7 +78,9 @@ class PPO(Learner):
     def __init__(self, arm: Arm, game: TrainingGame, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(arm, game, policy, optimizer)
         if not isinstance(policy, Policy):
-            raise PulseError("PPO is for the demo's policy: a language model has no value head here")
+            raise PulseError(
+                "PPO needs a policy with a value head, which a language model does not have: use --model demo"
+            )
         weight = policy.head.weight
         self.value = nn.Linear(policy.shape.width, 1).to(weight.device, weight.dtype)
         nn.init.zeros_(self.value.weight)

@@ -81,7 +81,7 @@ def _lion(arm: Arm, policy: nn.Module) -> torch.optim.Optimizer:
 def _muon(arm: Arm, policy: nn.Module) -> torch.optim.Optimizer:
     """Muon for matrices inside the layers, its steps scaled to the size of AdamW's; AdamW for the rest."""
     if not hasattr(torch.optim, "Muon"):
-        raise PulseError(f"torch {torch.__version__} has no Muon: it came with 2.9")
+        raise PulseError(f"Muon needs torch 2.9 or newer; this is torch {torch.__version__}")
     inside = [weight for name, weight in policy.named_parameters() if weight.ndim == 2 and "layers." in name]
     known = {id(weight) for weight in inside}
     rest = [weight for weight in policy.parameters() if id(weight) not in known]

@@ -66,7 +66,7 @@ def run(experiments: Sequence[Experiment], out: Path, *, jobs: int = 1, tell: Te
                 results.write_results(experiment, out / experiment.name)
             results.write_index(out)
     if failed:
-        raise PulseError(f"{len(failed)} failed: {'; '.join(failed)}")
+        raise PulseError(f"{len(failed)} arms failed: {'; '.join(failed)}")
 
 
 def _refuse(experiments: Sequence[Experiment], out: Path) -> None:
@@ -77,7 +77,7 @@ def _refuse(experiments: Sequence[Experiment], out: Path) -> None:
         there = results.read_any(path)
         steps = there.header.facts.get("arm", {}).get("steps", 0) if there else 0
         if steps > arm.steps:
-            raise PulseError(f"{path} has {steps} steps, and {arm.steps} are asked for: give another --out")
+            raise PulseError(f"{path} already has a recording of {steps} steps, not {arm.steps}: give another --out")
 
 
 def _with_earlier_seeds(experiment: Experiment, folder: Path) -> Experiment:

@@ -218,14 +218,16 @@ def find(names: Sequence[str]) -> list[Experiment]:
         return list(EXPERIMENTS.values())
     unknown = [name for name in names if name not in EXPERIMENTS]
     if unknown or not names:
-        raise PulseError(f"there is no experiment {', '.join(unknown)}: there are {', '.join(EXPERIMENTS)}, and all")
+        raise PulseError(f"unknown experiment {', '.join(unknown)}; choose from {', '.join(EXPERIMENTS)}, all")
     return [EXPERIMENTS[name] for name in names]
 
 
 def with_model(experiment: Experiment, folder: str) -> Experiment:
     """The same sweep with a language model, for 40 steps. Raises: PulseError, where that makes no sense."""
     if experiment.name not in WITH_LANGUAGE:
-        raise PulseError(f"{experiment.name} is for policies made here: with --model, {', '.join(WITH_LANGUAGE)}")
+        raise PulseError(
+            f"{experiment.name} needs --model demo; with another model, choose from {', '.join(WITH_LANGUAGE)}"
+        )
     told = replace(
         experiment,
         name=f"{experiment.name}-{Path(folder).resolve().name}",

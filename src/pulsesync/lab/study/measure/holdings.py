@@ -75,11 +75,13 @@ class LocalTensors:
     def pick(self, state: Mapping[str, Any]) -> list[Any]:
         """The tensors of a later state. Raises: StateError, if it has others."""
         for name in sorted(self.names ^ state.keys()):
-            said = "is no longer there" if name in self.names else "was not there before"
-            raise StateError(f"tensor {name!r} {said}", tensor=name)
+            problem = "is no longer there" if name in self.names else "was not there before"
+            raise StateError(f"tensor {name!r} {problem}", tensor=name)
         for tensor in self.tensors:
             if (found := _local_shape(state[tensor.name])) != tensor.local:
-                raise StateError(f"tensor {tensor.name!r} was {tensor.local} and is {found}", tensor=tensor.name)
+                raise StateError(
+                    f"tensor {tensor.name!r} had shape {tensor.local} before and has {found} now", tensor=tensor.name
+                )
         return [state[tensor.name] for tensor in self.tensors]
 
 
@@ -134,7 +136,7 @@ def _held(name: str, value: Any) -> CountedTensor | None:
     elif torch is not None and isinstance(local, torch.Tensor):
         device = str(local.device)
     else:
-        raise StateError(f"{name!r} is a {type(local).__name__}, not a tensor", tensor=name)
+        raise StateError(f"{name!r} must be a tensor; got {type(local).__name__}", tensor=name)
     dtype = _LABELS.get(str(local.dtype).removeprefix("torch."))
     if dtype is None or not _counts_here(name, value):
         return None

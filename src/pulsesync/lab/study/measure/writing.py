@@ -69,9 +69,9 @@ def _of_rank(out: Path) -> Path:
 
 def _create(place: Path) -> TextIO:
     if place.exists():
-        raise PulseError(f"{place} is there already: record to another file, or move it away")
+        raise PulseError(f"{place} already exists: record to another file, or move it away")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         return place.open("x", encoding="utf-8")
     except OSError as e:
-        raise PulseError(f"{place} cannot be written: {e}") from e
+        raise PulseError(f"cannot write {place}: {e}") from e

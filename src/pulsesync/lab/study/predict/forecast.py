@@ -129,9 +129,7 @@ def forecast(
     """
     steps = steps or max(STEPS, min(EPOCH_PATCHES * training.every, 4 * STEPS), 2 * training.every)
     if not training.every <= steps <= MOST_STEPS:
-        raise ValueError(
-            f"{steps} steps, {training.every} in a sync: look one sync ahead, and at most {MOST_STEPS} steps"
-        )
+        raise ValueError(f"steps must be from {training.every} (one sync) to {MOST_STEPS}; got {steps}")
     groups = by_scale or {1.0: weights_by_class}
     moves = simulate_moves(training, steps)
     sample = _Sample(groups, moves, training.masters, dtype, rounded or not training.masters)

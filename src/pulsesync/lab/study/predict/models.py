@@ -76,13 +76,13 @@ def read_model(
     """
     path = Path(path)
     if not path.exists():
-        raise NotFoundError(f"there is no {path}: give a folder with a checkpoint, or a config.json", key=str(path))
+        raise NotFoundError(f"{path} does not exist: give a folder with a checkpoint, or a config.json", key=str(path))
     config = path if path.suffix == ".json" else path / "config.json"
     has_weights = (path.is_file() and path.suffix != ".json") or any(path.glob("*.safetensors"))
     if has_weights:
         return _of_checkpoint(path, dtype, progress)
     if not config.is_file():
-        raise NotFoundError(f"{path} holds neither safetensors files nor a config.json", key=str(path))
+        raise NotFoundError(f"{path} has neither safetensors files nor a config.json", key=str(path))
     return _of_config(config, dtype)
 
 
@@ -121,9 +121,13 @@ def _of_checkpoint(path: Path, dtype: str, progress: Callable[[float], None]) ->
     floats = {name: array for name, array in opened.tensors.items() if _is_float(array)}
     total = sum(array.size for array in floats.values())
     if not total:
-        raise UnsupportedError(f"{path} holds no weights in floating point: a quantised model cannot be planned")
+        raise UnsupportedError(
+            f"{path} has no floating-point weights: a forecast for a quantised model is not possible"
+        )
     if any(array.itemsize == 1 for array in floats.values()):
-        raise UnsupportedError(f"{path} holds weights in FP8, whose scales are not known: give what it was made from")
+        raise UnsupportedError(
+            f"{path} has FP8 weights, whose scales are not known: give the checkpoint that it was made from"
+        )
     every = max(1, round(total / SAMPLE))
     scaled = _Scaled()
     done = 0
@@ -193,7 +197,7 @@ def _of_config(path: Path, dtype: str) -> ModelFacts:
     except UnsupportedError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
-        raise FormatError(f"{path} does not describe a model as transformers does: {e!r}") from e
+        raise FormatError(f"{path} is not a valid model configuration of transformers: {e!r}") from e
     scaled = _Scaled()
     for size, times in Counter(math.prod(shape) for shape in shapes if len(shape) > 1).items():
         by = scale_of(np.array([scale * largest_normal(size)]), dtype)
@@ -234,7 +238,9 @@ def shapes_of(config: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
     family = config["model_type"]
     if family not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
-        raise UnsupportedError(f"the shapes of {family!r} are not known, only of {known}: give a checkpoint instead")
+        raise UnsupportedError(
+            f"the shapes of {family!r} are not known (only those of {known}): give a checkpoint instead"
+        )
     hidden, vocabulary = int(config["hidden_size"]), int(config["vocab_size"])
     yield (vocabulary, hidden)
     if not config.get("tie_word_embeddings", family.startswith("gemma")):

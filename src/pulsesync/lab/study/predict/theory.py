@@ -27,7 +27,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The array type of a dtype by its safetensors name. Raises: ValueError, for one that is no float we round to."""
     if dtype not in DTYPES or DTYPES[dtype].exponent_shift is None:
         known = ", ".join(name for name, kind in DTYPES.items() if kind.exponent_shift is not None)
-        raise ValueError(f"no theory of {dtype}: it is about {known}")
+        raise ValueError(f"dtype must be one of {known}; got {dtype}")
     found: np.dtype[Any] = new_tensors([TensorSpec("", dtype, (0,))])[""].dtype
     return found
 
