@@ -75,8 +75,8 @@ def test_tables_need_a_folder(recorded: Path) -> None:
 
 
 def test_what_is_not_there_is_said_in_one_line(tmp_path: Path, recorded: Path) -> None:
-    assert pulse("study", tmp_path / "absent").refused(3, "there is no")
-    assert pulse("study").refused(2, "nothing to look at")
+    assert pulse("study", tmp_path / "absent").refused(3, "does not exist")
+    assert pulse("study").refused(2, "got nothing")
     (tmp_path / "run" / "manifests").mkdir(parents=True)
     assert pulse("study", tmp_path / "run").refused(3, "no version is published")
     assert pulse("study", tmp_path / "run", recorded).refused(2, "at once")

@@ -187,7 +187,8 @@ class LanguageModel:
         tokens: list[int] = self._tokenizer(f" {total}", add_special_tokens=False)["input_ids"]
         if len(tokens) >= ANSWER:
             raise PulseError(
-                f"the tokenizer in {self.folder} encodes {total} in {len(tokens)} tokens; an answer can have {ANSWER - 1} at most"
+                f"the tokenizer in {self.folder} encodes {total} in {len(tokens)} tokens; an answer can have "
+                f"{ANSWER - 1} at most"
             )
         return [*tokens, self._end, *[self._pad] * (ANSWER - 1 - len(tokens))]
 
