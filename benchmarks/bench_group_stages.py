@@ -23,7 +23,7 @@ from bench_gpu import PIECE, SPREAD, shapes
 from cluster_gpu_roles import chances_of, change_, describe, small_shapes
 from cluster_gpu_ways import ended_stages
 
-from pulsesync.group.bundles import agree, tell
+from pulsesync.group.bundles import agree, describe_shards
 from pulsesync.group.cost_model import CostModel, Method
 from pulsesync.group.ends import LocalModel, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.group.messages import Bucket, SyncTimes
@@ -48,9 +48,9 @@ class Ends:
                 piece.copy_(torch.randn(piece.numel(), device=device) * SPREAD)
         received = {name: tensor.clone() for name, tensor in self.sent.items()}
         models = [LocalModel.of(model, None, ()) for model in (self.sent, received)]
-        self.wire = agree([tell(model.shards) for model in models], [0])
+        self.wire = agree([describe_shards(model.shards) for model in models], [0])
         self.source = SourceEnd(self.wire, self.wire.owned_by(0), models[0])
-        self.receiver = ReceiverEnd(self.wire, self.wire.held_by(1), models[1])
+        self.receiver = ReceiverEnd(self.wire, self.wire.local_to(1), models[1])
         self.at = RankVersion(0, "", {})
 
     def sync(self, method: Method) -> dict[str, float]:

@@ -14,7 +14,7 @@ from pulsesync.core import digest
 from pulsesync.core.types import BLOCK, Bits
 from pulsesync.errors import FormatError, StateError, VerificationError
 from pulsesync.group import bundles, device_weights
-from pulsesync.group.bundles import agree, tell
+from pulsesync.group.bundles import agree, describe_shards
 from pulsesync.group.cost_model import METHODS, CostModel, Method
 from pulsesync.group.ends import LocalModel, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.group.messages import TRAILER, Bucket, SyncTimes, Table
@@ -96,10 +96,10 @@ class Joined:
         self.where, self.device = memories, device
         others = [local(other, "host", device)] if other else []
         source, receiver = (local(m, w, device) for m, w in zip((model, receives), memories, strict=True))
-        self.wire = agree([tell(one.shards) for one in (source, receiver, *others)], [0])
+        self.wire = agree([describe_shards(one.shards) for one in (source, receiver, *others)], [0])
         self.tiles = self.wire.layout.tiles
         self.source = SourceEnd(self.wire, self.wire.owned_by(0), source)
-        self.receiver = ReceiverEnd(self.wire, self.wire.held_by(1), receiver)
+        self.receiver = ReceiverEnd(self.wire, self.wire.local_to(1), receiver)
         self.received = receiver
         self.at = RankVersion(0, "", {})
         self.commit(*self.carry("dense"))
@@ -269,7 +269,7 @@ def test_masters_are_sent_as_the_dtype_that_receivers_have(dtype: str, device: s
     found = []
     for where in ("host", "device"):
         source = local(kept, where, device, {"*": dtype})
-        wire = agree([tell(source.shards), tell(source.shards)], [0])
+        wire = agree([describe_shards(source.shards), describe_shards(source.shards)], [0])
         end = SourceEnd(wire, wire.owned_by(0), source)
         end.weights.begin()
         end.weights.make_room()
@@ -308,8 +308,8 @@ def test_tied_tensors_with_memory_of_their_own_are_written_too(device: str) -> N
     apart = {"embed": torch.zeros_like(base), "head": torch.zeros_like(base)}
     source, receiver = local(tied, "device", device), local(apart, "device", device)
     assert source.shards.ties == {"head": "embed"}
-    wire = agree([tell(source.shards), tell(receiver.shards)], [0])
-    send, receive = SourceEnd(wire, wire.owned_by(0), source), ReceiverEnd(wire, wire.held_by(1), receiver)
+    wire = agree([describe_shards(source.shards), describe_shards(receiver.shards)], [0])
+    send, receive = SourceEnd(wire, wire.owned_by(0), source), ReceiverEnd(wire, wire.local_to(1), receiver)
     sums: dict[int, Any] = {}
     for number, method in enumerate(TABLES):
         send.weights.make_room()
@@ -330,7 +330,7 @@ def test_tied_tensors_with_memory_of_their_own_are_written_too(device: str) -> N
 
 def test_a_source_that_always_sends_all_keeps_no_copy(device: str) -> None:
     model = local(random_model(), "device", device)
-    wire = agree([tell(model.shards)] * 2, [0])
+    wire = agree([describe_shards(model.shards)] * 2, [0])
     end = SourceEnd(wire, wire.owned_by(0), model)
     jobs, name = end.plan("dense", CostModel(), None)
     assert name == "dense"
@@ -370,7 +370,7 @@ def test_weights_that_something_writes_during_a_push_are_not_taken_for_what_was_
 
 def test_a_source_that_owns_no_bundle_takes_part(device: str) -> None:
     model = local(random_model(), "device", device)
-    wire = agree([tell(model.shards)] * 3, [0, 1])
+    wire = agree([describe_shards(model.shards)] * 3, [0, 1])
     end = SourceEnd(wire, wire.owned_by(1), model)
     assert not end.tiles
     for version in (1, 2):
@@ -394,7 +394,7 @@ def test_a_sample_tells_how_much_has_changed(share: float, device: str) -> None:
 
 def test_what_methods_take_follows_the_speed_of_the_devices_memory(device: str) -> None:
     model = local(random_model(), "device", device)
-    wire = agree([tell(model.shards)] * 2, [0])
+    wire = agree([describe_shards(model.shards)] * 2, [0])
     costs, mixed = CostModel(), CostModel()
     SourceEnd(wire, wire.owned_by(0), model).calibrate(costs, receivers_on_gpu=True)
     SourceEnd(wire, wire.owned_by(0), model).calibrate(mixed, receivers_on_gpu=False)

@@ -8,7 +8,7 @@ import pytest
 from pulsesync.core.types import BLOCK, BlockChange
 from pulsesync.errors import StateError
 from pulsesync.group import bundles
-from pulsesync.group.bundles import LocalBundles, agree, tell
+from pulsesync.group.bundles import LocalBundles, agree, describe_shards
 from pulsesync.state.sharding import Placed, Shards, shards_of
 
 
@@ -17,7 +17,7 @@ def model(rng: np.random.Generator, tensors: int = 50) -> dict[str, Any]:
 
 
 def agreed(*shards: Shards, sources: tuple[int, ...] = (0,)) -> bundles.BundlePlan:
-    return agree([tell(one) for one in shards], sources)
+    return agree([describe_shards(one) for one in shards], sources)
 
 
 def test_small_tensors_share_bundles_and_large_ones_are_split() -> None:
@@ -40,9 +40,9 @@ def test_a_bundle_reads_and_writes_its_pieces_wherever_they_lie() -> None:
     mine, others = shards_of(held), shards_of(rest)
     wire = agreed(shards_of(source), mine, others)
     for shards, rank in ((mine, 1), (others, 2)):
-        places = LocalBundles(wire, wire.held_by(rank), shards)
+        places = LocalBundles(wire, wire.local_to(rank), shards)
         sender = LocalBundles(wire, wire.owned_by(0), shards_of(source))
-        for tile in wire.held_by(rank):
+        for tile in wire.local_to(rank):
             before = sender.block(tile, 0).copy()  # the next read is into the same memory
             assert np.array_equal(places.block(tile, 0), before)
             at = np.sort(rng.choice(tile.size, tile.size // 3, replace=False)).astype(np.uint32)

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync.group.bundles import agree, tell
+from pulsesync.group.bundles import agree, describe_shards
 from pulsesync.group.cost_model import (
     GPU_COPY_BYTES_S,
     METHODS,
@@ -75,7 +75,7 @@ def test_methods_that_were_not_tried_are_thought_to_be_off_as_the_others_are() -
 
 def test_a_link_that_held_nothing_up_shows_only_that_it_is_not_slower() -> None:
     known = costs(GBIT)
-    known.learn_link(1000, 0.1, others_s=0.5)  # too few bytes to tell
+    known.learn_link(1000, 0.1, others_s=0.5)  # too few bytes to describe_shards
     assert known.byte_s == 1 / GBIT
     known.learn_link(10_000_000, 0.01, others_s=0.5)
     assert known.byte_s == pytest.approx(1e-9)
@@ -89,7 +89,7 @@ def test_codecs_are_tried_on_the_models_own_weights() -> None:
     values = (0.02 * rng.standard_normal(1 << 18)).astype(np.float32)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)
     model = LocalModel(shards_of({"w": bits.view(ml_dtypes.bfloat16)}), (), None)
-    wire = agree([tell(model.shards)] * 2, [0])
+    wire = agree([describe_shards(model.shards)] * 2, [0])
     known = CostModel()
     SourceEnd(wire, wire.owned_by(0), model).calibrate(known, receivers_on_gpu=False)
     for method in METHODS:

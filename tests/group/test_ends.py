@@ -8,7 +8,7 @@ import pytest
 from pulsesync.core import digest
 from pulsesync.core.types import Bits
 from pulsesync.errors import VerificationError
-from pulsesync.group.bundles import agree, tell
+from pulsesync.group.bundles import agree, describe_shards
 from pulsesync.group.cost_model import CostModel, Method
 from pulsesync.group.ends import GroupEnd, Job, LocalModel, RankVersion, ReceiverEnd, SourceEnd, addresses_of
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
@@ -28,9 +28,9 @@ class Joined:
         self.sent: Model = {name: self.rng.integers(0, 1 << 16, n, np.uint16) for name, n in sizes.items()}
         self.received: Model = {name: np.zeros_like(array) for name, array in self.sent.items()}
         source, receiver = (LocalModel(shards_of(model), (), None) for model in (self.sent, self.received))
-        self.wire = agree([tell(source.shards), tell(receiver.shards)], [0])
+        self.wire = agree([describe_shards(source.shards), describe_shards(receiver.shards)], [0])
         self.source = SourceEnd(self.wire, self.wire.owned_by(0), source)
-        self.receiver = ReceiverEnd(self.wire, self.wire.held_by(1), receiver)
+        self.receiver = ReceiverEnd(self.wire, self.wire.local_to(1), receiver)
 
     @property
     def sends(self) -> HostSourceWeights:

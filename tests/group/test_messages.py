@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pulsesync.core.types import Bits
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.group import messages
-from pulsesync.group.bundles import BundlePlan, LocalBundles, agree, tell
+from pulsesync.group.bundles import BundlePlan, LocalBundles, agree, describe_shards
 from pulsesync.group.cost_model import Method
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.messages import TRAILER, Bucket, SyncTimes
@@ -30,7 +30,7 @@ class Ends:
             at = rng.random(bits.size) < density
             bits[at] ^= 1
         source, receiver = shards_of(self.new), shards_of(self.old)
-        self.wire: BundlePlan = agree([tell(source), tell(receiver)], [0])
+        self.wire: BundlePlan = agree([describe_shards(source), describe_shards(receiver)], [0])
         tiles = self.wire.layout.tiles
         self.held = LocalBundles(self.wire, tiles, source)
         self.source = HostSourceWeights(self.wire, tiles, shards_of({n: bits.copy() for n, bits in self.old.items()}))

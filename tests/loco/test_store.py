@@ -171,7 +171,7 @@ def test_replicas_that_diverge_and_leave_no_quorum_are_found_at_the_next_deadlin
     table = Table(names)
     table.round(names)
     for name in parted:
-        held = table[name].loco._held[0]
+        held = table[name].loco._current[0]
         held.shared = replace(held.shared, theta=held.shared.theta * 2)
     before = table["a"].everything()
     errors: list[VerificationError] = []

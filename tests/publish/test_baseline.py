@@ -62,7 +62,7 @@ def test_a_share_of_all_tiles_has_no_slices_and_every_tensor_and_lies_where_a_co
     assert share.whole
     assert share.slices is None
     assert list(share.windows) == [spec.name for spec in share.layout.tensors]
-    assert share.held == share.places == find_places(share.layout, {})
+    assert share.copy_places == share.places == find_places(share.layout, {})
 
 
 @pytest.mark.parametrize("codec", ["gap", "context", "history", "auto"])

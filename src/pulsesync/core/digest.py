@@ -1,9 +1,10 @@
 """The positional digest of a state: is this, bit for bit, the state that was published?
 
 The digest of some weights is two sums, modulo 2^64, over their 16-bit units (bytes, for one-byte dtypes) of unit times
-a key that belongs to the tensor and to the unit's index in it. So that of a state is the sum of its tiles', however the
-tensors are cut and bundled; it changes with O(changed) work, and is recounted by one sequential read. It guards against
-accident, not attack: anyone who knows the keys can make two states agree. Signatures are for that.
+a key that belongs to the tensor and to the unit's index in it. The digest of a state is therefore the sum of those of
+its tiles, however the tensors are cut and bundled; it changes with O(changed) work, and is recounted by one sequential
+read. It guards against accident, not attack: anyone who knows the keys can make two states agree. Signatures are for
+that.
 """
 
 import hashlib
@@ -48,7 +49,7 @@ def _units_each(bits: Bits) -> int:
 
 
 def count_tile(tile: Tile, flat: Bits, threads: int | None = None) -> Sum:
-    """Count the digest of a tile that is no bundle from all its weights; flat is the whole tensor."""
+    """Count the digest of a tile that is not a bundle from all its weights; flat is the whole tensor."""
     assert not tile.pieces
     some = max(_RUN // _units_each(flat), 1)
 
@@ -74,18 +75,18 @@ def _count(bits: Bits, first: int, count: int, pieces: NDArray[np.int64], in_pla
 
 
 def moved(patch: TilePatch) -> Sum:
-    """How a tile's digest moves by a patch: O(changed)."""
+    """By how much a patch changes a tile's digest: O(changed)."""
     return sum_up(moved_by(patch.tile, block) for block in patch.blocks)
 
 
 def moved_by(tile: Tile, change: BlockChange) -> Sum:
-    """How a tile's digest moves by the changes of one block."""
+    """By how much the changes of one block change a tile's digest."""
     first, second, _ = _weigh(tile, change, _NO_RUNS)
     return Sum(int(first), int(second))
 
 
 def moved_in_runs(tile: Tile, change: BlockChange, first: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """How the first sum of a tile's digest moves by each of several runs of changes, given where each begins."""
+    """By how much each of several runs of changes changes the first sum of a tile's digest, given where each begins."""
     moved: NDArray[np.uint64] = _weigh(tile, change, first)[2]
     return moved
 
@@ -105,7 +106,7 @@ def sum_up(sums: Iterable[Sum]) -> Sum:
 
 
 def hash_tables(tensors: Iterable[TensorSpec]) -> bytes:
-    """What a state digest has of the tensors beside their weights: a hash of all names, dtypes and shapes, in order."""
+    """The part of a state digest that is not weights: a hash of all names, dtypes and shapes, in order."""
     return hashlib.sha256(b"".join(spec.hashed for spec in tensors)).digest()
 
 

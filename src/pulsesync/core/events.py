@@ -4,11 +4,11 @@
         subscriber.sync(model)      # prints a Synced event
 
 Publishers, subscribers, groups, LoCo trainers and servers call `emit`; metrics, heartbeats and progress bars listen. A
-listener is any callable that takes an event. It runs on a thread of its own, so it is never in the way: what it raises
-is logged, and what it is too slow for is dropped, counted and logged. An object that emits may have a lock meanwhile: a
-listener that calls it waits for that lock, and nothing waits for the listener. Events of one process are delivered to
-each listener in the order in which they were emitted. A forked child has no such threads: nothing is delivered there
-until it adds listeners of its own.
+listener is any callable that takes an event. It runs on a thread of its own, so it cannot delay or break the library:
+what it raises is logged, and events for which it is too slow are dropped, counted and logged. An object may hold a lock
+while it emits: a listener that calls that object waits for the lock, and nothing waits for the listener. Events of one
+process are delivered to each listener in the order in which they were emitted. A forked child has no such threads:
+nothing is delivered there until it adds listeners of its own.
 
 docs/events.md says what is emitted when, field by field.
 """

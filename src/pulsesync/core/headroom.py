@@ -1,4 +1,4 @@
-"""How much memory this process can still take: of the machine, and of the control groups (containers) that it is in."""
+"""How much memory this process can still use: of the machine, and of the control groups (containers) that it is in."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,7 +22,7 @@ class _GroupFiles(NamedTuple):
     folder: str
     limit: str
     used: str
-    cached: tuple[str, str]  # rows of `memory.stat`: bytes of files, which are given up when memory is short
+    cached: tuple[str, str]  # rows of `memory.stat`: bytes of cached files, which the kernel frees when memory is short
 
 
 _VERSION_1 = _GroupFiles(
@@ -32,9 +32,9 @@ _VERSION_2 = _GroupFiles("", "memory.max", "memory.current", ("active_file", "in
 
 
 def can_take(size_bytes: int, proc: Path = _PROC, groups: Path = _GROUPS) -> bool:
-    """Whether a quarter of the memory is still available if this process takes as many bytes more.
+    """Whether a quarter of the memory is still available after this process takes this many bytes.
 
-    Processes that ask before each step of theirs share what there is. False where memory is not reported.
+    Processes that ask before each step share what there is. False where memory is not reported.
     """
     found = find(proc, groups)
     return bool(found) and all(room.available - size_bytes >= room.limit // SPARE for room in found)
@@ -59,9 +59,10 @@ def find(proc: Path = _PROC, groups: Path = _GROUPS) -> list[Headroom]:
 
 
 def _of_groups(groups: Path, path: str, files: _GroupFiles, most: int) -> Iterator[Headroom]:
-    """Of a group and all that it is in; in a container the path may be one of the host, where only the top is there.
+    """The headroom of a group and of all groups that it is in.
 
-    most: limits of as many bytes are none. What is used need not be read then, which takes the kernel a while.
+    In a container the path may be one of the host, of which only the top exists. most: limits at or above this number
+    of bytes count as none; the usage need not be read then, which takes the kernel a while.
     """
     group = Path(path.lstrip("/"))
     for name in (group, *group.parents):

@@ -1,9 +1,9 @@
 """Temporary folders that are removed even if the process that uses them is killed.
 
 Each folder `pulse-spool-<token>` has a file `pulse-spool-<token>.lock` next to it, on which its process holds an flock
-until it ends. A process that makes a folder first removes those whose lock is free. It removes only what has such a
-name and a lock with the line that is written here: other programs use /tmp too, and flock(1) leaves its lock files
-there. Folders without a lock, as earlier releases made them, stay: nothing shows whether they are in use.
+until it ends. A process that makes a folder first removes those whose lock is free. It removes only folders with such a
+name and a lock file that contains the line written here: other programs use /tmp too, and flock(1) leaves its lock
+files there. Folders without a lock, as earlier releases made them, stay, because nothing shows whether they are in use.
 """
 
 import fcntl
@@ -42,7 +42,7 @@ class ScratchFolder:
         self._end = weakref.finalize(self, _remove_own, os.getpid(), self.path, lock)
 
     def close(self) -> None:
-        """Remove the folder and all that is in it; nothing if that was done already."""
+        """Remove the folder and its contents; does nothing if that was already done."""
         self._end()
 
     def __enter__(self) -> Path:
@@ -101,7 +101,7 @@ def _remove_own(process: int, path: Path, lock: int | None) -> None:
 
 
 def _remove_abandoned(lock: Path) -> None:
-    """Remove the folder that a lock is for, if nobody holds the lock. Raises: OSError."""
+    """Remove the folder that a lock is for, if no process holds the lock. Raises: OSError."""
     handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(handle)
@@ -111,7 +111,7 @@ def _remove_abandoned(lock: Path) -> None:
         if not _is_open_as(lock, handle):
             return  # another process was quicker
         if os.pread(handle, len(_LINE) + 1, 0) != _LINE:
-            return  # another program's
+            return  # the file of another program
         path = lock.with_name(lock.name.removesuffix(_LOCK))
         with suppress(FileNotFoundError):
             if path.lstat().st_uid != os.getuid():
@@ -128,7 +128,7 @@ def _lock_of(path: Path) -> Path:
 
 
 def _is_open_as(path: Path, handle: int) -> bool:
-    """Whether this name still leads to the open file."""
+    """Whether this path is still that of the open file."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(handle))
     except FileNotFoundError:

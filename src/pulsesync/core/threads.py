@@ -1,4 +1,4 @@
-"""Work in threads: spread over them, block by block, or finished in one whatever interrupts the caller.
+"""Work in threads: spread over them block by block, or completed in one even if the caller is interrupted.
 
 The kernels release the GIL; nothing else here is parallel.
 """
@@ -22,12 +22,12 @@ def default_threads() -> int:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Threads that wait for work: to start some takes as long as hashing a megabyte."""
+    """Threads that wait for work: starting threads takes as long as hashing a megabyte."""
     return ThreadPoolExecutor(default_threads(), thread_name_prefix="pulse")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not come along
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child does not have the threads
 
 
 def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int | None = None) -> list[Result]:
@@ -56,12 +56,13 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
             faults.append(e)
 
     helpers: list[Future[None]] = []
-    with suppress(RuntimeError):  # while the interpreter shuts down there are no threads to be had: then without
+    # No threads can be started while the interpreter shuts down: then this thread does the work.
+    with suppress(RuntimeError):
         for _ in range(count - 1):
             helpers.append(_pool().submit(take))  # noqa: PERF401 - those before one that fails are waited for
     take()
     for helper in helpers:
-        if not helper.cancel():  # what has not begun by now is not needed: nothing is left to take
+        if not helper.cancel():  # a helper that has not begun by now is not needed: no work is left
             helper.result()
     if faults:
         raise faults[0]
@@ -69,9 +70,9 @@ def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int |
 
 
 def begin(work: Callable[[], Result]) -> Callable[[], Result]:
-    """Begin work in a thread, and return what waits for its end; what the work raises is raised there.
+    """Begin work in a thread; return a function that waits for its end, and raises what the work raised.
 
-    While the interpreter shuts down there are no threads to be had: then it is done at once.
+    While the interpreter shuts down no threads can be started: then the work is done at once.
     """
     try:
         return _pool().submit(work).result
@@ -90,7 +91,8 @@ def submit(executor: Executor, work: Callable[..., Result], *args: Any) -> "Futu
         RuntimeError: no thread can be started either; the work is not run.
     """
     future: Future[Result] = Future()
-    begun = threading.Lock()  # by the first that runs it: an executor that finds no thread has queued the work already
+    # Acquired by the first that runs the work: an executor that cannot start a thread has already queued it.
+    begun = threading.Lock()
 
     def run() -> Any:
         if not begun.acquire(blocking=False):
@@ -109,7 +111,7 @@ def submit(executor: Executor, work: Callable[..., Result], *args: Any) -> "Futu
         try:
             start(run)
         except RuntimeError:
-            if begun.acquire(blocking=False):  # from now on, what is queued does nothing
+            if begun.acquire(blocking=False):  # from now on, the queued work does nothing
                 raise
         return future
 
@@ -129,9 +131,9 @@ def start(work: Callable[[], object]) -> None:
 
 
 # Set when the main thread has ended, before the interpreter waits for the threads of executors. The main thread still
-# counts as alive then, and a daemon that keeps giving them work would make it wait for ever. Functions that are
-# registered so run last in, first out: this one after that of concurrent.futures, which is imported above. The registry
-# is private; Python 3.9 to 3.13 have it. Without it a daemon is refused only after the interpreter has waited.
+# counts as alive then, and a daemon that keeps giving executors work would make it wait for ever. Functions that are
+# registered like this run last in, first out: this one after that of concurrent.futures, which is imported above. The
+# registry is private; Python 3.9 to 3.13 have it. Without it a daemon is refused only after the interpreter has waited.
 _ending = threading.Event()
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_ending.set)
@@ -140,7 +142,7 @@ if hasattr(threading, "_register_atexit"):
 def outlives_threads() -> bool:
     """Whether the interpreter is ending and would not wait for a thread that is started here.
 
-    It waits for threads that are started by threads that it waits for; neither an atexit handler nor a daemon is one.
+    It waits for threads started by threads that it waits for; an atexit handler and a daemon are not among these.
     """
     here, main = threading.current_thread(), threading.main_thread()
     return (_ending.is_set() or not main.is_alive()) and (here is main or here.daemon)
@@ -149,9 +151,9 @@ def outlives_threads() -> bool:
 def finish(work: Callable[[], None]) -> None:
     """Run something to its end in a thread of its own; an interrupt of the caller is raised afterwards.
 
-    For work that must not be left half done: Ctrl-C, or whatever else a signal handler raises, comes to the main thread
-    alone. What the work itself raises is raised here, and then the interrupt is not. Only the end of the process cuts
-    it off.
+    For work that must not be left half done: Ctrl-C, and anything else that a signal handler raises, reaches the main
+    thread only. What the work raises is raised here, and then the interrupt is not. Only the end of the process stops
+    the work.
     """
     faults: list[BaseException] = []
     go, done = threading.Event(), threading.Event()
@@ -166,12 +168,12 @@ def finish(work: Callable[[], None]) -> None:
             done.set()
 
     thread = threading.Thread(target=run, name="pulse-finish", daemon=True)
-    thread.start()  # an interrupt here has changed nothing: the work waits for `go`
+    thread.start()  # an interrupt here changes nothing: the work waits for `go`
     interrupt: BaseException | None = None
     while not done.is_set():
         try:
             go.set()
-            done.wait()  # not join: interrupted, it takes a thread that runs for one that has ended (Python < 3.13)
+            done.wait()  # not join: after an interrupt it takes a running thread for one that has ended (Python < 3.13)
         except BaseException as e:  # noqa: BLE001 - raised when the work is done
             interrupt = e
     if faults:

@@ -1,4 +1,4 @@
-"""The records that rooms hand to each other. All frozen; none does any work."""
+"""The records that modules pass to each other. All are frozen; none does any work."""
 
 import hashlib
 import math
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Bits = NDArray[np.unsignedinteger]  # weights as the unsigned integers their bits are
+Bits = NDArray[np.unsignedinteger]  # the bits of weights, as unsigned integers
 BLOCK = 1 << 20  # weights of a tile that are coded together, in row-major order
 
 
@@ -96,8 +96,8 @@ class TensorSpec:
 class Tile:
     """A rectangle of a tensor's 2-D view, or a bundle of small ones: the unit of coding, digests and history.
 
-    A bundle is a tile of a tensor of its own, which has one dimension and holds the weights of its pieces one after the
-    other. Its groups can be decoded separately: each is what one layer or one expert has in it.
+    A bundle is a tile of a tensor of its own, which has one dimension and contains the weights of its pieces one after
+    the other. Its groups can be decoded separately: each contains the pieces of one layer or one expert.
     """
 
     ordinal: int  # in the layout, over all tensors
@@ -120,11 +120,11 @@ class Tile:
         return list(dict.fromkeys(piece.tensor.name for piece in self.pieces)) if self.pieces else [self.tensor.name]
 
     @cached_property
-    def piece_table(self) -> NDArray[np.int64]:  # (pieces, 5); one row if it is no bundle
-        """What the digest must know of each piece to find the index that a weight of the tile has in its own tensor.
+    def piece_table(self) -> NDArray[np.int64]:  # (pieces, 5); one row for a tile that is not a bundle
+        """What the digest needs of each piece to find the index of a weight of the tile in its own tensor.
 
-        Where the piece begins in the tile, the index of its first weight in the tensor, its columns, how many weights
-        its rows are apart there (0 if it lies in a row), and the digest offset of the tensor.
+        Where the piece begins in the tile, the index of its first weight in the tensor, its columns, the distance
+        between its rows there, in weights (0 if it is contiguous), and the digest offset of the tensor.
         """
         pieces = self.pieces or (self,)
         table = np.empty((len(pieces), 5), np.int64)
@@ -142,7 +142,7 @@ class Tile:
 
     @cached_property
     def stream_sizes(self) -> list[int]:
-        """How many weights each of them has."""
+        """The number of weights in each of them."""
         sizes: list[int] = np.diff(self.borders).tolist()
         return sizes
 
@@ -209,7 +209,7 @@ class Codec(IntEnum):
 
 
 class Remembered(NamedTuple):
-    """What is remembered of a block in its epoch: a byte for each weight below the tile's cut (see `history`)."""
+    """The history of a block in its epoch: a byte for each weight below the tile's cut (see `format.history`)."""
 
     last: NDArray[np.uint8]
     ranks: NDArray[np.int64]  # where the bytes of what is coded together begin, and the end of the last
@@ -228,7 +228,7 @@ class BlockChange:
     positions: NDArray[np.uint32]  # (changes,) from the block's start, ascending
     old: Bits  # (changes,)
     new: Bits  # (changes,)
-    remembered: Remembered | None = None  # the block's history afterwards, where the codec had it at hand
+    remembered: Remembered | None = None  # the block's history afterwards, where the codec computed it anyway
 
     @classmethod
     def from_zeros(cls, number: int, bits: Bits) -> "BlockChange":
@@ -246,7 +246,7 @@ class TilePatch:
     tile: Tile
     codec: Codec
     blocks: tuple[BlockChange, ...]  # those with changes, ascending
-    cut: int = 0  # `history` only: the class below which weights were hot
+    cut: int = 0  # `history` only: the class below which weights are tracked
 
     @property
     def changed(self) -> int:

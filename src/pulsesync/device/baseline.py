@@ -77,7 +77,7 @@ class DeviceBaseline:
             with on(pile.device):
                 for name, run in _bundles(pile, tensors).items():
                     flats[name], workers[name] = self._own(run), pile.device
-        return DeviceState(share.layout, flats, places=share.held, device=self.device, workers=workers)
+        return DeviceState(share.layout, flats, places=share.copy_places, device=self.device, workers=workers)
 
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
         """A copy of weights where the base is kept, flat."""
@@ -110,7 +110,7 @@ class DeviceBaseline:
         workers = {name: worker_of(flat, self.device) for name, flat in flats.items()}
         if self.keep == "host":
             flats = {name: self._own(flat) for name, flat in flats.items()}
-        kept = DeviceState(share.layout, flats, places=share.held, device=self.device, workers=workers)
+        kept = DeviceState(share.layout, flats, places=share.copy_places, device=self.device, workers=workers)
         kept.history = kept.bring(state.history)
         return kept
 

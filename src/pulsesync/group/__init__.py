@@ -1,1 +1,1 @@
-"""Weights inside a cluster: the sync of a process group, and the collectives it is made of."""
+"""Weights inside a cluster: sync over a process group, and the collectives that it uses."""

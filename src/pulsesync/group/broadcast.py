@@ -1,4 +1,4 @@
-"""Weights over a process group of torch.distributed: what changed instead of all of them.
+"""Weights over a process group of torch.distributed: changes instead of all weights.
 
     cast = Broadcast(group, src=0)
     cast.push(model)            # on the source, after every step
@@ -44,7 +44,7 @@ from pulsesync.group.ends import (
 from pulsesync.group.session import FailureCollector, SyncSession
 from pulsesync.state.views import mapping_of
 
-NOTE_BYTES = 1024  # of what ranks send each other at a time, besides 16 for each source
+NOTE_BYTES = 1024  # size of a note between ranks, plus 16 for each source
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,9 @@ class Broadcast:
         src: The rank, in the group, that sends; or the ranks, if trainers share a model.
         cast: The dtype of the receivers, for all FP32 tensors of a source or by name pattern.
         timeout_s: How long to wait for the other ranks, at each message.
-        method: How to send; "auto" takes the quickest by what was measured.
-        bucket_weights: How many weights a bucket covers at most; the same on every rank. If not given, 2^24 in host
-            memory; of weights on a GPU 2^29 where all are sent, 2^33 where changes are.
+        method: How to send; "auto" chooses the fastest by measurement.
+        bucket_weights: The most weights that a bucket covers; the same on every rank. If not given, 2^24 in host
+            memory; on a GPU 2^29 for whole weights and 2^33 for changes.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class Broadcast:
         self._cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
         self._timeout_s, self._bucket_weights = timeout_s, bucket_weights
         self._model: LocalModel | None = None  # the last one, if the next sync can recognize it by its addresses
-        self._end: GroupEnd | None = None  # what this rank is since it first joined
+        self._end: GroupEnd | None = None  # source or receiver, since this rank first joined
         self._latency_s = 1.0
         self._pushes = self._on_gpu = False
         self.regroup(group, src)
 
-    # For people
+    # Public methods
 
     def push(self, source: Any) -> BroadcastReport:
         """Send a model; the other ranks pull.
@@ -132,7 +132,7 @@ class Broadcast:
         if not sources or len(set(sources)) < len(sources) or not all(0 <= rank < team.size for rank in sources):
             raise ValueError(f"src must name one or more ranks of the group, 0 to {team.size - 1}, once; got {sources}")
         pushes = team.rank in sources
-        if pushes != self._pushes:  # a source has no use for what a receiver has, nor the other way round
+        if pushes != self._pushes:  # a source cannot use the state of a receiver, and vice versa
             self._model = self._end = None
         if self._end is not None:
             self._end.joined = False
@@ -257,7 +257,7 @@ class Broadcast:
         wire_s = max(waits) - stream.starved_s - self._latency_s
         self.costs.learn_link(stream.sent_bytes, wire_s, max(source_s, work_s))
         methods = {method for method, _ in jobs}
-        if len(methods) != 1 or notes[self._team.rank]["method"] == "full":  # the first is slow for reasons of its own
+        if len(methods) != 1 or notes[self._team.rank]["method"] == "full":  # a first sync has costs of its own
             return
         tiles = [tile for _, some in jobs for tile in some]
         changed = sum(bucket.changed for bucket in stream.made)
@@ -265,10 +265,10 @@ class Broadcast:
         took = MethodTiming(source_s, work_s, time.perf_counter() - began, stream.sent_bytes)
         self.costs.learn(methods.pop(), load, took)
 
-    # Before it: who brings what
+    # Before a sync: what each rank has
 
     def _meet(self, source: Any) -> tuple[GroupEnd, list[dict[str, Any]]]:
-        """Bring a model to the group, and join if any rank must; return this rank's end and where all ranks stand."""
+        """Attach a model, and join if any rank must; return this rank's end and the notes of all ranks."""
         faults: list[Exception] = []
         with FailureCollector(faults):
             model = self._attach(source)
@@ -284,11 +284,11 @@ class Broadcast:
             with FailureCollector(faults):
                 end = self._join(model, on_gpu)
             notes = self._exchange({}, faults, "cannot join")
-        assert end is not None  # or this rank has raised why
+        assert end is not None  # otherwise this rank has raised an error
         return end, notes
 
     def _attach(self, source: Any) -> LocalModel:
-        """Read the source as shards, unless its tensors are the very ones of the last time."""
+        """Read the source as shards, unless its tensors are those of the last sync."""
         tensors = mapping_of(source)
         addresses = addresses_of(tensors)
         if self._model is not None and self._model.addresses == addresses:
@@ -297,7 +297,7 @@ class Broadcast:
         if not self._pushes:
             model.check_writable()
         if self._end is not None and self._end.device != model.device:
-            self._end, self.costs = None, CostModel()  # neither memory nor costs are those of the weights now
+            self._end, self.costs = None, CostModel()  # memory and costs are those of other weights
         if self._end is not None:
             self._end.attach(model.shards)
         self._on_gpu = model.device is not None
@@ -305,10 +305,10 @@ class Broadcast:
         return model
 
     def _join(self, model: LocalModel, receivers_on_gpu: bool) -> GroupEnd:
-        """Agree on bundles with all ranks. Raises: StateError, on all ranks alike, and their ends are unchanged."""
+        """Agree on bundles with all ranks. Raises: StateError, on all ranks, whose ends are unchanged."""
         team = self._team
-        wire = bundles.agree(team.gather(bundles.tell(model.shards)), self._sources)
-        tiles = wire.owned_by(self._sources.index(team.rank)) if self._pushes else wire.held_by(team.rank)
+        wire = bundles.agree(team.gather(bundles.describe_shards(model.shards)), self._sources)
+        tiles = wire.owned_by(self._sources.index(team.rank)) if self._pushes else wire.local_to(team.rank)
         if self._end is not None and (self._end.wire.id, self._end.tiles) == (wire.id, tiles):
             self._end.bind(wire, model.shards)
         elif self._pushes:
@@ -323,10 +323,10 @@ class Broadcast:
     def _exchange(
         self, note: Mapping[str, Any], faults: Sequence[Exception] = (), failed: str = ""
     ) -> list[dict[str, Any]]:
-        """Send every rank where this one stands, a note, and whether something failed; return what each has sent.
+        """Exchange notes: the version of each rank, some fields, and its first error; return the notes of all ranks.
 
         Raises:
-            the first of the faults; GroupError: another rank has one, or a rank sent something else.
+            The first of the faults; GroupError: another rank has one, or sent a malformed note.
         """
         end, alike = self._end, hashlib.sha256(f"{self._sources} {self._bucket_weights}".encode())
         mine = {
@@ -365,9 +365,9 @@ class Broadcast:
 def _choose_base(notes: Sequence[Mapping[str, Any]], sources: Sequence[int]) -> tuple[str, list[int]]:
     """The name of the version to start from, and the receivers that cannot reach it; every rank chooses the same.
 
-    A rank reaches the version it is at, and the one where its last sync began. All sources must reach it; of the two,
-    the one that fewer receivers lack is chosen, the later one if that is equal. If all receivers lack it there is none,
-    named "": all weights are sent.
+    A rank can start from the version that it is at, and from the one where its last sync began. All sources must be
+    able to; of the two, the one that fewer receivers lack is chosen, the later one if that is equal. If all receivers
+    lack it, there is no base, named "": all weights are sent.
     """
 
     def reaches(rank: int, name: str) -> bool:
@@ -382,6 +382,6 @@ def _choose_base(notes: Sequence[Mapping[str, Any]], sources: Sequence[int]) -> 
 
 
 def _short(fault: Exception) -> str:
-    """As much of an error as fits into a note, in characters that JSON leaves as they are."""
+    """An error, cut to the size of a note, in characters that JSON does not escape."""
     text = f"{type(fault).__name__}: {fault}"
     return "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in text)[:300]

@@ -1,9 +1,9 @@
-"""How weights travel between processes that hold different parts of a model: in bundles that all of them agree on.
+"""How weights travel between processes that have different parts of a model: in bundles on which all of them agree.
 
-A model is cut wherever anybody's part ends. Small pieces that the same processes hold are laid end to end in one
-bundle, so that twenty thousand tensors cost no more than their weights do; large ones are a bundle each. A bundle is
-a tensor of one dimension and one tile: in that form it is diffed, coded, checked and written as everything else is,
-wherever its pieces lie in memory.
+A model is cut wherever the part of any process ends. Small pieces that are local to the same processes are concatenated
+into one bundle, so that twenty thousand tensors cost no more than their weights do; large pieces are a bundle each. A
+bundle is a tensor of one dimension and one tile: in that form it is diffed, coded, checked and written as everything
+else is, wherever its pieces lie in memory.
 """
 
 import hashlib
@@ -26,9 +26,9 @@ from pulsesync.state.sharding import Shards, Windows, layout_of, windows_from, w
 from pulsesync.state.slices import Memory, Window
 from pulsesync.state.views import HostSource
 
-SMALL = 1 << 18  # weights below which a piece shares a bundle with others: more are quicker compared where they lie
-DIRECT = 1 << 17  # weights above which a run in a bundle is compared where it lies, not gathered first
-FEW = 1 << 13  # weights of a run, on average, above which some are picked from each rather than from all gathered
+SMALL = 1 << 18  # weights below which a piece shares a bundle with others: larger pieces are compared faster in place
+DIRECT = 1 << 17  # weights above which a run in a bundle is compared in place, not gathered first
+FEW = 1 << 13  # average weights of a run above which samples are read from each run rather than from a gathered bundle
 LARGE = 1 << 24  # weights above which a piece is split, by rows
 
 
@@ -54,19 +54,19 @@ class TensorRegion:
         return rows_fit and left <= self.column and self.column + self.columns <= right
 
     def local(self, window: Window, ordinal: int = 0) -> Tile:
-        """The piece where a process holds it."""
+        """The piece in the coordinates of a process's local tensor."""
         row, column = self.row - window.rows[0], self.column - window.columns[0]
         return Tile(ordinal, window.local, row, column, self.rows, self.columns)
 
 
 @dataclass(frozen=True)
 class BundlePlan:
-    """What travels: bundles, of what they are made, and who sends each."""
+    """What is sent: bundles, the pieces in them, and the source that sends each."""
 
     layout: Layout
     pieces: tuple[tuple[TensorRegion, ...], ...]  # of each tile of the layout
     owners: tuple[int, ...]  # of each tile, by place among the sources
-    holders: tuple[frozenset[int], ...]  # of each tile, by rank: who holds all of it
+    holders: tuple[frozenset[int], ...]  # of each tile: the ranks that have all of it
     ties: Mapping[str, str]
     gathered: frozenset[int] = frozenset()  # tiles that a rank does not have in contiguous memory: a GPU gathers them
 
@@ -87,37 +87,37 @@ class BundlePlan:
         """The bytes of a weight of each tile."""
         return np.array([tile.tensor.kind.itemsize for tile in self.layout.tiles], np.int64)
 
-    def held_by(self, rank: int) -> list[Tile]:
+    def local_to(self, rank: int) -> list[Tile]:
         return [tile for tile in self.layout.tiles if rank in self.holders[tile.ordinal]]
 
     def owned_by(self, source: int) -> list[Tile]:
         return [tile for tile in self.layout.tiles if self.owners[tile.ordinal] == source]
 
 
-def tell(shards: Shards) -> bytes:
-    """What a rank tells of itself before all agree."""
+def describe_shards(shards: Shards) -> bytes:
+    """Describe the shards of a rank, for `agree`."""
     return (b"some" if shards.partial else b"all ") + windows_to(shards)
 
 
-def agree(told: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
-    """Agree on what travels, from what every rank has told of itself; all come to the same.
+def agree(notes: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
+    """Compute what is sent from the descriptions of all ranks; every rank computes the same.
 
     Raises:
-        StateError: the ranks do not hold the same model; FormatError: something else was told.
+        StateError: the ranks do not have the same model; FormatError: a description is malformed.
     """
-    read = [windows_from(note[4:]) for note in told]
+    read = [windows_from(note[4:]) for note in notes]
     ties = {alias: name for rank in sources for alias, name in read[rank][1].items()}
     everyones = [_untied(rank, windows, own, ties, sends=rank in sources) for rank, (windows, own) in enumerate(read)]
     wire = wire_of(everyones, sources, ties)
     names = {piece.tensor for pieces in wire.pieces for piece in pieces}
     for rank, windows in enumerate(everyones):
-        if told[rank][:4] == b"all " and (missing := sorted(names - windows.keys())):
+        if notes[rank][:4] == b"all " and (missing := sorted(names - windows.keys())):
             raise StateError(
                 f"rank {rank} does not have tensor {missing[0]!r} of the sources ({len(missing)} tensors are missing)",
                 tensor=missing[0],
             )
     for holders, pieces in zip(wire.holders, wire.pieces, strict=True):
-        if holders <= set(sources) and len(told) > len(sources):
+        if holders <= set(sources) and len(notes) > len(sources):
             raise StateError(
                 f"no receiver has rows {pieces[0].row} to {pieces[0].row + pieces[0].rows} of tensor "
                 f"{pieces[0].tensor!r}, which a source has: place them on a receiver, or leave the tensor out",
@@ -129,7 +129,7 @@ def agree(told: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
 def _untied(
     rank: int, windows: Windows, own: Mapping[str, str], ties: Mapping[str, str], sends: bool
 ) -> dict[str, Window]:
-    """What a rank holds, without the names that the sources tie to others."""
+    """The windows of a rank, without the names that the sources tie to others."""
     for alias, name in own.items():
         if ties.get(alias) != name:
             raise StateError(
@@ -153,13 +153,13 @@ def _untied(
 
 
 def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[str, str]) -> BundlePlan:
-    """Agree on bundles, from what every rank holds; everybody comes to the same.
+    """Compute the bundles from the windows of all ranks; every rank computes the same.
 
     Raises:
-        StateError: ranks hold different tensors by one name, or something that no source holds.
+        StateError: ranks have different tensors under one name, or weights that no source has.
     """
     groups: dict[tuple[str, int, frozenset[int]], list[TensorRegion]] = {}
-    apart = set[TensorRegion]()  # regions that do not lie in a row for a rank
+    apart = set[TensorRegion]()  # regions that are not contiguous on a rank
     for tile in layout_of(everyones).tiles:
         for piece in _split(tile):
             holders = frozenset(n for n, windows in enumerate(everyones) if piece.inside(windows.get(piece.tensor)))
@@ -174,7 +174,7 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
                 groups.setdefault((tile.tensor.dtype, owner, holders), []).append(piece)
                 if piece.rows > 1 and any(_is_wider(everyones[rank][piece.tensor], piece) for rank in holders):
                     apart.add(piece)
-    rows = []  # in the order in which what the same ranks hold first appears, whatever numbers these have
+    rows = []  # in the order in which the pieces of each set of ranks first appear, whatever the ranks are
     for (dtype, owner, holders), pieces in groups.items():
         rows += [(dtype, owner, holders, bundle) for bundle in _bundles(pieces)]
     rows.sort(key=lambda row: _is_gathered(row[3], apart))  # last, as the GPU's tables have them; the rest in order
@@ -190,7 +190,7 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
 
 
 def _is_wider(window: Window, piece: TensorRegion) -> bool:
-    """Whether a process has more columns than a piece, whose rows then lie apart."""
+    """Whether a process has more columns than a piece, whose rows are then not contiguous."""
     return window.columns != (piece.column, piece.column + piece.columns)
 
 
@@ -208,7 +208,7 @@ def _split(tile: Tile) -> Iterator[TensorRegion]:
 
 
 def _bundles(pieces: Sequence[TensorRegion]) -> Iterator[list[TensorRegion]]:
-    """Large pieces alone, small ones together."""
+    """Group pieces: large ones alone, small ones together."""
     open_, size = list[TensorRegion](), 0
     for piece in pieces:
         if piece.size >= SMALL:
@@ -224,26 +224,29 @@ def _bundles(pieces: Sequence[TensorRegion]) -> Iterator[list[TensorRegion]]:
 
 
 class Bundle:
-    """A bundle where a process holds it: a tile whose weights lie in several places. Stands in for a `LocalTile`.
+    """A bundle in the memory of a process: a tile whose weights lie in several places.
 
-    What it reads is good until the same thread reads another bundle.
+    Has the interface of `LocalTile`.
+
+    What it returns is valid until the same thread reads another bundle.
     """
 
     whole = True
     apart = False
-    tile: Tile | None = None  # it lies in no one tensor
+    tile: Tile | None = None  # it is not in one tensor
 
     def __init__(self, tiles: Sequence[Tile], published: HostSource, copies: Sequence[Sequence[Bits]]) -> None:
         self._tiles, self._published, self._copies = tiles, published, copies
         self._starts: NDArray[np.int64] = np.cumsum([0, *(tile.size for tile in tiles)])
         flats = [published.views[tile.tensor.name].flat for tile in tiles]
-        self._runs: list[Bits] | None = None  # the weights of each tile, where they lie in one run each, as they are
+        # the weights of each tile, if each is contiguous and published without a cast
+        self._runs: list[Bits] | None = None
         if all(tile.contiguous and tile.tensor.name not in published.dtypes for tile in tiles):
             self._runs = [flat[tile.start : tile.start + tile.size] for tile, flat in zip(tiles, flats, strict=True)]
         self._memory = [(flat, *others) for flat, others in zip(flats, copies, strict=True)]
 
     def read(self, memory: Memory, number: int) -> Bits:
-        """The weights of one block, as they are published: a view where they lie in one place."""
+        """The weights of one block, as they are published: a view if they are contiguous."""
         begin = number * BLOCK
         return self.read_range(begin, min(begin + BLOCK, int(self._starts[-1])))
 
@@ -263,7 +266,7 @@ class Bundle:
             yield self._published.read(self._tiles[n], a, b)
 
     def changed(self, number: int, old: Bits) -> BlockChange | None:
-        """What is other in a block than it was; large runs are compared where they lie."""
+        """The changes of a block; large runs are compared in place."""
         begin = number * BLOCK
         if self._runs is None:
             return _change(number, [(0, *kernels.active().changed(old, self.read_range(begin, begin + old.size)))])
@@ -342,7 +345,7 @@ class Bundle:
         )
 
     def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Which weights of which tiles a range is: number, begin and end in it."""
+        """The tiles that a range of weights covers: number, and begin and end in the tile."""
         n = int(np.searchsorted(self._starts, begin, "right")) - 1
         while begin < end:
             start, stop = int(self._starts[n]), int(self._starts[n + 1])
@@ -351,7 +354,7 @@ class Bundle:
 
 
 def _change(number: int, found: Sequence[tuple[int, NDArray[np.uint32], Bits, Bits]]) -> BlockChange | None:
-    """One change of a block from those of its runs, each of which begins somewhere."""
+    """One change of a block from the changes of its runs, given where each run begins."""
     some = [(positions + np.uint32(at) if at else positions, old, new) for at, positions, old, new in found]
     some = [one for one in some if one[0].size]
     if len(some) <= 1:
@@ -364,7 +367,7 @@ _local = threading.local()
 
 
 def _scratch(size: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
-    """Memory of this thread's own, the same each time: new memory costs more than what is copied into it."""
+    """Memory of this thread, the same each time: new memory costs more than the copy into it."""
     if not hasattr(_local, "bytes") or _local.bytes.size < size * dtype.itemsize:
         _local.bytes = np.empty(size * dtype.itemsize, np.uint8)
     out: Bits = _local.bytes[: size * dtype.itemsize].view(dtype)
@@ -372,7 +375,7 @@ def _scratch(size: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
 
 
 class LocalBundles:
-    """All bundles that a process holds: the memory behind its tiles, to read and, where it may be, to write."""
+    """All local bundles of a process: the memory of its tiles, to read and, on receivers, to write."""
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
         aliases: dict[str, list[str]] = {}
@@ -393,7 +396,7 @@ class LocalBundles:
         return self.places[tile.ordinal].read_range(begin, end)
 
     def changes(self, tiles: Iterable[Tile], old: Weights) -> Changes:
-        """What is other in these bundles than it was."""
+        """The changes of these bundles since the old weights."""
         jobs = [(tile, number) for tile in tiles for number in range(tile.block_count)]
 
         def block(job: tuple[Tile, int]) -> BlockChange | None:
@@ -405,7 +408,7 @@ class LocalBundles:
 
 
 def _apart(aliases: Sequence[str], shards: Shards) -> list[Bits]:
-    """The memory of names that are tied to another in the run, and are tensors of their own here."""
+    """The memory of names that are tied in the run but have their own tensors in this process."""
     return [shards.published.views[alias].flat for alias in aliases if alias in shards.published.views]
 
 

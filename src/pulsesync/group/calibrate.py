@@ -1,7 +1,7 @@
-"""What each method takes on this machine, before the first choice: tried on the model's own weights, or scaled.
+"""The time that each method takes on this machine, before the first choice: tried on the model's weights, or scaled.
 
-In host memory every method is tried on some weights, with both ends as they are in a sync. On a GPU what methods take
-follows its memory's speed, and is scaled from that of a GPU on which it was measured.
+In host memory every method is tried on some weights, with both ends as they are in a sync. On a GPU the times follow
+the speed of its memory, and are scaled from those of a GPU on which they were measured.
 """
 
 import time
@@ -24,14 +24,14 @@ from pulsesync.state.views import BitView, HostSource
 if TYPE_CHECKING:
     import torch
 
-FEWEST, MOST = 1 << 16, 1 << 21  # weights that are tried on
+FEWEST, MOST = 1 << 16, 1 << 21  # number of weights in a trial
 DENSITIES = (0.002, 0.02)
 HOT = 0.08  # share of the weights, the smallest, on which changes fall
 Result = TypeVar("Result")
 
 
 def calibrate_host(costs: CostModel, tiles: Sequence[Tile], weights: HostSourceWeights) -> None:
-    """Take in what each method takes on some of a source's weights; too few of them tell nothing."""
+    """Add the times of each method on some of a source's weights; with too few weights it does nothing."""
     coded = [tile for tile in tiles if tile.tensor.kind.exponent_shift is not None]
     largest = max(coded, key=lambda tile: tile.size, default=None)
     if largest is None or largest.size < FEWEST:
@@ -43,12 +43,12 @@ def calibrate_host(costs: CostModel, tiles: Sequence[Tile], weights: HostSourceW
 
 
 def calibrate_gpu(costs: CostModel, device: "torch.device", receivers_on_gpu: bool) -> None:
-    """Take in what each method takes on a GPU whose memory is as fast as this one's."""
+    """Add the times of each method on a GPU with this memory speed."""
     costs.assume_gpu(devices.load("memory").copy_speed(device), receivers_on_gpu)
 
 
 class _TrialEnds:
-    """Both ends of a sync of one tile, of which some weights have changed as training would change them."""
+    """Both ends of a sync of one tile, with some weights changed as training would change them."""
 
     def __init__(self, old: Bits, dtype: str, density: float) -> None:
         magnitude = old & old.dtype.type((1 << (8 * old.itemsize - 1)) - 1)

@@ -1,17 +1,17 @@
 """Processes that act together: each calls the same methods in the same order, and all see the same result.
 
-`Team` is what is asked of one. `Collective` is a process group of torch.distributed, over gloo or NCCL: bytes travel at
-their exact lengths, sizes first, every wait has an end, and what went is counted.
+`Team` is the interface. `Collective` is a process group of torch.distributed, over gloo or NCCL: bytes travel at their
+exact lengths, sizes first, every wait has a timeout, and traffic is counted.
 
 Over gloo, a rank that dies closes its connections, so the ranks that wait for it get an error at once; but a collective
 runs around a ring or down a tree, and the other ranks wait for those that got the error. A rank that gets an error
 therefore closes its own connections to the group: the error reaches every rank within milliseconds.
 
-Over NCCL, nothing tells the other ranks: each gets its error when its own `timeout_s` has passed, or earlier where NCCL
-itself notices that a connection broke. A rank that gets an error aborts its communicator, because a kernel that waits
-for a dead rank would otherwise occupy the GPU for good. But torch has a watchdog, which looks at each message ten times
-a second: when it sees an error of NCCL, or a message that is older than the *group's* timeout (10 minutes if it was not
-chosen), it ends the whole process, 60 s later. For a GroupError instead:
+Over NCCL, nothing notifies the other ranks: each gets its error when its own `timeout_s` has passed, or earlier where
+NCCL itself notices that a connection broke. A rank that gets an error aborts its communicator, because a kernel that
+waits for a dead rank would otherwise occupy the GPU for good. But torch has a watchdog, which looks at each message ten
+times a second: when it sees an error of NCCL, or a message that is older than the *group's* timeout (10 minutes if it
+was not chosen), it ends the whole process, 60 s later. For a GroupError instead:
 
 - create the group with a longer timeout than `timeout_s`: `new_group(..., backend="nccl", timeout=...)`;
 - where a process must outlive the death of another rank, create the group while the environment has
@@ -19,8 +19,8 @@ chosen), it ends the whole process, 60 s later. For a GroupError instead:
   `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` is not enough: the watchdog then ends nothing itself, but still asks all ranks for
   a dump, and the thread that makes it ends the process (`TORCH_NCCL_ENABLE_MONITORING`).
 
-This was read in a copy of torch's ProcessGroupNCCL.cpp from after 2.7, with which the header of 2.13 agrees. Of all of
-it only the end of a wait in a group of one has a test.
+This was read in a copy of torch's ProcessGroupNCCL.cpp from after 2.7, with which the header of 2.13 agrees. Only the
+timeout of a wait in a group of one has a test.
 """
 
 import math
@@ -40,10 +40,11 @@ import numpy as np
 from pulsesync.core.types import Bits
 from pulsesync.errors import GroupError
 
-MAX_NOTE_BYTES = 1 << 30  # that anybody gathers from one process
-CLOSING_TAG = 0x70756C73  # of a message that no rank ever sends
+MAX_NOTE_BYTES = 1 << 30  # of a note that is gathered from one process
+CLOSING_TAG = 0x70756C73  # tag of a message that no rank ever sends
 ABORT_S = 30.0  # that a communicator of NCCL is given to abort
-IMPATIENT_S, LONGEST_PAUSE_S = 100e-6, 1e-3  # so long a message over NCCL is looked at without a pause; then with one
+# a message over NCCL is polled without pauses for the first, then with pauses up to the second
+IMPATIENT_S, LONGEST_PAUSE_S = 100e-6, 1e-3
 
 if TYPE_CHECKING:
     import torch
@@ -58,10 +59,10 @@ class Team(Protocol):
     size: int
 
     def gather(self, note: bytes) -> list[bytes]:
-        """Tell everybody something; return what each has told, by rank.
+        """Send a note to all processes; return the notes of all, by rank.
 
         Raises:
-            GroupError: somebody did not come, or came with something else.
+            GroupError: a process did not call this in time, or made another call.
         """
         ...
 
@@ -76,9 +77,9 @@ class SoloTeam:
 
 
 class HelperThread:
-    """A thread that makes calls for others, which may give up waiting for it; a call takes 35 µs more than without.
+    """A thread that makes calls for others, which may stop waiting for it; it adds 35 µs to a call.
 
-    It ends with this object, and keeps no process from ending, even if it hangs in a call.
+    It ends with this object, and does not keep the process alive, even if it hangs in a call.
     """
 
     def __init__(self) -> None:
@@ -91,14 +92,15 @@ class HelperThread:
         """Return what the function returns, or raise what it raises.
 
         Raises:
-            TimeoutError: it has not returned in time. This thread is of no use any more.
+            TimeoutError: it has not returned in time. This thread can no longer be used.
         """
         outcome = Future[Any]()
         self._calls.put((outcome, function))
         try:
             return outcome.result(most_s)
         finally:
-            del outcome  # it has the error, whose traceback has this frame: neither would be freed at once
+            # it refers to the error, whose traceback refers to this frame: a cycle would delay freeing both
+            del outcome
 
 
 def _serve(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
@@ -108,24 +110,24 @@ def _serve(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> 
             outcome.set_result(function())
         except BaseException as e:  # noqa: BLE001 - raised again in the thread that waits
             outcome.set_exception(e)
-        del call, outcome, function  # none of them is kept until the next
+        del call, outcome, function  # so that none of them is kept until the next call
 
 
 class Collective:
     """A process group, the default one if none is given.
 
     `device` is where messages travel from: the CPU, or over NCCL the GPU that was torch's current one when this was
-    made. A buffer that lies there is sent as it lies; other memory is copied, which over gloo takes GPU memory through
-    pinned host memory. What is sent must be finished in the current stream; what was received is there for every
-    stream, and for the host.
+    made. A buffer on that device is sent in place; other memory is copied, for GPU memory over gloo through pinned host
+    memory. What is sent must be finished in the current stream; what was received is there for every stream, and for
+    the host.
 
     Args:
-        group: The group. It should be used for nothing else while this is. After a GroupError it is of no use: over
+        group: The group. Use it for nothing else at the same time. After a GroupError it can no longer be used: over
             gloo its connections are closed, so that no other rank waits for this one; over NCCL its communicator is
             aborted, and the other ranks wait until their own `timeout_s`.
-        timeout_s: How long to wait for the others, each time. A group has a timeout of its own: over gloo the shorter
-            one counts; over NCCL the group's must be the longer one, or torch's watchdog ends the process (see the
-            text at the top of this module).
+        timeout_s: How long to wait for the other ranks, at each message. A group has a timeout of its own: over gloo
+            the shorter one counts; over NCCL the group's must be the longer one, or torch's watchdog ends the process
+            (see the text at the top of this module).
     """
 
     def __init__(self, group: Any = None, timeout_s: float = 300.0) -> None:
@@ -135,7 +137,8 @@ class Collective:
         self.group, self.timeout_s = group, timeout_s
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._over_nccl = distributed.get_backend(group) == "nccl"
-        self._over_gloo = "cpu:gloo" in distributed.get_backend_config(group)  # also beside NCCL: then the CPU it is
+        # also together with NCCL: then messages travel from the CPU
+        self._over_gloo = "cpu:gloo" in distributed.get_backend_config(group)
         self.device = torch.device("cuda", torch.cuda.current_device()) if self._over_nccl else torch.device("cpu")
         self._helper: HelperThread | None = None  # over NCCL, from the first message on
         self.messages = self.sent_bytes = self.received_bytes = 0
@@ -149,7 +152,7 @@ class Collective:
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def gather_rows(self, row: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        """The same for an array, which everybody has in the same shape and dtype: one message."""
+        """The same for an array, which has the same shape and dtype on every rank: one message."""
         import torch
         from torch import distributed
 
@@ -164,7 +167,7 @@ class Collective:
         return [one.view(row.dtype) for one in rows.cpu().numpy()]
 
     def broadcast_(self, buffer: ByteBuffer, source: int) -> None:
-        """Fill a buffer of bytes with that of one rank, where it has the same length."""
+        """Fill a buffer of bytes with that of one rank, which has the same length."""
         from torch import distributed
 
         tensor, place = _as_tensor(buffer), self._global(source)
@@ -178,7 +181,7 @@ class Collective:
         self.messages += 1
 
     def send_(self, buffer: ByteBuffer, source: int, to: Sequence[int]) -> None:
-        """The same, for some ranks alone; others need not call this. All ranks must have met before, in any call."""
+        """The same, for some ranks only; others need not call this. All ranks must have made another call before."""
         from torch import distributed
 
         if self.rank == source:
@@ -195,7 +198,10 @@ class Collective:
             self._unstage(there, tensor)
 
     def swap(self, outgoing: Sequence[bytes], most: int) -> list[bytes]:
-        """Send each rank its bytes, `most` at most; return what each has sent here. Nothing goes to oneself."""
+        """Send each rank its bytes, `most` at most; return what each has sent here.
+
+        Nothing is sent to this rank itself.
+        """
         import torch
         from torch import distributed
 
@@ -240,7 +246,7 @@ class Collective:
         return distributed.get_global_rank(self.group, rank) if self.group else rank
 
     def _wait(self, begin: Callable[[], Any]) -> None:
-        """Begin something, and wait for its end."""
+        """Begin an operation, and wait for its end."""
         work = self._begin(begin)
         if work is None:
             raise GroupError("this process is not in the group", rank=self.rank)
@@ -258,7 +264,7 @@ class Collective:
             self._end(work)
 
     def _begin(self, begin: Callable[[], Any]) -> Any:
-        """Begin something. NCCL connects ranks when they first exchange something, and waits for them without end."""
+        """Begin an operation. NCCL connects ranks at their first message, and waits for them without a timeout."""
         if not self._over_nccl:
             return self._translated(begin)
         import torch
@@ -268,7 +274,7 @@ class Collective:
         def begin_as_here() -> Any:
             torch.cuda.set_device(
                 self.device
-            )  # a new thread has the first GPU, and would take memory there for nothing
+            )  # the current device of a new thread is the first GPU, on which it would allocate memory for nothing
             with torch.inference_mode(inference), torch.cuda.stream(stream):
                 return begin()
 
@@ -288,9 +294,9 @@ class Collective:
             raise self._too_late()
 
     def _end_on_gpu(self, work: Any) -> None:
-        """Wait until the GPU has finished something: whatever is launched then, in any stream, finds it done.
+        """Wait until the GPU has finished an operation, so that launches in any stream see its result.
 
-        torch's own `wait(timeout)` looks once in a millisecond, which is longer than a short message takes.
+        torch's own `wait(timeout)` polls once in a millisecond, which is longer than a short message takes.
         """
         began = time.monotonic()
         while not self._translated(work.is_completed):
@@ -298,7 +304,7 @@ class Collective:
             if waited > self.timeout_s:
                 raise self._too_late()
             time.sleep(0 if waited < IMPATIENT_S else min(waited / 8, LONGEST_PAUSE_S))
-        self._translated(work.wait)  # raises what went wrong: what failed counts as completed
+        self._translated(work.wait)  # raises the error, if any: a failed operation counts as completed
 
     def _too_late(self) -> GroupError:
         return self.failure(f"rank {self.rank} waited {self.timeout_s:g} s for the other ranks")
@@ -313,7 +319,7 @@ class Collective:
             ) from e
 
     def _check_lengths(self, lengths: Sequence[int], most: int) -> None:
-        """Check what the ranks, in their order, report to send. Raises: GroupError."""
+        """Check the lengths that the ranks report, by rank. Raises: GroupError."""
         for rank, length in enumerate(lengths):
             if not 0 <= length <= most:
                 raise self.failure(
@@ -329,7 +335,7 @@ class Collective:
         return GroupError(why, rank=self.rank)
 
     def _close_connections(self) -> None:
-        """Close those of gloo, so that no other rank waits for this one.
+        """Close the connections of gloo, so that no other rank waits for this one.
 
         torch has no call for it: `abort` and `shutdown` do nothing, and a group is destroyed only once its pending
         works have ended. But gloo closes all connections of a group when a receive times out.
@@ -340,7 +346,7 @@ class Collective:
         devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # each has its own connections, chosen by tag
         for tag in range(CLOSING_TAG, CLOSING_TAG + devices):
             for rank in range(self.size):
-                with suppress(RuntimeError, ValueError):  # that it timed out, or that the connection is closed already
+                with suppress(RuntimeError, ValueError):  # it timed out, or the connection is already closed
                     work = distributed.irecv(torch.empty(1, dtype=torch.uint8), self._global(rank), self.group, tag)
                     if work is not None:
                         work.wait(timedelta(milliseconds=1))
@@ -358,7 +364,7 @@ class Collective:
             torch.cuda.set_device(self.device)
             group.abort()
 
-        with suppress(RuntimeError, ValueError, TimeoutError, AttributeError):  # the error to raise led here
+        with suppress(RuntimeError, ValueError, TimeoutError, AttributeError):  # the caller raises the first error
             HelperThread().call(abort, ABORT_S)
 
 
@@ -376,7 +382,7 @@ def _as_tensor(buffer: ByteBuffer) -> "torch.Tensor":
 
 
 def _copy(target: "torch.Tensor", source: "torch.Tensor") -> None:
-    """Copy, and wait until it is done; between pinned memory and a GPU at the speed of the bus."""
+    """Copy, and wait until it is done; between pinned memory and a GPU this runs at the speed of the bus."""
     import torch
 
     target.copy_(source, non_blocking=True)

@@ -1,10 +1,10 @@
-"""Which way a sync goes, decided before any work is spent on it: weights as they are, or what changed in them.
+"""Which method a sync uses, chosen before any work is spent on it: all weights, or only the changes.
 
 Four methods. "dense" sends weights whole, and compares nothing. "plain" finds what changed and sends positions and
-values as they are; "gap" the distances between positions. "coded" codes them against the old weights: fewest bytes,
-most work. What each takes at the source, on the way
-and at a receiver is measured: work on a sample of the model's own weights before the first choice and on every sync
-after it, the link on every sync, and how much has changed on a sample of this very change.
+values as they are; "gap" sends the distances between positions. "coded" codes them against the old weights: fewest
+bytes, most work. The times at the source, on the link and at a receiver are measured: work on a sample of the model's
+weights before the first choice and on every sync after it, the link on every sync, and the number of changes on a
+sample of the current change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 Method = Literal["dense", "plain", "gap", "coded"]
 METHODS: tuple[Method, ...] = get_args(Method)
 SAMPLE = 1 << 14  # weights of a bundle that are compared to estimate how many changed
-SOON_S = 0.001  # within which nobody minds how long it takes
-KEPT = 1.2  # times longer that the method of the last sync may take before another is tried
-NEW = 0.5  # how much of an estimate the last sync makes up
-FORGOTTEN = 0.02  # how much of what is known of a method is lost at each sync by another
+SOON_S = 0.001  # differences below this do not matter
+KEPT = 1.2  # how many times longer the method of the last sync may take before another is used
+NEW = 0.5  # weight of the last sync in an estimate
+FORGOTTEN = 0.02  # share of what is known of a method that is forgotten at each sync by another
 MOST_OFF = 5.0
-ENOUGH, ENOUGH_BYTES = 1000, 1 << 16  # changes, and bytes on the link, below which a sync tells nothing
+ENOUGH, ENOUGH_BYTES = 1000, 1 << 16  # changes, and bytes on the link, below which a sync is not used for estimates
 FASTEST_S = 1e-11  # a byte, on any link
 
 
 @dataclass(frozen=True)
 class TransferLoad:
-    """What there is to be sent: one tile, or all of them."""
+    """What has to be sent: one tile, or all of them."""
 
     weights: int
     size_bytes: int
-    changed: float  # as far as a sample tells
+    changed: float  # estimated from a sample
 
     def __add__(self, other: "TransferLoad") -> "TransferLoad":
         return TransferLoad(
@@ -42,7 +42,7 @@ class TransferLoad:
 
 @dataclass(frozen=True)
 class EndpointTime:
-    """What an end does with a load, in seconds."""
+    """The time that one end takes for a load, in seconds."""
 
     per_weight: float
     per_change: float
@@ -52,7 +52,7 @@ class EndpointTime:
         return self.per_weight * load.weights + self.per_change * load.changed + self.per_bucket * buckets
 
     def learnt(self, load: TransferLoad, measured_s: float, buckets: float = 1.0) -> "EndpointTime":
-        """The same, scaled towards what a load has really taken."""
+        """The same, scaled towards the measured time of a load."""
         off = measured_s / max(self.of(load, buckets), 1e-9)
         by = min(max(1 + NEW * (off - 1), 0.25), 4.0)
         return EndpointTime(self.per_weight * by, self.per_change * by, self.per_bucket * by)
@@ -64,18 +64,18 @@ class EndpointTime:
 
 @dataclass(frozen=True)
 class MethodCost:
-    """What a method takes."""
+    """The cost of a method."""
 
     source: EndpointTime
     receiver: EndpointTime
-    apply: EndpointTime  # writing, when all is checked: nothing goes on beside it
+    apply: EndpointTime  # writing, when all is checked: nothing runs concurrently
     change_bytes: float | None  # that travel for each change; None: all weights do
 
     def wire_bytes(self, load: TransferLoad) -> float:
         return load.size_bytes if self.change_bytes is None else self.change_bytes * load.changed
 
 
-# Before anything is measured: seconds and bytes of the order that two cores have shown.
+# Before anything is measured: seconds and bytes of the order measured on two cores.
 ASSUMED: Mapping[Method, MethodCost] = {
     "dense": MethodCost(EndpointTime(0.4e-9, 0), EndpointTime(0.3e-9, 0), EndpointTime(0.3e-9, 0), None),
     "plain": MethodCost(EndpointTime(0.4e-9, 20e-9), EndpointTime(0.0, 20e-9), EndpointTime(0.0, 15e-9), 6.0),
@@ -83,9 +83,9 @@ ASSUMED: Mapping[Method, MethodCost] = {
     "coded": MethodCost(EndpointTime(1e-9, 100e-9), EndpointTime(0.8e-9, 60e-9), EndpointTime(0.0, 15e-9), 0.62),
 }
 
-# Seconds on an H200 (benchmarks/results/cluster_h200_2026-11-17.md), whose memory copies so many bytes a second, those
-# read and those written. What a weight and a change take follows the memory; what a bucket takes is launches and waits
-# of the host. gap is coded by the host.
+# Seconds on an H200 (benchmarks/results/cluster_h200_2026-11-17.md), whose memory copies this many bytes a second,
+# counting those read and those written. The time of a weight and of a change scales with the memory; the time of a
+# bucket is launches and waits of the host. gap is coded by the host.
 GPU_COPY_BYTES_S = 4.1e12
 ON_GPU: Mapping[Method, MethodCost] = {
     "dense": MethodCost(
@@ -105,22 +105,25 @@ ON_GPU: Mapping[Method, MethodCost] = {
 
 @dataclass
 class CostModel:
-    """What is known of methods and link, and what follows for the next sync."""
+    """Estimates for methods and link, and the choice for the next sync."""
 
     methods: dict[Method, MethodCost] = field(default_factory=lambda: dict(ASSUMED))
     byte_s: float = 1e-6  # of the link; slow, until the first sync has shown it
     bucket_weights: dict[Method, int] = field(default_factory=lambda: dict.fromkeys(METHODS, 1 << 24))
     link_known: bool = False
-    last: Method | None = None  # that a sync went by as a whole
-    off: dict[Method, float] = field(default_factory=dict)  # how much longer syncs took than their stages say
+    last: Method | None = None  # the method of the last sync, if it used only one
+    off: dict[Method, float] = field(default_factory=dict)  # how much longer syncs took than the sum of their stages
 
     def seconds(self, method: Method, load: TransferLoad) -> float:
-        """How long a sync would take, corrected by how long others took, of this method or else of any."""
+        """How long a sync would take, corrected by measured syncs of this method, or else of any."""
         known = list(self.off.values()) or [1.0]
         return self.off.get(method, sum(known) / len(known)) * self._by_stages(method, load)
 
     def _by_stages(self, method: Method, load: TransferLoad) -> float:
-        """Its longest stage, and of the others what the first bucket cannot hide. Ends that share cores take longer."""
+        """The longest stage, and the part of the others that the first bucket cannot hide.
+
+        Ends that share cores take longer.
+        """
         cost, buckets = self.methods[method], self._buckets(method, load)
         ends = cost.source.of(load, buckets), cost.receiver.of(load, buckets)
         stages = [ends[0], cost.wire_bytes(load) * self.byte_s, ends[1]]
@@ -132,8 +135,8 @@ class CostModel:
     def choose(self, loads: Sequence[TransferLoad]) -> list[Method]:
         """The method for each tile: one for all where that is quickest, else each its own.
 
-        Of methods that are as quick as makes no difference, the one with the fewest bytes; and what was last used is
-        left only for one that is clearly quicker, because what is known of one that was not used is less sure.
+        Of methods that are about equally fast, the one with the fewest bytes is chosen. The last method is replaced
+        only by one that is clearly faster, because estimates for unused methods are less certain.
         """
         if not loads:
             return []
@@ -153,7 +156,7 @@ class CostModel:
         return [best] * len(loads)
 
     def _sums(self, method: Method, table: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What the bytes and the weights of each tile take, without what every bucket takes."""
+        """The time for the bytes and weights of each tile, without the fixed time of a bucket."""
         weights, sizes, changed = table.T
         cost = self.methods[method]
         ends = cost.source, cost.receiver, cost.apply
@@ -163,15 +166,15 @@ class CostModel:
         return found
 
     def _fixed(self, method: Method, table: NDArray[np.float64]) -> float:
-        """What the buckets of some tiles take, however many weights these have."""
+        """The fixed time for the buckets of some tiles."""
         cost, buckets = self.methods[method], self._buckets(method, _load(table))
         return buckets * (cost.source.per_bucket + cost.receiver.per_bucket) + cost.apply.per_bucket
 
     def learn(self, method: Method, load: TransferLoad, took: "MethodTiming") -> None:
-        """Take in what a sync by one method has taken; the load says what really changed.
+        """Add the times of a sync by one method; the load has the real number of changes.
 
-        So few changes that other things decide tell nothing. What is known of methods that were not used moves back to
-        what is known of all: one odd sync must not decide for ever.
+        Syncs with so few changes that other costs dominate are not used. Estimates for unused methods move back towards
+        those of all methods, so that one odd sync does not decide for ever.
         """
         if method != "dense" and load.changed < ENOUGH:
             return
@@ -190,10 +193,9 @@ class CostModel:
         self.off[method] = before + NEW * (off - before)
 
     def learn_link(self, sent_bytes: int, wire_s: float, others_s: float) -> None:
-        """Take in how long bytes were on their way; others_s is what the longest other stage took.
+        """Add the time that bytes were on the link; others_s is the time of the longest other stage.
 
-        A link that was not what held the sync up shows only that it is not slower: what was waited for may have been
-        anything.
+        A link that did not limit the sync shows only that it is not slower: the waiting may have had any cause.
         """
         if sent_bytes < ENOUGH_BYTES or wire_s <= 0:
             return
@@ -203,7 +205,7 @@ class CostModel:
             self.link_known = True
 
     def tried(self, method: Method, trials: Sequence["MethodTrial"]) -> None:
-        """Take in what a method took on some weights, changed by little and by more."""
+        """Add the times of a method on some weights, with few changes and with more."""
         low, high = trials
         source, receiver, apply = (
             _line(low.load, high.load, before, after) for before, after in zip(low.seconds, high.seconds, strict=True)
@@ -212,7 +214,7 @@ class CostModel:
         self.methods[method] = MethodCost(source, receiver, apply, change_bytes)
 
     def assume_gpu(self, copy_bytes_s: float, receivers_too: bool) -> None:
-        """Assume a source on a GPU that copies so many bytes a second, and perhaps receivers on GPUs like it."""
+        """Assume a source on a GPU that copies this many bytes a second, and perhaps receivers on GPUs like it."""
         scale = GPU_COPY_BYTES_S / copy_bytes_s
         for method, cost in ON_GPU.items():
             known = cost if receivers_too else self.methods[method]
@@ -224,7 +226,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class MethodTiming:
-    """What a sync by one method took."""
+    """The times of a sync by one method."""
 
     source_s: float
     receiver_s: float
@@ -234,7 +236,7 @@ class MethodTiming:
 
 @dataclass(frozen=True)
 class MethodTrial:
-    """What a method took on some weights."""
+    """The times of a method in a trial."""
 
     load: TransferLoad
     seconds: tuple[float, float, float]  # at the source, at a receiver, and to write
@@ -248,6 +250,6 @@ def _load(table: NDArray[np.float64]) -> TransferLoad:
 
 
 def _line(low: TransferLoad, high: TransferLoad, low_s: float, high_s: float) -> EndpointTime:
-    """Through two measurements: so much a weight, so much a change."""
+    """The line through two measurements: time for a weight, and time for a change."""
     per_change = max((high_s - low_s) / max(high.changed - low.changed, 1.0), 1e-10)
     return EndpointTime(max((low_s - per_change * low.changed) / low.weights, 1e-11), per_change)

@@ -1,7 +1,9 @@
-"""The weights of a rank on a GPU: the verbs of `host_weights`, with the same bytes. Imported where one is met.
+"""The weights of a rank on a GPU: the methods of `host_weights`, with the same bytes.
 
-Messages that hold weights as they are, or a table of changes, are made and read on the device. Parts are assembled and
-checked on the host, because they are hashed; only their streams cross.
+Imported only if a rank has GPU tensors.
+
+Messages with whole weights, or with a table of changes, are made and read on the device. Parts are assembled and
+checked on the host, because they are hashed; only their streams are copied.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,33 +41,33 @@ from pulsesync.state.live import AnyTransition
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import BundledTile, LocalTile, TileStorage
 
-ALIGNED = 8  # weights that a sample begins at a multiple of: kernels read words of eight bytes
+ALIGNED = 8  # samples begin at multiples of this number of weights: kernels read words of eight bytes
 
 
 class _Work:
-    """Launches of one end, in a stream of their own: after what the caller had launched when the sync began."""
+    """Launches of one end, in a separate stream, after what the caller had launched when the sync began."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices, self._stream = devices, DeviceStream(*devices)
         self._begun: StreamPoint | None = None
 
     def begin(self) -> None:
-        """Have all work from now on come after what the calling thread has launched."""
+        """Order all later work after what the calling thread has launched."""
         self._begun = StreamPoint(*self._devices)
 
     def meet(self) -> None:
-        """Have what is launched from now on, on any of the devices, come after all that was launched on the others."""
+        """Order later launches on each device after all launches so far on the others."""
         meet(self._devices)
 
     @contextmanager
     def __call__(self) -> Iterator[DeviceStream]:
-        """Do what is launched inside in this stream, and wait for its end."""
+        """Launch work in this stream inside the context, and wait for its end."""
         with self._stream([self._begun] if self._begun else []):
             yield self._stream
 
 
 class _PartRoom:
-    """Memory for a part that is also the message: with the trailer's bytes behind it."""
+    """Memory for a part that is also the message: followed by the trailer's bytes."""
 
     message: Bits
 
@@ -78,7 +80,7 @@ class _PartRoom:
 
 
 class DeviceSourceWeights:
-    """What a rank sends: its weights, and, unless all are always sent whole, a copy of what it last sent."""
+    """What a rank sends: its weights, and a copy of what it last sent, unless all weights are always sent whole."""
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards, device: torch.device) -> None:
         self._wire, self._tiles, self._device = wire, tiles, device
@@ -214,7 +216,7 @@ class DeviceReceiverWeights:
         self._work.begin()
 
     def room(self, size: int, carrier: torch.device) -> Message:
-        """Memory for a message of so many bytes: on the device where messages travel from one, else pinned."""
+        """Memory for a message of this size: on the device if messages travel from one, else pinned."""
         if carrier.type == "cuda":
             return torch.empty(size, dtype=torch.uint8, device=self._device)
         return host_bytes(self._device)(size)
@@ -235,7 +237,7 @@ class DeviceReceiverWeights:
         return Bucket(NOTHING, runs, _count(runs), {}, promised)
 
     def _head(self, message: Message) -> Bits:
-        """The front of a message, on the host: all of it that may describe tiles."""
+        """The beginning of a message, on the host: all bytes that may describe tiles."""
         if isinstance(message, np.ndarray):
             return message
         head: Bits = to_host(message[: Table.head_size(len(self._layout.tiles))])[0]
@@ -247,7 +249,7 @@ class DeviceReceiverWeights:
         whole, sparse = (table.ordinals[local & some] for some in (table.is_whole, ~table.is_whole))
         with clock.timed("prepare"):
             here = message if isinstance(message, torch.Tensor) else _bring(message, self._device)
-            meet(self.state.devices)  # others read it too
+            meet(self.state.devices)  # the other devices read it too
             runs = read_table(self.state, sparse.tolist(), _change_table(self._wire, table), here)
         with clock.timed("undo"):
             runs, moving = with_old(self.state, runs)
@@ -255,7 +257,7 @@ class DeviceReceiverWeights:
         begins = _begins(table)
         tiles = self._bundles.shapes({n: begins[n] for n in whole.tolist()}) if whole.size else ()
         for some in tiles:
-            some.make_ready(self.state)  # here, where a lack of memory is reported to all ranks
+            some.make_ready(self.state)  # now, while a lack of memory can still be reported to all ranks
         with clock.timed("digest"):
             after = messages.sums_of(before, sparse) + moving().of(sparse)
             self._check(sparse, after, promised)
@@ -264,7 +266,7 @@ class DeviceReceiverWeights:
         return Bucket(here if whole.size else NOTHING, runs, _count(runs), by_ordinal, table.named(sums))
 
     def _check(self, ordinals: NDArray[np.int64], found: NDArray[np.uint64], promised: TileSums) -> None:
-        """Raises: VerificationError, if tiles would not have the digests that a message names."""
+        """Raises: VerificationError, if tiles would not have the digests in a message."""
         wrong = ordinals[(found != promised.of(ordinals)).any(axis=1)]
         if wrong.size:
             raise messages.not_as_promised(self._wire, int(wrong[0]))
@@ -289,7 +291,7 @@ class DeviceReceiverWeights:
 
 
 def places_of(wire: BundlePlan, tiles: Iterable[Tile], shards: Shards) -> dict[int, TileStorage]:
-    """Where bundles lie in the tensors of a rank: in one run, or in pieces that are gathered."""
+    """Where bundles lie in the tensors of a rank: contiguous, or in pieces that are gathered."""
     found: dict[int, TileStorage] = {}
     for tile in tiles:
         local = [piece.local(shards.windows[piece.tensor], tile.ordinal) for piece in wire.pieces[tile.ordinal]]
@@ -317,11 +319,11 @@ def _change_table(wire: BundlePlan, table: Table) -> ChangeTable:
 
 
 def _new_message(table: Table, device: torch.device) -> torch.Tensor:
-    """A message without its bodies and its head; what is between bodies is zero."""
+    """A message without header and bodies; the gaps between bodies are zero."""
     if not table.is_whole.all():
         return torch.zeros(table.size, dtype=torch.uint8, device=device)
     message = torch.empty(table.size, dtype=torch.uint8, device=device)
-    for gap in table.gaps:  # few weights of few tensors do not fill words of eight bytes
+    for gap in table.gaps:  # few: most bodies fill words of eight bytes
         message[gap] = 0
     return message
 
@@ -332,7 +334,10 @@ def _write_head(message: torch.Tensor, table: Table, sums: NDArray[np.uint64]) -
 
 
 def _bring(message: Bits, device: torch.device) -> torch.Tensor:
-    """A message of the host on the device. The copy is asynchronous: the caller waits before it reuses the buffer."""
+    """Copy a message from the host to the device.
+
+    The copy is asynchronous: the caller waits before it reuses the buffer.
+    """
     return torch.from_numpy(message).to(device, non_blocking=True)
 
 
@@ -341,7 +346,7 @@ def _count(runs: Sequence[PileChanges]) -> int:
 
 
 def _write_changes(state: DeviceState, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
-    """Write changes; those of some tiles of a pile as changes of all of it."""
+    """Write changes; those of some tiles of a pile are written as changes of the whole pile."""
     changes = (run for bucket in made for run in bucket.changes)
     runs = [on_whole(run, state.pile_of(run.pile.tiles[0].ordinal)) for run in changes]
     local = {ordinal: sums[ordinal] for ordinal in state.places}

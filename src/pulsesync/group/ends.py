@@ -1,8 +1,8 @@
-"""What a rank brings to a group, and what it is once the group has joined: an end that sends, or one that receives.
+"""The two ends of a group: what a rank brings to a join, and the source or receiver that it is after it.
 
-Before a join there is a `LocalModel`: shards, and where their tensors lie. A join makes a `SourceEnd` or a
-`ReceiverEnd` of it, which has the bundles that all ranks agreed on, the memory they lie in and the version they are at.
-An end outlives its group: the next group uses it again where its bundles are the same.
+Before a join there is a `LocalModel`: shards, and the addresses of their tensors. A join makes a `SourceEnd` or a
+`ReceiverEnd` of it, which has the bundles that all ranks agreed on, their memory and their version. An end outlives its
+group: the next group reuses it if its bundles are the same.
 """
 
 from abc import ABC, abstractmethod
@@ -31,8 +31,10 @@ from pulsesync.state.sharding import Placed, Shards, local_tensors, shards_of
 if TYPE_CHECKING:
     import torch
 
-BUCKET_WEIGHTS = 1 << 24  # fewer overlap better in theory; where ends share cores, each costs a wake-up or two
-# On a GPU a bucket costs about ten launches and some waits for the host. Whole weights take memory until they are sent.
+# Smaller ones overlap better in theory, but where ends share cores, each costs a wake-up or two.
+BUCKET_WEIGHTS = 1 << 24
+# On a GPU a bucket costs about ten launches and some waits for the host. Whole weights occupy memory until they are
+# sent.
 DEVICE_BUCKET_WEIGHTS: Mapping[Method, int] = {"dense": 1 << 29, "plain": 1 << 33, "gap": 1 << 33, "coded": 1 << 33}
 
 Job = tuple[Method, Sequence[Tile]]  # a bucket to be encoded
@@ -70,11 +72,11 @@ class LocalModel:
 
     @property
     def copied(self) -> list[str]:
-        """The tensors that are not read where they lie, but were copied: they must be read again in each sync."""
+        """The tensors that were copied instead of read in place: they must be read again in each sync."""
         return [name for name, view in self.shards.published.views.items() if not view.shared]
 
     def check_writable(self) -> None:
-        """Check that all tensors can be written where they lie. Raises: StateError."""
+        """Check that all tensors can be written in place. Raises: StateError."""
         for name in self.copied:
             raise StateError(
                 f"tensor {name!r} is not contiguous, or read-only: it cannot be written in place", tensor=name
@@ -90,7 +92,7 @@ def addresses_of(source: Mapping[str, Any]) -> list[int]:
 
 
 def _address(value: Any) -> tuple[Any, ...]:
-    """Where a tensor lies, what it is and which part of the checkpoint's tensor it is."""
+    """The address of a tensor, its type, and which part of the checkpoint's tensor it is."""
     if isinstance(value, Placed):
         return *_address(value.tensor), value.shape, value.rows, value.columns
     value = getattr(value, "_local_tensor", value)  # a DTensor
@@ -105,13 +107,13 @@ class EndWeights(Protocol):
     """The weights of an end, in host memory (`host_weights`) or on a GPU (`device_weights`)."""
 
     def begin(self) -> None:
-        """A sync begins: what is done with the weights comes after what the calling thread has done with them."""
+        """A sync begins: its work on the weights comes after that of the calling thread."""
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition | None:
         """Write what buckets change; return the transition back, if there is one."""
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
-        """Write the tiles that buckets have whole, and keep memory for the next sync."""
+        """Write the whole tiles in buckets, and keep memory for the next sync."""
 
     def roll_back(self, back: AnyTransition) -> None:
         """Undo `write_changes`."""
@@ -127,30 +129,30 @@ class SourceWeights(EndWeights, Protocol):
         """Estimate how much of each bundle has changed, from some of its weights."""
 
     def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
-        """What takes tiles from the copy to the weights, or all their weights; None if nothing changed."""
+        """Encode the changes of tiles since the copy, or all their weights; None if nothing changed."""
 
     def saved(self, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum]) -> Bucket:
         """Tiles as they were last sent, whole."""
 
     def make_room(self) -> None:
-        """Take the memory of the copy, if it was not taken yet: before anything is sent, so that a commit has it."""
+        """Allocate the copy, if there is none: before anything is sent, so that a commit cannot run out of memory."""
 
     def forget(self, made: Sequence[Bucket]) -> None:
-        """Keep no copy, and none of what these buckets have whole."""
+        """Keep no copy, and no memory of these buckets."""
 
 
 class ReceiverWeights(EndWeights, Protocol):
     """What a rank receives, in its live weights."""
 
     def room(self, size: int, carrier: Any) -> Message:
-        """Memory for a message of so many bytes, which travels from a device."""
+        """Memory for a message of this size, which travels from a device."""
 
     def read(self, message: Message, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
         """Check a message and decode its tiles that are local, against the digests that tiles had before.
 
         Raises:
-            FormatError: and branches, for bad bytes; VerificationError: its tiles would not have the digests that it
-            names.
+            FormatError and subclasses: bad bytes; VerificationError: its tiles would not have the digests that it
+            states.
         """
 
     def find_damaged(self, sums: Mapping[int, Sum]) -> int | None:
@@ -158,16 +160,16 @@ class ReceiverWeights(EndWeights, Protocol):
 
 
 class GroupEnd(ABC):
-    """What both ends have: bundles and their memory, the version they are at, and how to return to the one before."""
+    """What both ends have: bundles and their memory, their version, and how to roll back to the one before."""
 
     weights: EndWeights
-    has_weights = True  # of the version it is at; not so a source with method="dense", which keeps no copy
+    has_weights = True  # of its version; False for a source with method="dense", which keeps no copy
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
         self.tiles = tiles  # the bundles that this rank sends, or those that it receives
         self.at: RankVersion | None = None
         self.before: tuple[RankVersion, AnyTransition] | None = (
-            None  # where the last sync began, and how to return there
+            None  # the version at which the last sync began, and the transition back to it
         )
         self.device = model.device
         self.wire, self.shards, self.joined = wire, model.shards, True
@@ -181,14 +183,17 @@ class GroupEnd(ABC):
     def _bind_weights(self, wire: BundlePlan, shards: Shards) -> None: ...
 
     def attach(self, shards: Shards) -> None:
-        """Continue with tensors in other memory; unless they are the same parts of a model, all ranks join again."""
+        """Continue with tensors in other memory; if they are other parts of the model, all ranks join again."""
         if self.joined and (shards.windows, shards.ties) == (self.shards.windows, self.shards.ties):
             self.bind(self.wire, shards)
         else:
             self.joined = False
 
     def reach(self, name: str) -> None:
-        """Return to a version, rolling the last sync back if that began there; an end that cannot is at no version."""
+        """Return to a version, rolling back the last sync if it began there.
+
+        An end that cannot return has no version.
+        """
         if self.before is not None and self.before[0].name == name:
             point, back = self.before
 
@@ -201,14 +206,14 @@ class GroupEnd(ABC):
             self.at = self.before = None
 
     def sent(self, bucket: Bucket) -> Bucket:
-        """A bucket that was sent, as it is needed until the commit."""
+        """The part of a sent bucket that is needed until the commit."""
         return bucket
 
     @contextmanager
     def leaving(self, name: str) -> Iterator[None]:
-        """Sync from a version inside. If that is none, and the sync fails, the end is at the version it was at.
+        """Sync from a version. If there is no such version and the sync fails, the end keeps the version that it had.
 
-        Nothing is written inside: the commit comes after it.
+        Nothing is written inside: the commit follows.
         """
         left = self.at, self.before
         self.reach(name)
@@ -225,7 +230,7 @@ class GroupEnd(ABC):
         before, self.before = self.at, None
         dense = [bucket for bucket in made if bucket.whole]
         if dense:
-            self.at = None  # if writing them fails, the weights are those of no version
+            self.at = None  # if writing fails, the weights are those of no version
         self._write_whole(dense, {n: point.sums[n] for bucket in dense for n in bucket.whole})
         self.before = (before, back) if before and back and not dense else None
         self.at = point
@@ -235,7 +240,7 @@ class GroupEnd(ABC):
 
 
 class SourceEnd(GroupEnd):
-    """An end that sends what differs between its live weights and its copy of what it last sent."""
+    """An end that sends the differences between its live weights and its copy of what it last sent."""
 
     weights: SourceWeights
 
@@ -252,7 +257,7 @@ class SourceEnd(GroupEnd):
         self.weights.bind(wire, shards)
 
     def calibrate(self, costs: CostModel, receivers_on_gpu: bool, bucket_weights: int | None = None) -> None:
-        """Find out what every method takes with weights like these."""
+        """Measure the time of every method on these weights."""
         costs.bucket_weights = {method: self._most(method, bucket_weights) for method in METHODS}
         if isinstance(self.weights, HostSourceWeights):
             calibrate_host(costs, self.tiles, self.weights)
@@ -263,7 +268,7 @@ class SourceEnd(GroupEnd):
     def plan(
         self, method: Method | Literal["auto"], costs: CostModel, bucket_weights: int | None
     ) -> tuple[list[Job], str]:
-        """What to send, bucket by bucket, and by which method: decided before any bundle is compared."""
+        """What to send, bucket by bucket, and by which method, chosen before any bundle is compared."""
         self._keeps = method != "dense"
         if self._keeps:
             self.weights.make_room()
@@ -281,7 +286,7 @@ class SourceEnd(GroupEnd):
         return [(method, some) for some in messages.cut(self.wire, tiles, self._most(method, bucket_weights))]
 
     def _most(self, method: Method, given: int | None) -> int:
-        """The weights that a bucket covers at most."""
+        """The most weights that a bucket covers."""
         return given or (BUCKET_WEIGHTS if self.device is None else DEVICE_BUCKET_WEIGHTS[method])
 
     def sent(self, bucket: Bucket) -> Bucket:
@@ -313,7 +318,7 @@ class ReceiverEnd(GroupEnd):
             self.weights = _on_device().DeviceReceiverWeights(wire, self.tiles, shards, known, self.device)
 
     def attach(self, shards: Shards) -> None:
-        self.at = self.before = None  # the other memory does not have what was pulled
+        self.at = self.before = None  # the new memory does not have the pulled weights
         super().attach(shards)
 
     def verify(self, point: RankVersion) -> None:
@@ -332,5 +337,5 @@ class ReceiverEnd(GroupEnd):
 
 def _on_device() -> Any:
     """The module of weights on a GPU: all torch and Triton."""
-    devices.load("bundles")  # says what is missing
+    devices.load("bundles")  # raises an error that names a missing package
     return import_module("pulsesync.group.device_weights")

@@ -1,4 +1,4 @@
-"""The weights of a rank in host memory: messages made of what it sends, and what it receives checked and written."""
+"""The weights of a rank in host memory: makes messages to send, and checks and writes received ones."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ from pulsesync.state.slices import LocalTile, TileStorage
 
 
 class SpareBuffers:
-    """Messages whose memory may be used again: new memory costs as much as what is copied into it."""
+    """Messages whose memory may be reused: new memory costs as much as the copy into it."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Bits]] = {}
@@ -34,7 +34,7 @@ class SpareBuffers:
         """Bytes to be written over."""
         try:
             return self._free[size].pop()
-        except (KeyError, IndexError):  # two threads may ask at once
+        except (KeyError, IndexError):  # two threads may call this at once
             return np.empty(size, np.uint8)
 
     def replace(self, messages: Iterable[Bits]) -> None:
@@ -56,7 +56,7 @@ class HostSourceWeights:
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
         self._wire, self._tiles, self.spare = wire, tiles, SpareBuffers()
         self.state = _state(wire, {tile.ordinal: LocalTile(tile, True) for tile in tiles}, {})
-        self.messages: list[tuple[Bits, set[int]]] = []  # in whose memory the copy lies, and which tiles of it
+        self.messages: list[tuple[Bits, set[int]]] = []  # whose memory contains the copy, and which tiles of it
         self.bind(wire, shards)
 
     def bind(self, wire: BundlePlan, shards: Shards) -> None:
@@ -64,7 +64,7 @@ class HostSourceWeights:
         self.live = LocalBundles(wire, self._tiles, shards)
 
     def begin(self) -> None:
-        """A sync begins: weights in host memory are what the caller has made them."""
+        """A sync begins: weights in host memory need no synchronization."""
 
     def sample(self, seed: int) -> list[TransferLoad]:
         """Estimate how much of each bundle has changed, from some of its weights."""
@@ -79,7 +79,7 @@ class HostSourceWeights:
         return loads
 
     def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
-        """What takes these tiles from the copy to the weights; None if nothing changed."""
+        """Encode the changes of these tiles since the copy; None if nothing changed."""
         if method == "dense":
             return self._raw(self.live, tiles, clock)
         with clock.timed("diff"):
@@ -149,7 +149,7 @@ class HostSourceWeights:
         return _write_changes(self.state, made, sums)
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
-        """Move the copy into the new messages; an old one in which no tile is left is free for the next sync."""
+        """Move the copy into the new messages; an old message without remaining tiles is free for the next sync."""
         whole = {ordinal: bits for bucket in made for ordinal, bits in bucket.whole.items()}
         self.state.adopt(whole, sums)
         left = [(message, tiles - whole.keys()) for message, tiles in self.messages]
@@ -158,7 +158,7 @@ class HostSourceWeights:
         self.messages += [(bucket.message, set(bucket.whole)) for bucket in made]
 
     def make_room(self) -> None:
-        """Messages are the copy: there is nothing to take."""
+        """The messages are the copy: there is nothing to allocate."""
 
     def forget(self, made: Sequence[Bucket]) -> None:
         """Keep no copy: the memory of these messages is free for the next sync."""
@@ -186,18 +186,18 @@ class HostReceiverWeights:
         self.state = _state(wire, self.live.places, sums)
 
     def begin(self) -> None:
-        """A sync begins: weights in host memory are what the caller has made them."""
+        """A sync begins: weights in host memory need no synchronization."""
 
     def room(self, size: int, carrier: Any) -> Bits:
-        """Memory for a message of so many bytes."""
+        """Memory for a message of this size."""
         return self.spare.take(size)
 
     def read(self, message: Bits, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
         """Check a message and decode its tiles that are local, against the digests that tiles had before.
 
         Raises:
-            FormatError: and branches, for bad bytes; VerificationError: its tiles would not have the digests that it
-            names.
+            FormatError and subclasses: bad bytes; VerificationError: its tiles would not have the digests that it
+            states.
         """
         if bytes(message[:8]) == messages.TABLE:
             return self._read_table(message, before, clock)
@@ -213,7 +213,7 @@ class HostReceiverWeights:
         table, sums = Table.open(message, message.size, self._wire)
         promised, changes = table.named(sums), table.changes.tolist()
         whole, patches = {}, []
-        with clock.timed("undo"):  # for which the old weights are read
+        with clock.timed("undo"):  # the undo log needs the old weights
             for (tile, places, bits), changed in zip(_bodies(message, table, self.layout), changes, strict=True):
                 if tile.ordinal not in self.live.places:
                     continue
@@ -234,7 +234,7 @@ class HostReceiverWeights:
         return _write_changes(self.state, made, sums)
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
-        """Write tiles that came whole. If this fails, the weights are between two versions."""
+        """Write whole tiles. If this fails, the weights are between two versions."""
         self.state.load_tiles({n: bits for bucket in made for n, bits in bucket.whole.items()}, sums)
         self.spare.replace(bucket.message for bucket in made)
 
@@ -243,7 +243,7 @@ class HostReceiverWeights:
         self.state.commit(back)
 
     def find_damaged(self, sums: Mapping[int, Sum]) -> int | None:
-        """Recount the weights; return a bundle that does not have its digest, or of which tied tensors differ."""
+        """Recount the weights; return a bundle that does not have its digest, or whose tied tensors differ."""
         for ordinal, counted in self.state.count().items():
             if counted != sums[ordinal] or self.live.places[ordinal].untied():
                 return ordinal
@@ -299,6 +299,6 @@ def _write_changes(state: HostState, made: Sequence[Bucket], sums: Mapping[int, 
 
 
 def _state(wire: BundlePlan, places: Mapping[int, TileStorage], sums: Mapping[int, Sum]) -> HostState:
-    """A state of bundles, whose weights lie where the places know, or wherever the state is given them later."""
+    """A state of bundles, whose weights are found through the places, or are given to the state later."""
     nowhere: Bits = np.empty(0, np.uint8)
     return HostState(wire.layout, {spec.name: nowhere for spec in wire.layout.tensors}, places=places, sums=sums)

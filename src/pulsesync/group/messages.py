@@ -1,9 +1,10 @@
-"""The messages of a sync inside a group, in whichever memory: a part of a patch, or a table of tiles.
+"""The messages of a sync inside a group, in host memory or on a GPU: a part of a patch, or a table of tiles.
 
-A part is as docs/format.md has it. A table holds how many tiles it has (8 bytes), of each its number (8), how many
-changes (8; -1: all its weights) and the digest it must have (16), and then of each its weights, or where they change
-(4 bytes each, ascending) and what they become; all of these begin at a multiple of 8, and what is between them is zero.
-After either come 8 bytes that belong to the session, not to the bucket: how long the next message is, if that is known.
+A part is defined in docs/format.md. A table has the number of its tiles (8 bytes); for each tile its number (8), its
+number of changes (8; -1: all its weights) and the digest that it must have (16); and then for each tile its weights, or
+the positions of its changes (4 bytes each, ascending) and their new values. All of these begin at a multiple of 8, and
+the gaps between them are zero. After either come 8 bytes that belong to the session, not to the bucket: how long the
+next message is, if that is known.
 
 `host_weights` makes and reads messages in host memory, `device_weights` on a GPU; the bytes are the same.
 """
@@ -30,7 +31,7 @@ _ENTRY = np.dtype([("tile", "<u8"), ("changes", "<i8"), ("sum", "<u8", (2,))])
 TABLE = b"\x89PulsTab"
 WHOLE = -1
 NOTHING: Bits = np.empty(0, np.uint8)
-TRAILER = 8  # bytes that a message has room for, after the bucket
+TRAILER = 8  # bytes of a message after the bucket
 CODECS: Mapping[Method, CodecName] = {"gap": "gap", "coded": "context"}
 
 
@@ -54,10 +55,10 @@ class SyncTimes:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A message, and what its tiles will be: what changes in them, or all their weights."""
+    """A message, and what its tiles will be: changes, or all their weights."""
 
-    message: Message  # empty where a receiver does not need it any more
-    changes: Any  # as the memory has them that the weights are in
+    message: Message  # empty where a receiver no longer needs it
+    changes: Any  # in the form of the backend
     changed: int  # weights
     whole: Mapping[int, Any]  # tiles that are sent whole, by ordinal
     sums: Mapping[int, Sum]
@@ -80,7 +81,7 @@ def write_next(message: Message, length: int) -> None:
 
 
 def read_next(message: Message) -> int:
-    """How long a message says that the next is."""
+    """Read how long the next message is."""
     trailer = message[-TRAILER:] if isinstance(message, np.ndarray) else message[-TRAILER:].cpu().numpy()
     return int(trailer.copy().view(np.int64)[0])
 
@@ -99,10 +100,10 @@ def cut(wire: BundlePlan, tiles: Sequence[Tile], most: int) -> Iterator[list[Til
 
 
 def read_sums(message: Bits, wire: BundlePlan) -> dict[int, Sum]:
-    """The digests that a message in host memory names: what a source needs of the other sources' messages.
+    """The digests in a message in host memory: all that a source needs of the other sources' messages.
 
     Raises:
-        FormatError: and branches, for bad bytes.
+        FormatError and subclasses: bad bytes.
     """
     if bytes(message[:8]) == TABLE:
         table, sums = Table.open(message, message.size, wire)
@@ -115,7 +116,7 @@ def read_sums(message: Bits, wire: BundlePlan) -> dict[int, Sum]:
 
 
 class Table:
-    """Which tiles a table holds, how many changes of each, and where their places and values begin.
+    """The tiles of a table, the number of changes of each, and where their positions and values begin.
 
     Args:
         wire: The bundles of the group.
@@ -131,40 +132,40 @@ class Table:
         self._lengths = np.stack([places, values], axis=1)
         padded = -(-self._lengths // 8) * 8
         ends = np.cumsum(padded).reshape(-1, 2) + self.head_size(ordinals.size)
-        self.begins = ends - padded  # (tiles, 2): of places, and of values, in bytes
+        self.begins = ends - padded  # (tiles, 2): of positions, and of values, in bytes
         self.size = int(ends[-1, 1] if ordinals.size else self.head_size(0)) + TRAILER
 
     @classmethod
     def of_whole(cls, wire: BundlePlan, tiles: Sequence[Tile]) -> "Table":
-        """The table that holds these tiles whole."""
+        """The table of these tiles, whole."""
         return cls(wire, np.array([tile.ordinal for tile in tiles], np.int64), np.full(len(tiles), WHOLE, np.int64))
 
     @staticmethod
     def head_size(tiles: int) -> int:
-        """The bytes in front of the bodies of so many tiles."""
+        """The size of the header for this number of tiles."""
         return _HEAD.itemsize + _ENTRY.itemsize * tiles
 
     @property
     def is_whole(self) -> NDArray[np.bool_]:
-        """Of each tile, whether it is there whole."""
+        """For each tile, whether it is whole."""
         found: NDArray[np.bool_] = self.changes == WHOLE
         return found
 
     @property
     def bodies(self) -> Iterator[tuple[int, slice, slice]]:
-        """The ordinal of each tile, and the bytes of its places and of its values."""
+        """The ordinal of each tile, and the bytes of its positions and of its values."""
         ends = self.begins + self._lengths
         rows = zip(self.ordinals.tolist(), self.begins.tolist(), ends.tolist(), strict=True)
         return ((n, slice(begin[0], end[0]), slice(begin[1], end[1])) for n, begin, end in rows)
 
     @property
     def gaps(self) -> list[slice]:
-        """The bytes between bodies, which mean nothing and are zero."""
+        """The bytes between bodies, which are zero."""
         ends = (self.begins + self._lengths).reshape(-1)
         return [slice(end, -(-end // 8) * 8) for end in ends[ends % 8 != 0].tolist()]
 
     def head(self, sums: NDArray[np.uint64]) -> Bits:
-        """The bytes in front of the bodies, given the digests that tiles must have: (tiles, 2)."""
+        """The header, given the digests that tiles must have: (tiles, 2)."""
         front, entries = np.zeros(1, _HEAD), np.zeros(self.ordinals.size, _ENTRY)
         front["magic"], front["tiles"] = TABLE, self.ordinals.size
         entries["tile"], entries["changes"], entries["sum"] = self.ordinals, self.changes, sums
@@ -172,12 +173,12 @@ class Table:
 
     @classmethod
     def open(cls, head: Bits, size: int, wire: BundlePlan) -> tuple["Table", NDArray[np.uint64]]:
-        """Read which tiles a table of so many bytes holds, and the digests they must have: (tiles, 2).
+        """Read the tiles of a table of this size, and the digests they must have: (tiles, 2).
 
-        head: its front, as long as it would be with all tiles, or all of it.
+        head: the beginning of the message, as long as the header of all tiles would be, or all of it.
 
         Raises:
-            FormatError: it cannot be one.
+            FormatError: it is not a valid table.
         """
         if size < _HEAD.itemsize + TRAILER:
             raise FormatError("a table is cut off")
@@ -205,18 +206,18 @@ def sums_of(sums: Mapping[int, Sum], ordinals: NDArray[np.int64]) -> NDArray[np.
 
 
 def raw_size(wire: BundlePlan, tiles: Sequence[Tile]) -> int:
-    """How long the message is that holds these tiles whole."""
+    """The length of the message with these tiles, whole."""
     return Table.of_whole(wire, tiles).size
 
 
 def longest(wire: BundlePlan, tiles: Sequence[Tile]) -> int:
-    """No message with these tiles, or some of them, is longer: all their weights have changed, and more."""
+    """The longest possible message with these tiles or some of them: all their weights have changed."""
     ordinals = np.array([tile.ordinal for tile in tiles], np.int64)
     return 2 * Table(wire, ordinals, wire.sizes[ordinals]).size + (1 << 26)
 
 
 def not_as_promised(wire: BundlePlan, ordinal: int) -> VerificationError:
-    """The error of a bundle that does not have, or would not have, the digest that a message names."""
+    """The error of a bundle that does not have, or would not have, the digest in a message."""
     names = sorted({piece.tensor for piece in wire.pieces[ordinal]})
     others = f" and {len(names) - 1} tensors bundled with it" if len(names) > 1 else ""
     return VerificationError(

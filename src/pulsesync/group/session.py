@@ -1,9 +1,9 @@
 """One sync of a group, from the first bucket to the verdict.
 
 Sources encode and send, receivers decode, all concurrently; then every rank knows whether all are ready to commit.
-Nothing here changes a weight or a source's copy, except that a late receiver is brought to the version of the others.
-Whatever goes wrong with bytes on one rank, it takes part in every message to the end and reports it in the verdict;
-only a group that breaks ends the sync at once.
+Nothing here changes a weight or a source's copy, except that a late receiver gets the version of the others. If bytes
+are bad on one rank, it still takes part in every message and reports the error in the verdict; only a failure of the
+group ends the sync at once.
 """
 
 import time
@@ -26,7 +26,7 @@ from pulsesync.group.ends import GroupEnd, Job, RankVersion, ReceiverEnd, Source
 from pulsesync.group.messages import TRAILER, Bucket, Message, SyncTimes
 
 AHEAD = 2  # buckets that are encoded before they are sent
-_END, _UNKNOWN, _FAULT = 0, -1, -2  # in place of a length: no more, not encoded yet, cannot be encoded
+_END, _UNKNOWN, _FAULT = 0, -1, -2  # in place of a length: no more messages, not encoded yet, cannot be encoded
 
 
 @dataclass
@@ -41,15 +41,15 @@ class SyncSession:
     faults: list[Exception] = field(default_factory=list)
     made: list[Bucket] = field(default_factory=list)  # what was sent or received
     waits_s: list[float] = field(default_factory=list)  # for the buckets of each source, as measured on this rank
-    starved_s: float = 0.0  # in which this source had nothing to send
+    starved_s: float = 0.0  # time in which this source had nothing to send
     sent_bytes: int = 0
 
     # Late receivers
 
     def bring(self, late: Sequence[int], name: str) -> None:
-        """Send late receivers, and no others, the version that the other ranks are at, from the sources' copies of it.
+        """Send late receivers only the version of the other ranks, from the sources' copies of it.
 
-        A receiver that cannot be brought there stays at no version, and the reason is among the faults.
+        A receiver for which this fails has no version, and the reason is among the faults.
         """
         got: list[Bucket] = []
         sums: dict[int, Sum] = {}
@@ -64,7 +64,8 @@ class SyncSession:
                     self.team.send_(message, rank, to)
                     with FailureCollector(self.faults):
                         got.append(self._read(message, place, {}))
-                sums |= self._share_sums(tiles, known, rank)  # with all: no rank waits for more than one bucket
+                # With all ranks, so that none waits for more than one bucket.
+                sums |= self._share_sums(tiles, known, rank)
         if self.team.rank not in late or self.faults:
             return
         with FailureCollector(self.faults):
@@ -79,7 +80,7 @@ class SyncSession:
             end.at = version
 
     def _saved(self, tiles: Sequence[Tile], known: Mapping[int, Sum]) -> Message:
-        """These tiles as they were last sent. If that fails, something that no receiver takes for them."""
+        """These tiles as they were last sent. If that fails, a message that every receiver refuses."""
         assert isinstance(self.end, SourceEnd)
         with FailureCollector(self.faults):
             return self.end.weights.saved(tiles, self.clock, known).message
@@ -173,7 +174,7 @@ class SyncSession:
                 length = self._share_length(0, rank)
 
     def _room(self, size: int) -> Message:
-        """Memory for a message that will be received; of other sources' messages a source needs digests alone."""
+        """Memory for a message that will be received; of other sources' messages a source needs only the digests."""
         if isinstance(self.end, ReceiverEnd):
             with FailureCollector(self.faults):
                 return self.end.weights.room(size, self.team.device)
@@ -217,7 +218,7 @@ class SyncSession:
 
 
 class FailureCollector:
-    """Keeps what goes wrong on one rank until it can be reported to all; a GroupError is raised at once."""
+    """Collects the errors of one rank until they can be reported to all; a GroupError is raised at once."""
 
     def __init__(self, faults: list[Exception]) -> None:
         self._faults = faults
@@ -233,7 +234,7 @@ class FailureCollector:
 
 
 class _Prefetcher:
-    """Buckets encoded in order on a thread, some before they are asked for; work that yields none is skipped."""
+    """Buckets encoded in order on a thread, some ahead of time; work that yields no bucket is skipped."""
 
     def __init__(self, work: Sequence[Callable[[], Bucket | None]]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="pulse-encode")

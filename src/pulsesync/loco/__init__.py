@@ -1,8 +1,7 @@
 """Trainers that exchange only what the next forward pass would see: PULSELoCo, and what it is compared with.
 
 `diloco` has what a training script uses; `gate`, `payload` and `outer` the functions underneath, which know neither
-torch nor a network; `group` and `store` the ways between trainers. docs/loco.md tells the whole story. Needs the extra
-torch.
+torch nor a network; `group` and `store` the exchanges between trainers. See docs/loco.md. Needs the extra torch.
 """
 
 from pulsesync.loco.diloco import DDP, DiLoCo, PublishedPulseLoCo, PulseLoCo

@@ -1,14 +1,15 @@
-"""Training in several places that meet every so often: DiLoCo, PULSELoCo, and averaging of gradients at every step.
+"""Several trainers that exchange updates every few steps: DiLoCo, PULSELoCo, and averaging of gradients at every step.
 
-All three are contexts on the inner optimizer's hooks and take the same arguments: a comparison changes one word.
+All three are contexts that use the inner optimizer's hooks. They take the same arguments, so that they are easy to
+compare.
 
     with PulseLoCo(model, optimizer, outer=Nesterov(0.7, 0.9), sync_every=8, exchange=GroupExchange()):
         for batch in data:
             loss(model, batch).backward()
-            optimizer.step()  # every eighth of these meets the others
+            optimizer.step()  # every eighth step ends with a round
             optimizer.zero_grad()
 
-The model of a PULSELoCo trainer also holds what it has not sent yet: publish and evaluate `shared_weights()`.
+The model of a PULSELoCo trainer also contains updates that were not sent yet: publish and evaluate `shared_weights()`.
 
 A round is a transaction: shared weights, momentum and residual change together, after everything was exchanged, checked
 and computed. An exception out of `optimizer.step()` leaves them as they were, and the next step tries again.
@@ -44,11 +45,14 @@ from pulsesync.loco.vectors import Vector
 
 logger = logging.getLogger(__name__)
 
-EXIT_S = 60.0  # that a context waits, when it ends, for a round that is on its way
+EXIT_S = 60.0  # how long a context waits at its end for a round in progress
 
 
 class _BackgroundRound:
-    """A round that is exchanged behind training. A daemon: nobody need wait for it to end the process."""
+    """A round that is exchanged in the background.
+
+    Its thread is a daemon, so that it does not keep the process alive.
+    """
 
     def __init__(self, fragment: int, update: TrainerUpdate, began: float, work: Callable[[], ExchangedRound]) -> None:
         self.fragment, self.update, self.began = fragment, update, began
@@ -62,12 +66,15 @@ class _BackgroundRound:
             self._future.set_result(e)
 
     def wait(self, timeout_s: float | None) -> ExchangedRound | BaseException:
-        """What came of it; an exception too is returned, to tell it from one of the waiting. Raises: TimeoutError."""
+        """The result; an exception of the round is returned, to distinguish it from one of waiting.
+
+        Raises: TimeoutError.
+        """
         return self._future.result(timeout_s)
 
 
 class _PeriodicTrainer(FragmentTrainer):
-    """Trainers that meet every so many steps: what DiLoCo and PULSELoCo have in common is all but the rule."""
+    """Trainers with a round every `sync_every` steps: DiLoCo and PULSELoCo, which differ only in the rule."""
 
     def __init__(
         self,
@@ -102,25 +109,25 @@ class _PeriodicTrainer(FragmentTrainer):
 
     @property
     def _turn(self) -> int:
-        """The fragment that is next: the first of those that have had the fewest rounds, so that all agree on it."""
+        """The next fragment: the first of those with the fewest rounds, so that all trainers choose the same."""
         return self.rounds.index(min(self.rounds))
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         try:
             if kind is None:
-                self._ground()  # the others, at the same step, wait for it too; or they have left
+                self._ground()  # the other trainers wait for it at the same step, or have left
         finally:
             self._flying = None
             super().__exit__()
 
     def rejoin(self, exchange: Exchange | None = None) -> None:
-        with suppress(Exception):  # whatever became of a round on its way: its payload is pending
+        with suppress(Exception):  # the result of a round in progress does not matter: its payload is pending
             self._ground()
         self._flying = None
         super().rejoin(exchange)
 
     def _ground(self) -> None:
-        """Wait a while for a round that is on its way, and commit it."""
+        """Wait up to EXIT_S for a round in progress, and commit it."""
         with suppress(TimeoutError):
             if self._flying is not None:
                 self._land(EXIT_S)
@@ -132,7 +139,7 @@ class _PeriodicTrainer(FragmentTrainer):
             if self._flying is None and self._steps >= self._period - self._delay:
                 fragment, began = self._turn, perf_counter()
                 with self._noting_failure(fragment):
-                    shared, update = self._held[fragment].shared, self._update(fragment, snapshot=bool(self._delay))
+                    shared, update = self._current[fragment].shared, self._update(fragment, snapshot=bool(self._delay))
                     part = self._select(fragment, update)
                     met = None if self._delay else self._meet(fragment, shared, part)
                 if met is not None:
@@ -141,14 +148,18 @@ class _PeriodicTrainer(FragmentTrainer):
                 self._flying = _BackgroundRound(fragment, update, began, lambda: self._meet(fragment, shared, part))
             if self._flying is not None and self._steps >= self._period:
                 self._land()
-        except MissingLinkError as e:  # away for so long that the rounds since are gone: only a state leads on
-            logger.warning("Trainer %s rejoins, because it cannot follow the rounds: %s.", self.exchange.trainer, e)
+        except MissingLinkError as e:  # absent for so long that the rounds since were deleted
+            logger.warning(
+                "Trainer %s rejoins, because it cannot apply the rounds that it has missed: %s.",
+                self.exchange.trainer,
+                e,
+            )
             self.rejoin()
 
     def _land(self, timeout_s: float | None = None) -> None:
         assert self._flying is not None
         flight = self._flying
-        met = flight.wait(timeout_s)  # interrupted, it is still on its way
+        met = flight.wait(timeout_s)  # if this is interrupted, the round is still in progress
         if isinstance(met, BaseException):
             self._flying = None
             with self._noting_failure(flight.fragment):
@@ -156,9 +167,10 @@ class _PeriodicTrainer(FragmentTrainer):
         self._commit(flight.fragment, flight.update, met, flight.began)
 
     def _commit(self, fragment: int, update: TrainerUpdate, met: ExchangedRound, began: float) -> None:
-        """Change everything at once, whatever interrupts. After a failure before this the next step tries again."""
+        """Change everything at once, even if interrupted. After an earlier failure the next step tries again."""
         payload = met.result.members.get(self.exchange.trainer)
-        # If an earlier life of this trainer was taken in its place, that is subtracted: it had the same residual in it.
+        # If the round contains an update that this trainer sent before a restart, that is subtracted: it included the
+        # same residual.
         taken = None if payload is None else self._pending[fragment].sent(payload, met.taken)
 
         def work() -> None:
@@ -171,7 +183,7 @@ class _PeriodicTrainer(FragmentTrainer):
         self._finish(work)
         try:
             if payload is None:
-                self._catch_up(fragment)  # it is late, and perhaps by more than one
+                self._catch_up(fragment)  # it is late, perhaps by more than one round
         except (RoundError, StoreError) as e:
             if isinstance(e, StoreError) and not e.retryable:
                 raise
@@ -182,7 +194,7 @@ class _PeriodicTrainer(FragmentTrainer):
                 type(e).__name__,
                 e,
             )
-        finally:  # the round is committed, whatever came after it
+        finally:  # the round is committed, whatever happens after it
             self._report(fragment, met, began)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -198,27 +210,27 @@ class _PeriodicTrainer(FragmentTrainer):
 
 
 class DiLoCo(_PeriodicTrainer):
-    """Trainers that take `sync_every` steps on their own, then move on together by the mean of their updates.
+    """Trainers that take `sync_every` steps on their own, then all apply the mean of their updates.
 
-    `optimizer.step()` may raise RoundError (the round failed here; continue, and the next step tries again), StoreError
+    `optimizer.step()` may raise RoundError (the round failed for this trainer; the next step tries again), StoreError
     (the same, if it is retryable), StateError (this trainer's update does not fit, or is not finite) and
     VerificationError (replicas have diverged: stop). A round whose updates are too large raises nothing: it is empty,
     and the update that diverged is dropped by its own trainer.
 
     Args:
         model: A module with FP32 parameters, or FP32 masters by name; or a sequence of such, one for each fragment.
-            Buffers are each trainer's own.
-        inner_optimizer: The optimizer of these parameters and no others; its state is this trainer's own.
+            Buffers are not shared.
+        inner_optimizer: The optimizer of these parameters and no others; its state is not shared.
         exchange: Connects this trainer with the others.
         outer: The outer optimizer, the same for all trainers; Nesterov(0.7, 0.9) if not given.
         sync_every: Inner steps between two rounds of a fragment. Fragments take turns, evenly.
         delay: Inner steps that are taken while a round is exchanged in the background.
-        blend: The share of this trainer's own weights that is kept when a round comes in (for delay).
+        blend: The share of this trainer's own weights that is kept when a round is applied (for delay).
         on_round: Called after every round, in the training thread; let one of the trainers publish
             `shared_weights()` there.
 
     Raises:
-        StateError: parameters are not FP32, in two fragments, or in none; ValueError: numbers that make no sense.
+        StateError: parameters are not FP32, or are in two fragments or in none; ValueError: a number is out of range.
     """
 
     def __init__(
@@ -239,11 +251,11 @@ class DiLoCo(_PeriodicTrainer):
 
 
 class PulseLoCo(_PeriodicTrainer):
-    """DiLoCo that sends only what the next BF16 forward pass would see, and keeps the rest for the next round.
+    """DiLoCo that sends only what the next BF16 forward pass would see, and keeps the rest for later rounds.
 
     Two things differ from the published form (`PublishedPulseLoCo`). Each trainer has an outer momentum of its own,
-    which acts before the gate. And what was not sent yet stays in the trainer's weights, so that it goes on learning
-    from there. So the model's weights differ from trainer to trainer: publish and evaluate `shared_weights()`.
+    which acts before the gate. And updates that were not sent yet stay in the trainer's weights, so that it continues
+    from there. The model's weights therefore differ between trainers: publish and evaluate `shared_weights()`.
 
     Args:
         model: As for DiLoCo.
@@ -253,7 +265,7 @@ class PulseLoCo(_PeriodicTrainer):
         sync_every: As for DiLoCo.
         compact: Send values rounded to this number of bits below the size of a typical one, and keep the remainder for
             later rounds; None sends FP32 values as they are, which takes about nine times the bytes.
-        reach: Send an entry if this multiple of its update would be visible. More sends more entries, and earlier.
+        reach: Send an entry if this multiple of its update would be visible. Larger values send more entries, earlier.
         delay: As for DiLoCo.
         blend: As for DiLoCo.
         on_round: As for DiLoCo.
@@ -284,7 +296,7 @@ class PulseLoCo(_PeriodicTrainer):
 class PublishedPulseLoCo(_PeriodicTrainer):
     """PULSELoCo as it was published: one outer momentum, which all trainers share.
 
-    A round begins at the shared weights; what was not sent is set aside until a later round.
+    A round begins at the shared weights; what was not sent is kept separately until a later round.
 
     With outer momentum it learns later than DiLoCo does: see docs/loco.md.
 
@@ -326,7 +338,7 @@ class PublishedPulseLoCo(_PeriodicTrainer):
 
 
 class DDP(FragmentTrainer):
-    """Averaging of gradients before every step, dense: what both others are compared with.
+    """Averaging of gradients before every step, dense: the baseline of the other two.
 
     It has the arguments of DiLoCo, so that a comparison changes one word.
 
@@ -359,16 +371,17 @@ class DDP(FragmentTrainer):
         return self._inner.register_step_pre_hook(lambda *_: self._before_step())
 
     def _adopt(self, fragment: int, shared: SharedState) -> None:
-        if shared.round and shared.digest != self._held[fragment].shared.digest:
+        if shared.round and shared.digest != self._current[fragment].shared.digest:
             raise StateError("a run of DDP cannot be joined or resumed: the optimizers' states would differ")
         super()._adopt(fragment, shared)
 
     def _catch_up(self, fragment: int) -> None:
-        pass  # nor can a step be made up for
+        pass  # a missed step cannot be repeated
 
     @aside
     def _shared_values(self, fragment: int) -> Vector:
-        return self._tensors[fragment].read()  # the inner steps, which are the same for all, have moved on from theta
+        # The inner steps, which are equal on all trainers, have changed the weights since theta.
+        return self._tensors[fragment].read()
 
     def _before_step(self) -> None:
         for fragment, tensors in enumerate(self._tensors):
@@ -380,9 +393,9 @@ class DDP(FragmentTrainer):
 
     @aside
     def _average(self, fragment: int) -> tuple[ExchangedRound, Vector | None]:
-        """Exchange the gradients of a fragment; return their mean, None if it diverges."""
-        tensors, held, exchange = self._tensors[fragment], self._held[fragment], self.exchange
-        held.shared = shared = replace(held.shared, theta=tensors.read())  # where the last step has led
+        """Exchange the gradients of a fragment; return their mean, or None if it diverges."""
+        tensors, current, exchange = self._tensors[fragment], self._current[fragment], self.exchange
+        current.shared = shared = replace(current.shared, theta=tensors.read())  # the weights after the last step
         part = self._select(fragment, WholeUpdate(tensors.read(gradients=True)))
         coder = self._coder(fragment, shared)
         sent, received = exchange.sent_bytes, exchange.received_bytes
@@ -400,6 +413,6 @@ class DDP(FragmentTrainer):
                 LARGEST_UPDATE,
             )
             mean, members, moved = None, {}, 0
-        held.shared = after = replace(shared, round=shared.round + 1)
+        current.shared = after = replace(shared, round=shared.round + 1)
         passed = exchange.sent_bytes - sent, exchange.received_bytes - received
         return ExchangedRound(part, RoundResult(members, moved, after), None, *passed), mean

@@ -1,4 +1,4 @@
-"""The parameters of a fragment, which is a model or a piece of one, as one FP32 vector where they are."""
+"""The parameters of a fragment, which is a model or a piece of one, as one FP32 vector on their device."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # of a tensor: address, sh
 
 
 def place_of(tensor: Any) -> Place | None:
-    """Where the values of a tensor lie; None for what is no tensor, as an extra state of a module may be."""
+    """Where the values of a tensor lie; None if it is not a tensor, such as an extra state of a module."""
     if not hasattr(tensor, "data_ptr"):
         return None
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
@@ -56,7 +56,7 @@ class FragmentTensors:
         return all(tensor.is_contiguous() for tensor in self._tensors.values())
 
     def check_place(self) -> None:
-        """Raises: StateError, if a parameter is on another device than it was."""
+        """Raises: StateError, if a parameter has moved to another device."""
         for name, tensor in self._tensors.items():
             if tensor.device != self._devices[name]:
                 raise StateError(
@@ -80,14 +80,14 @@ class FragmentTensors:
         return out
 
     def read_piece(self, here: slice) -> Vector:
-        """Some of the weights as they are now. For reading: it may be the parameters' own memory.
+        """Some of the current weights. Read-only: it may be the parameters' own memory.
 
         If a tensor is not contiguous, every piece of it costs a copy of all of it.
         """
         return self.vectors.join([self.vectors.flat(tensor)[part] for tensor, part in self._parts(here)])
 
     def _parts(self, here: slice) -> Iterator[tuple[Any, slice]]:
-        """The tensors in which some entries are, and which of theirs these are."""
+        """The tensors that contain these entries, and the range in each."""
         tensors, at = list(self._tensors.values()), here.start
         number = bisect_right(self._begins, at) - 1
         while at < here.stop:
@@ -97,7 +97,7 @@ class FragmentTensors:
             at, number = begin + size, number + 1
 
     def write(self, read: ReadPiece) -> None:
-        """Replace the weights by what is read, piece by piece. Raises: as `read`."""
+        """Replace the weights by the result of `read`, piece by piece. Raises: as `read`."""
         self.check_place()
         v = self.vectors
 
@@ -115,7 +115,7 @@ class FragmentTensors:
             v.spread(write_tensor, (item for item in self._places() if item[1].numel()))
 
     def views(self, values: Vector) -> dict[Place | None, Any]:
-        """A vector of this fragment as tensors, by the places of the parameters that they belong to."""
+        """A vector of this fragment as tensors, by the addresses of their parameters."""
         values = self.vectors.hand_out(values)
         return {
             place_of(tensor): self.vectors.tensor(values[place]).view(tensor.shape)
@@ -138,7 +138,7 @@ class FragmentTensors:
                 tensor.grad.copy_(new)
 
     def vector(self, saved: Any) -> Vector:
-        """A saved vector of this fragment, in memory of its own. Raises: StateError, if it is none."""
+        """A saved vector of this fragment, copied. Raises: StateError, if it does not fit."""
         values = np.array(saved.cpu().numpy(), np.float32)
         if values.shape != (self.size,):
             raise StateError(f"the saved state must have the {self.size} weights of the fragment; it has {values.size}")
@@ -152,10 +152,10 @@ class FragmentTensors:
 
 
 def _vectors_of(tensors: Mapping[str, Any]) -> Vectors:
-    """The place where all tensors of a fragment are.
+    """The backend for the device of all tensors of a fragment.
 
     Raises:
-        StateError: they are on several devices, or some on one and some in host memory; or on a device that is no GPU.
+        StateError: they are on several devices, or on a device that is neither host memory nor a GPU.
     """
     where = device.find(tensors)
     if where is not None:
@@ -175,7 +175,7 @@ def named_tensors(model: Any) -> dict[str, Any]:
     """The tensors of a model, of masters, or of a sequence of either, by name.
 
     Raises:
-        StateError: two of several pieces have a tensor of the same name.
+        StateError: two pieces have a tensor of the same name.
     """
     if hasattr(model, "state_dict"):
         return dict(model.state_dict(keep_vars=True))
@@ -217,7 +217,7 @@ def fragments_of(model: Any) -> list[FragmentTensors]:
 
 
 def check_covered(optimizer: Any, fragments: Sequence[FragmentTensors]) -> None:
-    """Raises: StateError, if the optimizer moves what no fragment has: replicas would part in it."""
+    """Raises: StateError, if the optimizer trains parameters that no fragment has: replicas would diverge in them."""
     known = {address for fragment in fragments for address in fragment.addresses()}
     moved = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]
     if missing := [tuple(p.shape) for p in moved if p.data_ptr() not in known]:

@@ -1,7 +1,7 @@
 """The gate: which entries of an update the next forward pass would see.
 
-A trainer at shared weights theta has an update s, and would move theta to theta − s. An entry is *sent* if the BF16
-value of theta − reach · s is another than that of theta; the rest is kept as the residual and counts in the next round.
+A trainer at shared weights theta has an update s, which would change theta to theta − s. An entry is *sent* if the BF16
+value of theta − reach · s differs from that of theta; the rest is kept as the residual and added to the next update.
 Nothing is lost: for every entry sent + kept == s, bit for bit.
 """
 
@@ -15,7 +15,7 @@ from pulsesync.core.types import VisibleEntries
 from pulsesync.loco.vectors import Vector, as_number, vectors_of
 
 ReadPiece = Callable[[slice], Vector]  # returns some entries of a vector, which may be computed only then
-LARGEST = (1 << 15) - 1  # of a rounded value, in units; what goes beyond stays in the residual
+LARGEST = (1 << 15) - 1  # of a rounded value, in units; the excess stays in the residual
 LOWEST_UNIT = -149  # the exponent of the smallest number that FP32 has
 MOST_BITS = 12
 MOST_REACH = 1000.0
@@ -26,7 +26,7 @@ class SparseVector:
     """Some entries of a vector; the others are zero."""
 
     size: int
-    positions: Vector  # int64, ascending; of a dense update a range, which takes no memory
+    positions: Vector  # int64, ascending; for a dense update a range, which occupies no memory
     values: Vector
 
     @classmethod
@@ -64,19 +64,19 @@ class SparseVector:
 
 
 class Update(Protocol):
-    """A trainer's update of a fragment. It is computed when it is read: a whole one would take 4 bytes a weight."""
+    """A trainer's update of a fragment. It is computed when it is read: a whole one would occupy 4 bytes a weight."""
 
     @property
     def size(self) -> int:
         """The number of entries."""
 
     def read(self, here: slice) -> Vector:
-        """A piece of it, of no more entries than are worked on together, in memory of its own."""
+        """A copy of a piece of it, of at most `Vectors.chunk` entries."""
 
 
 @dataclass(frozen=True, eq=False)
 class WholeUpdate:
-    """An update whose values are all at hand."""
+    """An update whose values are all in memory."""
 
     values: Vector
 
@@ -98,19 +98,19 @@ class SentUpdate:
 
 
 class GateRule(Protocol):
-    """What decides which part of an update is sent."""
+    """Chooses which part of an update is sent."""
 
     @property
     def dense(self) -> bool:
-        """Whether all of it is, always: then it travels as plain FP32."""
+        """Whether all of it is always sent: then it travels as plain FP32."""
 
     def select(self, theta: Vector, update: Update) -> SentUpdate:
-        """Choose the part of an update that is sent. If an entry is not finite, only `largest` means something."""
+        """Choose the part of an update that is sent. If an entry is not finite, only `largest` is meaningful."""
 
 
 @dataclass(frozen=True)
 class VisibilityGate:
-    """PULSELoCo's rule: what the BF16 forward pass would see.
+    """PULSELoCo's rule: send what the BF16 forward pass would see.
 
     `reach` is a factor: an entry is sent if its update, multiplied by it, would change the BF16 value. With `bits`,
     the values that are sent are rounded to multiples of a power of two, which lies that number of bits below their
@@ -149,7 +149,7 @@ class VisibilityGate:
 
 @dataclass(frozen=True)
 class DenseGate:
-    """DiLoCo's rule: all of it is sent, and nothing is kept."""
+    """DiLoCo's rule: everything is sent, and nothing is kept."""
 
     dense = True
 
@@ -165,12 +165,12 @@ class DenseGate:
 
 
 def unit_of(values: Vector, bits: int) -> int:
-    """The power of two that leaves the root mean square of some values so many bits.
+    """The power of two that is this number of bits below the root mean square of some values.
 
-    Never one so small that rounding could leave a remainder that FP32 does not have.
+    It is never so small that rounding could leave a remainder that FP32 cannot represent.
 
-    The values are cut to BF16 first. So a count of each that there is tells all, and the sum of the squares is one of
-    integers: it does not depend on the order of the values, which a sum in FP64 would, and machines would disagree.
+    The values are truncated to BF16 first, so that a histogram of them is enough, and the sum of the squares is a sum
+    of integers. It does not depend on the order of the values; a sum in FP64 would, and machines would disagree.
     """
     counts = vectors_of(values).count_upper(values)
     (found,) = np.nonzero(counts)

@@ -1,11 +1,12 @@
 """Trainers in one process group of torch.distributed, over gloo or NCCL.
 
-Two ways to add up. "owner": each trainer owns a range of the entries; it is sent that part of every update, adds them
-up in the order of the trainers and sends the sum to all, so that traffic does not grow with their number (for dense
-updates it is what a ring all-reduce takes). "gather": each sends its whole update to all. Both give the same bits.
+There are two methods to add up updates. "owner": each trainer owns a range of the entries; it receives that part of
+every update, adds them up in the order of the trainers and sends the sum to all, so that traffic does not grow with the
+number of trainers (for dense updates it is that of a ring all-reduce). "gather": each sends its whole update to all.
+Both yield the same bits.
 
-Bytes travel at their exact lengths, sizes first. Whatever goes wrong with one trainer's bytes, it takes part in every
-collective to the end, and all learn of it together: nobody is left waiting, and nobody commits.
+Bytes travel at their exact lengths, sizes first. If one trainer's bytes are bad, it still takes part in every
+collective to the end, and all trainers get the error together: none is left waiting, and none commits.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ from pulsesync.loco.vectors import Vector
 logger = logging.getLogger(__name__)
 
 MAX_TRAINER = 64  # characters of a name
-NOTE_BYTES = 256  # of what trainers tell each other in a round besides payloads, at a time
+NOTE_BYTES = 256  # size of a note between trainers
 
 
 class GroupExchange:
@@ -39,14 +40,14 @@ class GroupExchange:
         group: The group, the default one if not given. With `delay` it must be used for nothing else: rounds are
             exchanged in the background, and ranks would enter collectives in different orders.
         reduce: How updates are added up: "owner", each trainer adds up a range of the entries; "gather", each adds up
-            all of them. Both give the same bits.
+            all of them. Both yield the same bits.
         trainer: This trainer's name, made from its rank if not given. Give one if ranks may change when the group is
             created again: a trainer is identified by it.
-        timeout_s: How long to wait for the others, each time; the group's own timeout may be shorter. Over gloo, all
-            notice at once if a trainer dies; this is for those that hang.
+        timeout_s: How long to wait for the others, at each message; the group's own timeout may be shorter. Over gloo,
+            all notice at once if a trainer dies; this is for trainers that hang.
 
     Raises:
-        ValueError: the trainer's name is too long, or has other than plain characters.
+        ValueError: the trainer's name is too long, or has characters other than printable ASCII.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class GroupExchange:
             raise ValueError(
                 f"a trainer's name must be 1 to {MAX_TRAINER} printable ASCII characters; got {self.trainer!r}"
             )
-        self._names: list[str] = []  # by rank, once they have come together
+        self._names: list[str] = []  # by rank, after `join`
 
     @property
     def sent_bytes(self) -> int:
@@ -75,24 +76,24 @@ class GroupExchange:
         return self._team.received_bytes
 
     def join(self, mine: Sequence[SharedState], about: str) -> list[SharedState]:
-        """Take, of each fragment, the state of whoever has come furthest; before the first round, rank 0's."""
+        """Return the newest state of each fragment among all trainers; before the first round, that of rank 0."""
         alike = f"{about} {self._reduce} {[state.layout for state in mine]}"
         same = hashlib.sha256(alike.encode()).hexdigest()
-        told = self._tell({"same": same, "trainer": self.trainer})
-        if any(note["same"] != same for note in told):
+        notes = self._exchange_notes({"same": same, "trainer": self.trainer})
+        if any(note["same"] != same for note in notes):
             raise StateError(
                 f"trainers of this group differ in model or settings; this one has: {about}. Pass the same on every "
                 "rank"
             )
-        self._names = [note["trainer"] for note in told]
+        self._names = [note["trainer"] for note in notes]
         if len(set(self._names)) != self._size:
             raise StateError(f"trainers of this group must have different names; they have {', '.join(self._names)}")
         return [self._furthest(state) for state in mine]
 
     def _furthest(self, state: SharedState) -> SharedState:
-        told = self._tell({"round": state.round, "digest": state.digest})
-        newest = max(note["round"] for note in told)
-        digests = [note["digest"] if note["round"] == newest else None for note in told]
+        notes = self._exchange_notes({"round": state.round, "digest": state.digest})
+        newest = max(note["round"] for note in notes)
+        digests = [note["digest"] if note["round"] == newest else None for note in notes]
         source = next(rank for rank, digest in enumerate(digests) if digest)
         if newest and len({digest for digest in digests if digest}) > 1:
             raise VerificationError(
@@ -109,8 +110,8 @@ class GroupExchange:
                 state = SharedState.from_bytes(got, like=state)
             except FormatError as e:
                 faults.append(_short(str(e)))
-        told = self._tell({"fault": faults[0] if faults else ""})
-        self._end_together(told, state.round, "the shared state could not be read")
+        notes = self._exchange_notes({"fault": faults[0] if faults else ""})
+        self._end_together(notes, state.round, "the shared state could not be read")
         return state
 
     def prepare(self, coder: Coder, update: SentUpdate) -> EncodedUpdate:
@@ -126,34 +127,34 @@ class GroupExchange:
             self._round(coder, EncodedUpdate("", (b"",) * self._size), size, [_short(why)])
 
     def _round(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> Outcome:
-        """Take part in every collective of a round, to its end, whatever is wrong; then all learn of it."""
-        way = self._by_owners if self._reduce == "owner" else self._by_all
-        total = way(coder, letter, size, faults)
-        told = self._tell({"payload": letter.id, "fault": faults[0] if faults else ""})
-        self._end_together(told, coder.round, f"round {coder.round} failed")
-        return Outcome({self._names[rank]: told[rank]["payload"] for rank in self._in_order()}, total)
+        """Take part in every collective of a round to its end, even after an error; then all trainers get the error."""
+        add_up = self._by_owners if self._reduce == "owner" else self._by_all
+        total = add_up(coder, letter, size, faults)
+        notes = self._exchange_notes({"payload": letter.id, "fault": faults[0] if faults else ""})
+        self._end_together(notes, coder.round, f"round {coder.round} failed")
+        return Outcome({self._names[rank]: notes[rank]["payload"] for rank in self._in_order()}, total)
 
-    def _end_together(self, told: list[dict[str, Any]], round_: int, what: str) -> None:
-        for name, note in zip(self._names, told, strict=True):
+    def _end_together(self, notes: list[dict[str, Any]], round_: int, what: str) -> None:
+        for name, note in zip(self._names, notes, strict=True):
             if note["fault"]:
                 raise RoundError(f"{what} at trainer {name}: {note['fault']}", round=round_)
 
     def _in_order(self) -> list[int]:
-        """The ranks, in the order of the trainers' names: that in which updates are added up."""
+        """The ranks, in the order of the trainers' names: the order in which updates are added up."""
         return sorted(range(self._size), key=self._names.__getitem__)
 
     def confirm(self, coder: Coder, outcome: Outcome, after: SharedState | None) -> None:
         if after is None:
             return
-        told = self._tell({"digest": after.digest})
-        if any(note["digest"] != after.digest for note in told):
+        notes = self._exchange_notes({"digest": after.digest})
+        if any(note["digest"] != after.digest for note in notes):
             raise VerificationError(
                 f"the trainers have diverged: they disagree on the digest after round {after.round}. Stop them, and "
                 "resume all from one state_dict()"
             )
 
     def missed(self, coder: Coder, size: int) -> Outcome | None:
-        return None  # a group has no rounds without all of it
+        return None  # every trainer of a group takes part in every round
 
     def leave(self, rounds: Sequence[int]) -> None:
         pass  # the group ends when its processes end it
@@ -169,7 +170,7 @@ class GroupExchange:
         with _noting(faults):
             parts = [_read(coder, got[r], self._names[r], (0, size), 1, faults)[0] for r in order]
             totals.append(aggregate(parts, size))
-        return totals[0] if totals else coder.vectors.zeros(0)  # which nobody takes: there is a fault
+        return totals[0] if totals else coder.vectors.zeros(0)  # not used: there is a fault
 
     def _by_owners(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> Vector:
         ranges, everyone = self._ranges(size), self._size
@@ -187,7 +188,7 @@ class GroupExchange:
             sums = coder.encode(self.trainer, union, summed_unit(union, [unit for _, unit in read]), begin, everyone)
         got = self._swap([b"" if faults else sums] * everyone, _most(size))
         got[self._rank] = sums
-        whole = v.zeros(0)  # which nobody takes if there is a fault
+        whole = v.zeros(0)  # not used if there is a fault
         with _noting(faults):
             whole = v.zeros(size)
             for name, (a, b), data in zip(self._names, ranges, got, strict=True):
@@ -195,20 +196,23 @@ class GroupExchange:
         return whole
 
     def _swap(self, outgoing: Sequence[bytes], most: int) -> list[bytes]:
-        """Send each trainer its bytes, `most` at most; return what each has sent here. Nothing goes to oneself."""
+        """Send each trainer its bytes, `most` at most; return what each has sent.
+
+        Nothing is sent to this trainer itself.
+        """
         try:
             return self._team.swap(outgoing, most)
         except GroupError as e:
             raise RoundError(f"the exchange between the trainers failed: {e}") from e
 
-    def _tell(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell everybody something short; return what each has told."""
+    def _exchange_notes(self, note: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send a short note to all trainers; return the notes of all."""
         data = json.dumps(note).encode().ljust(NOTE_BYTES)
         assert len(data) == NOTE_BYTES
         try:
             rows = self._team.gather_rows(np.frombuffer(data, np.uint8))
-            said = [json.loads(row.tobytes()) for row in rows]
-            if any(not isinstance(one, dict) or one.keys() != note.keys() for one in said):
+            notes = [json.loads(row.tobytes()) for row in rows]
+            if any(not isinstance(one, dict) or one.keys() != note.keys() for one in notes):
                 raise ValueError("a rank sent a malformed message")
         except GroupError as e:
             raise RoundError(f"the exchange between the trainers failed: {e}") from e
@@ -216,15 +220,15 @@ class GroupExchange:
             raise RoundError(
                 f"the trainers are out of step: {e}; all must take the same steps and use the group for nothing else"
             ) from e
-        return said
+        return notes
 
 
 @contextmanager
 def _noting(faults: list[str]) -> Iterator[None]:
-    """Note what fails inside, a lack of memory above all, so that this trainer takes part in the round to its end."""
+    """Collect errors, mostly a lack of memory, so that this trainer takes part in the round to its end."""
     try:
         yield
-    except Exception as e:  # noqa: BLE001 - all trainers are told, and this one raises it as a RoundError
+    except Exception as e:  # noqa: BLE001 - all trainers are notes, and this one raises it as a RoundError
         logger.warning("This trainer could not compute its part of a round: %s: %s", type(e).__name__, e)
         faults.append(_short(f"{type(e).__name__}: {e}"))
 
@@ -232,7 +236,7 @@ def _noting(faults: list[str]) -> Iterator[None]:
 def _read(
     coder: Coder, data: bytes, trainer: str, span: tuple[int, int], terms: int, faults: list[str]
 ) -> tuple[SparseVector, int | None]:
-    """Decode a payload: its entries, and their unit. What is wrong with it is noted, to be told when all are done."""
+    """Decode a payload: its entries, and their unit. Errors are collected, and reported when all are done."""
     try:
         head, sent = coder.decode(data, trainer, *span, terms)
         return sent, head.scale if head.mode == "compact" else None
@@ -242,10 +246,10 @@ def _read(
 
 
 def _short(fault: str) -> str:
-    """As much of it as fits into a note, in characters that JSON leaves as they are."""
+    """An error, cut to the size of a note, in characters that JSON does not escape."""
     return "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in fault)[:100]
 
 
 def _most(size: int) -> int:
-    """No payload of so many entries is longer."""
+    """The longest payload of this number of entries."""
     return 5 * size + (1 << 20)

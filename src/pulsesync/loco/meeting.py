@@ -26,40 +26,40 @@ logger = logging.getLogger(__name__)
 FORMAT = "pulse-loco-trainer/1"  # of what state_dict() returns
 LARGEST_FINITE = np.finfo(np.float32).max
 Method = TypeVar("Method", bound=Callable[..., Any])
-MOST_ATTEMPTS = 8  # at a round, each with an update of its own: more of them would fill the memory
+MOST_ATTEMPTS = 8  # at a round, each with a new update: more would fill the memory
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What a round came to, for this trainer."""
+    """The result of a round, for this trainer."""
 
     fragment: int
-    round: int  # that its weights are at now
-    took_part: bool  # False: the round did not take its update, which was kept, or dropped if it had diverged
+    round: int  # of its weights now
+    took_part: bool  # False: the round does not contain its update, which is kept, or dropped if it has diverged
     members: tuple[str, ...]  # none: the round was empty, because its updates or its result were too large
     sent: int  # entries that it sent ...
-    total: int  # ... of so many
+    total: int  # ... of this many
     moved: int  # entries in which the mean of all updates is not zero
-    sent_bytes: int  # everything counted
+    sent_bytes: int  # in total
     received_bytes: int
-    digest: str  # of the shared state it led to
+    digest: str  # of the shared state after it
     seconds: float
 
 
 @dataclass(eq=False)
 class FragmentState:
-    """A fragment's state: what is shared, and what is this trainer's own. Changed in one go, when a round is committed.
+    """A fragment's state: the shared part and this trainer's own part. Changed at once, when a round is committed.
 
-    The shared state is replaced; residual and momentum, which nobody else holds, are written in place.
+    The shared state is replaced; residual and momentum, which no other object refers to, are written in place.
     """
 
     shared: SharedState
     residual: Vector
     momentum: Vector | None  # None where the outer momentum is shared
-    new: bool = True  # whether this trainer has nothing of its own: it has offered no update yet, or was cleared
+    new: bool = True  # whether this trainer has no state of its own: it has sent no update yet, or was cleared
 
     def clear(self) -> None:
-        """Forget what is this trainer's own."""
+        """Clear this trainer's own state."""
         self.new = True
         for own in (self.residual, self.momentum):
             if own is not None:
@@ -68,17 +68,17 @@ class FragmentState:
 
 @dataclass(frozen=True, eq=False)
 class ExchangedRound:
-    """A round that was exchanged and computed, and not committed yet."""
+    """A round that was exchanged and computed, but is not committed yet."""
 
     part: SentUpdate  # what this trainer has sent
     result: RoundResult
-    taken: SparseVector | None  # what was taken from a trainer of this one's name, if the exchange has it at hand
+    taken: SparseVector | None  # the update of a trainer with this name in the round, if the exchange has it
     sent_bytes: int
     received_bytes: int
 
 
 class Commit(NamedTuple):
-    """What is to be done when a round has taken part of an update: all of it, whatever fails in between."""
+    """What to do after a round that contains this trainer's update: all of it, even if something fails in between."""
 
     update: TrainerUpdate
     taken: SparseVector | None
@@ -88,15 +88,18 @@ class Commit(NamedTuple):
 
 @dataclass
 class PendingUpdates:
-    """The updates that a trainer has sent since its last round. One may have been taken although an error came back."""
+    """The updates that a trainer has sent since its last round.
+
+    A round may contain one of them although it raised an error.
+    """
 
     by_payload: dict[str, SentUpdate] = field(default_factory=dict)
-    attempts: int = 0  # with updates of their own, since the round began or steps were discarded
+    attempts: int = 0  # with new updates, since the round began or steps were discarded
 
     def choose(self, part: SentUpdate) -> SentUpdate:
         """Return the update to send: this one, or after many attempts the last one again.
 
-        What was learned since that one is in the weights, and counts in the next round.
+        Later progress is in the weights, and is part of the next round.
         """
         if self.attempts < MOST_ATTEMPTS:
             return part
@@ -104,18 +107,19 @@ class PendingUpdates:
 
     def add(self, payload: str, part: SentUpdate) -> None:
         self.attempts += payload not in self.by_payload
-        self.by_payload.pop(payload, None)  # so that it becomes the last
+        self.by_payload.pop(payload, None)  # so that it becomes the last entry
         self.by_payload[payload] = part
 
     def sent(self, payload: str, read: SparseVector | None) -> SparseVector | None:
-        """What a payload held: as it was sent, or, if an earlier life of the trainer sent it, as it was read."""
+        """The content of a payload: as it was sent or, if the trainer sent it before a restart, as it was read."""
         return self.by_payload[payload].sent if payload in self.by_payload else read
 
 
 def aside(method: Method) -> Method:
-    """Let a method compute where the fragments are, in order with what the caller launches there before and after it.
+    """Run a method on the fragments' device, in order with what the caller launches there before and after it.
 
-    On a GPU that is in a stream of its own, after the caller's; the method waits for its end. It may call others.
+    On a GPU it runs in a separate stream, after the caller's; the method waits for its end. Such methods may call each
+    other.
     """
 
     @wraps(method)
@@ -145,65 +149,65 @@ class FragmentTrainer:
         self._on_round = on_round
         self.exchange = exchange
         self.last_report: RoundReport | None = None
-        self._held = [self._begin(t) for t in self._tensors]
-        self._begun = False  # until then weights that are loaded into the model are where it begins
+        self._current = [self._begin(t) for t in self._tensors]
+        self._begun = False  # until then, weights that are loaded into the model are the start
         self._pending = [PendingUpdates() for _ in self._tensors]
-        self._known_as = exchange.trainer  # where it last took part: ranks change with their group
-        # By fragment, what could not be completed when its round was: to commit an update, and to write weights
+        self._known_as = exchange.trainer  # in the last round it took part in: ranks change with their group
+        # By fragment, unfinished work of its last round: committing an update, and writing weights
         self._uncommitted: dict[int, Commit] = {}
         self._unwritten: dict[int, ReadPiece] = {}
         self._hook: Any = None
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Compute inside: see `aside`."""
+        """A context to compute in: see `aside`."""
         with ExitStack() as stack:
             for v in dict.fromkeys(tensors.vectors for tensors in self._tensors):
                 stack.enter_context(v.aside())
             yield
 
     def _finish(self, work: Callable[[], None]) -> None:
-        """Do something to its end, whatever interrupts, that must not be left half done: see `core.threads.finish`."""
+        """Complete work that must not be left half done, even if interrupted: see `core.threads.finish`."""
 
         def run() -> None:
             with self._aside():
                 work()
 
-        with self._aside():  # so that it comes after what this thread has launched, too
+        with self._aside():  # so that it also comes after what this thread has launched
             finish(run)
 
     @aside
     def _begin(self, tensors: FragmentTensors) -> FragmentState:
-        """The state of a fragment in which nothing has been learned yet."""
+        """The state of a fragment before the first round."""
         v, size = tensors.vectors, tensors.size
         shared = SharedState(tensors.layout, tensors.read(), self._rule.first_trend(size, v))
         return FragmentState(shared, v.zeros(size), v.zeros(size) if self._rule.own_momentum else None)
 
     @property
     def rounds(self) -> list[int]:
-        """Rounds that led to each fragment's state."""
-        return [held.shared.round for held in self._held]
+        """The number of rounds of each fragment."""
+        return [current.shared.round for current in self._current]
 
     @property
     @aside
     def digests(self) -> list[str]:
         """Of each fragment's shared state: equal on all trainers after every round."""
-        return [held.shared.digest for held in self._held]
+        return [current.shared.digest for current in self._current]
 
     def shared_weights(self, model: Any = None) -> dict[str, Any]:
         """The weights that all trainers share, by name: publish, evaluate and roll out these.
 
-        A trainer's own model holds what it has learned beyond them, which differs from trainer to trainer. The tensors
-        are FP32 and on the device where the fragment's parameters are, in memory of their own; do not write to them.
-        The next round replaces them.
+        A trainer's own model also contains updates that it has not sent yet, which differ between trainers. The tensors
+        are FP32 and on the device where the fragment's parameters are, and separate from the model; do not write to
+        them. The next round replaces them.
 
         Args:
-            model: A module, or a mapping of names to tensors, whose names and buffers to take; what was given to the
-                constructor if not given. Its tensors that no fragment trains are returned as they are.
+            model: A module, or a mapping of names to tensors, whose names and buffers are used; if not given, the model
+                of the constructor. Its tensors that no fragment trains are returned as they are.
 
         Raises:
-            StateError: several fragments use the same name; give the whole model. Or the model that was given lacks
-                tensors that are trained.
+            StateError: several fragments use the same name; pass the whole model. Or the given model does not have all
+                trained tensors.
         """
         self._prepare()
         known: dict[Place | None, Any] = {}
@@ -222,14 +226,14 @@ class FragmentTrainer:
 
     @aside
     def _prepare(self) -> None:
-        """Complete unfinished commits. Before the first round, take the weights that the model has now as the start."""
+        """Complete unfinished commits. Before the first round, use the current weights of the model as the start."""
         self._mend()
         if not self._begun:
-            for held, tensors in zip(self._held, self._tensors, strict=True):  # whose own vectors are zero
-                held.shared = replace(held.shared, theta=tensors.read())
+            for current, tensors in zip(self._current, self._tensors, strict=True):  # their own vectors are zero
+                current.shared = replace(current.shared, theta=tensors.read())
 
     def _shared_values(self, fragment: int) -> Vector:
-        return self._held[fragment].shared.theta
+        return self._current[fragment].shared.theta
 
     def __enter__(self) -> Any:
         if self._hook is not None:
@@ -242,7 +246,7 @@ class FragmentTrainer:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-            with suppress(StoreError):  # the others find out, after their deadline
+            with suppress(StoreError):  # the others notice after their deadline
                 self.exchange.leave(self.rounds)
 
     def _register(self) -> Any:
@@ -253,83 +257,84 @@ class FragmentTrainer:
 
     @aside
     def rejoin(self, exchange: Exchange | None = None) -> None:
-        """Come together with the others, over another exchange if one is given: at the start, and after a failure.
+        """Join the other trainers, over another exchange if one is given: at the start, and after a failure.
 
-        Shared state is taken from the trainer with the most rounds; residual and momentum are kept. If a round
-        that failed here was completed by others, what it took of this trainer's update is known by the payload's id.
+        Shared state is taken from the trainer with the most rounds; residual and momentum are kept. If a round that
+        failed for this trainer was completed by others, the payload's id identifies the update that it contains.
         """
         self._prepare()
         self._begun = True
         self.exchange = exchange or self.exchange
-        found = self.exchange.join([held.shared for held in self._held], self._about)
+        found = self.exchange.join([current.shared for current in self._current], self._about)
         for fragment, shared in enumerate(found):
             self._adopt(fragment, shared)
             try:
                 self._catch_up(fragment)
-            except MissingLinkError:  # a round cannot be followed: the exchange has a later state, or says what to do
+            # A round cannot be applied: the exchange has a later state, or raises an error that says what to do.
+            except MissingLinkError:
                 self.rejoin()
                 return
         self._known_as = self.exchange.trainer
 
     def discard(self) -> None:
-        """Put the weights back to where the round began: for steps that came to nothing, or to values not finite."""
+        """Roll the weights back to the beginning of the round, for example after an update that is not finite."""
         self._prepare()
         for pending in self._pending:
-            pending.attempts = 0  # what is discarded is not sent again
-        self._unwritten = {fragment: self._start(fragment) for fragment in range(len(self._held))}
+            pending.attempts = 0  # discarded steps are not sent again
+        self._unwritten = {fragment: self._start(fragment) for fragment in range(len(self._current))}
         self._finish(self._mend)
 
     def _start(self, fragment: int) -> ReadPiece:
-        """The weights at which this trainer begins the round that it is at."""
-        held = self._held[fragment]
-        return lambda here: self._rule.start(held.shared.theta[here], held.residual[here])
+        """The weights at which this trainer begins its current round."""
+        current = self._current[fragment]
+        return lambda here: self._rule.start(current.shared.theta[here], current.residual[here])
 
     def _adopt(self, fragment: int, shared: SharedState) -> None:
-        """Go on from a shared state that others came to."""
-        held = self._held[fragment]
-        if shared.digest == held.shared.digest:
-            held.shared = shared
+        """Continue from a shared state of the other trainers."""
+        current = self._current[fragment]
+        if shared.digest == current.shared.digest:
+            current.shared = shared
             return
-        since = {part.payload for part in shared.parts.values() if part.round > held.shared.round}
+        since = {part.payload for part in shared.parts.values() if part.round > current.shared.round}
         if taken := since & self._pending[fragment].by_payload.keys():
             self._finish(partial(self._close_completed, fragment, shared, taken.pop()))
-        elif shared.last_round_of(self._known_as) > held.shared.round:
-            # A payload that this trainer does not remember: what it left of residual and momentum is not known.
+        elif shared.last_round_of(self._known_as) > current.shared.round:
+            # This trainer does not know the payload, so residual and momentum after it are not known.
             self._finish(lambda: self._restart(fragment, shared))
         else:
             self._finish(lambda: self._follow(fragment, shared))
 
     @aside
     def _catch_up(self, fragment: int) -> None:
-        """Take part, as a listener, in rounds that were decided without this trainer."""
+        """Apply rounds that were decided without this trainer."""
         while True:
-            shared = self._held[fragment].shared
+            shared = self._current[fragment].shared
             decided = self.exchange.missed(self._coder(fragment, shared), len(shared.theta))
             if decided is None:
                 return
             self._finish(partial(self._listen, fragment, decided.taken, self._resolve(fragment, shared, decided)))
 
     def _listen(self, fragment: int, taken: SparseVector | None, result: RoundResult) -> None:
-        """Go on from a round that others have completed.
+        """Continue from a round that others have completed.
 
-        A new trainer begins with the momentum of one whose updates have always been this round's step. With none, what
-        trainers that leave take with them would be missing: they all would have to gather momentum first.
+        A new trainer begins with the momentum of a trainer whose updates have always been this round's step. Without
+        it, the momentum of trainers that leave would be lost, and every new one would have to build up its own first.
         """
-        held, payload = self._held[fragment], result.members.get(self.exchange.trainer)
+        current, payload = self._current[fragment], result.members.get(self.exchange.trainer)
         if payload in self._pending[fragment].by_payload:
             self._close_completed(fragment, result.after, payload)
             return
-        before = held.shared.theta
+        before = current.shared.theta
         self._follow(fragment, result.after, None if payload is None else taken)
-        if held.new and result.members:
-            held.momentum = self._rule.first_momentum(before, result.after.theta)
+        if current.new and result.members:
+            current.momentum = self._rule.first_momentum(before, result.after.theta)
 
     @aside
     def _update(self, fragment: int, snapshot: bool = False) -> TrainerUpdate:
-        """What this trainer has to tell now; of a snapshot of its weights if it goes on learning meanwhile."""
-        held, tensors = self._held[fragment], self._tensors[fragment]
+        """The current update of this trainer; of a snapshot of its weights if training continues meanwhile."""
+        current, tensors = self._current[fragment], self._tensors[fragment]
         local = tensors.read_piece if tensors.is_contiguous and not snapshot else tensors.read().__getitem__
-        return TrainerUpdate(self._rule, held.shared.theta, held.residual, held.momentum, local)
+        return TrainerUpdate(self._rule, current.shared.theta, current.residual, current.momentum, local)
 
     def _coder(self, fragment: int, shared: SharedState) -> Coder:
         described = None if self._gate.dense else describe(shared.theta, shared.trend)
@@ -337,7 +342,7 @@ class FragmentTrainer:
 
     @contextmanager
     def _declining(self, fragment: int, shared: SharedState) -> Iterator[None]:
-        """Tell the others that this trainer has nothing to propose, if that fails inside: nobody waits for it."""
+        """If the code inside fails, announce that this trainer has no update, so that the others do not wait."""
         try:
             yield
         except Exception as e:
@@ -348,8 +353,8 @@ class FragmentTrainer:
 
     @aside
     def _select(self, fragment: int, update: Update) -> SentUpdate:
-        """The part of an update to send. Raises: StateError, after the others were told, if it is not finite."""
-        shared = self._held[fragment].shared
+        """The part of an update to send. Raises: StateError, after notifying the others, if it is not finite."""
+        shared = self._current[fragment].shared
         with self._declining(fragment, shared):
             self._tensors[fragment].check_place()
             part = self._gate.select(shared.theta, update)
@@ -365,7 +370,7 @@ class FragmentTrainer:
 
     @aside
     def _meet(self, fragment: int, shared: SharedState, part: SentUpdate) -> ExchangedRound:
-        """Exchange and compute; changes nothing but what is pending."""
+        """Exchange and compute; changes only the pending updates."""
         exchange = self.exchange
         sent, received = exchange.sent_bytes, exchange.received_bytes
         with self._declining(fragment, shared):
@@ -374,7 +379,7 @@ class FragmentTrainer:
             letter = exchange.prepare(coder, part)
         self._pending[fragment].add(letter.id, part)
         decided = exchange.propose(coder, letter, len(shared.theta))
-        coder = replace(coder, described=None)  # 2 bytes a weight that are not needed any more
+        coder = replace(coder, described=None)  # frees 2 bytes a weight
         result = self._resolve(fragment, shared, decided)
         exchange.confirm(coder, decided, result.after)
         passed = exchange.sent_bytes - sent, exchange.received_bytes - received
@@ -394,7 +399,7 @@ class FragmentTrainer:
             )
         return result
 
-    # What a round leaves behind. All of these run inside `finish`.
+    # After a round. All of these run inside `finish`.
 
     def _close(
         self,
@@ -404,12 +409,12 @@ class FragmentTrainer:
         taken: SparseVector | None,
         blend: float = 0.0,
     ) -> None:
-        """Go on from a round in which this trainer offered an update, of which this was taken."""
+        """Continue from a round that contains this part of the trainer's update."""
         self._uncommitted[fragment] = Commit(update, taken, shared, blend)
         self._mend()
 
     def _blended(self, fragment: int, commit: Commit) -> ReadPiece:
-        """The weights of the next round, with a share of those that this trainer has now."""
+        """The weights of the next round, blended with this trainer's current weights."""
         update, shared, blend = commit.update, commit.shared, commit.blend
         now = self._tensors[fragment].read()
 
@@ -420,7 +425,7 @@ class FragmentTrainer:
         return blended
 
     def _close_completed(self, fragment: int, shared: SharedState, payload: str) -> None:
-        """Go on from a round that others have completed, in which a payload of this trainer was taken."""
+        """Continue from a round that others have completed and that contains a payload of this trainer."""
         update = self._update(fragment)
         if _first_beyond(update, LARGEST_UPDATE, shared.theta) is None:
             self._close(fragment, update, shared, self._pending[fragment].by_payload[payload].sent)
@@ -428,27 +433,28 @@ class FragmentTrainer:
             self._drop(fragment, update, shared)
 
     def _follow(self, fragment: int, shared: SharedState, cleared: SparseVector | None = None) -> None:
-        """Go on from shared weights that this trainer did not help to make; what it has learned since is kept.
+        """Continue from shared weights of a round without this trainer; its progress since then is kept.
 
-        Entries that an earlier life of this trainer has sent are cleared: they were told, and what that life left of
-        them is not known.
+        Entries that this trainer sent before a restart are cleared: the others have them, and what remained of them is
+        not known.
         """
-        held, rule = self._held[fragment], self._rule
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused when it is proposed
-            moved = rule.start(held.shared.theta, held.residual) - self._tensors[fragment].read()
+        current, rule = self._current[fragment], self._rule
+        # Values that are not finite are refused when they are proposed.
+        with np.errstate(over="ignore", invalid="ignore"):
+            moved = rule.start(current.shared.theta, current.residual) - self._tensors[fragment].read()
             if cleared is not None:
-                for own in (held.residual, held.momentum, moved):
+                for own in (current.residual, current.momentum, moved):
                     if own is not None:
                         own[slice(None) if cleared.is_whole else cleared.positions] = 0
-            self._set(fragment, shared, (rule.start(shared.theta, held.residual) - moved).__getitem__)
+            self._set(fragment, shared, (rule.start(shared.theta, current.residual) - moved).__getitem__)
 
     def _restart(self, fragment: int, shared: SharedState) -> None:
-        """Go on from shared weights, with nothing of this trainer's own."""
-        self._held[fragment].clear()
+        """Continue from shared weights, without this trainer's own state."""
+        self._current[fragment].clear()
         self._set(fragment, shared)
 
     def _drop(self, fragment: int, update: TrainerUpdate, shared: SharedState) -> None:
-        """Drop an update that has diverged: kept, it would make later rounds empty."""
+        """Drop an update that has diverged: if it were kept, later rounds would be empty."""
         at = _first_beyond(update, LARGEST_UPDATE, shared.theta) or 0
         logger.error(
             "Trainer %s has diverged: its update of %r has a value of %g, and at most %g is accepted. The update is "
@@ -461,14 +467,14 @@ class FragmentTrainer:
         self._restart(fragment, shared)
 
     def _set(self, fragment: int, shared: SharedState, weights: ReadPiece | None = None) -> None:
-        """Go on from shared weights and, if none are given, from the weights at which a round begins there."""
-        self._held[fragment].shared, self._pending[fragment] = shared, PendingUpdates()
+        """Continue from shared weights; the model gets the given weights, or those at which the round begins."""
+        self._current[fragment].shared, self._pending[fragment] = shared, PendingUpdates()
         self._unwritten[fragment] = weights or self._start(fragment)
         self._mend()
 
     def _mend(self) -> None:
-        """Complete rounds that are decided. If that fails (a device may), it is done at the next occasion."""
-        if self._uncommitted or self._unwritten:  # most steps have nothing to wait for
+        """Complete decided rounds. If that fails, as a device may, it is tried again at the next step."""
+        if self._uncommitted or self._unwritten:  # most steps have nothing to complete
             self._complete()
 
     @aside
@@ -477,7 +483,7 @@ class FragmentTrainer:
             commit = self._uncommitted[fragment]
             weights = self._blended(fragment, commit) if commit.blend else None
             commit.update.commit(commit.taken)
-            self._held[fragment].new = False
+            self._current[fragment].new = False
             del self._uncommitted[fragment]
             self._set(fragment, commit.shared, weights)
         for fragment in list(self._unwritten):
@@ -486,7 +492,7 @@ class FragmentTrainer:
 
     def _report(self, fragment: int, met: ExchangedRound, began: float) -> None:
         members = met.result.members
-        shared = self._held[fragment].shared  # of a trainer that was late, further than the round
+        shared = self._current[fragment].shared  # for a late trainer, newer than the round
         self.last_report = RoundReport(
             fragment,
             shared.round,
@@ -540,7 +546,7 @@ class FragmentTrainer:
 
         A trainer that was away for so long that it must rejoin has not failed: it does so.
         """
-        round_ = self._held[fragment].shared.round + 1
+        round_ = self._current[fragment].shared.round + 1
         try:
             yield
         except MissingLinkError:
@@ -552,7 +558,7 @@ class FragmentTrainer:
 
     @aside
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from, as tensors and numbers: `shared`, which a peer may be given, and `private`.
+        """Everything to resume from, as tensors and numbers: `shared`, which may be given to a peer, and `private`.
 
         The tensors are in host memory.
         """
@@ -571,22 +577,22 @@ class FragmentTrainer:
                 "trend": tensor(h.shared.trend),
                 "parts": {k: list(v) for k, v in h.shared.parts.items()},
             }
-            for h in self._held
+            for h in self._current
         ]
         private = {
             "trainer": self.exchange.trainer,
-            "residuals": [tensor(h.residual) for h in self._held],
-            "momenta": [tensor(h.momentum) for h in self._held if h.momentum is not None],
-            "new": [h.new for h in self._held],
+            "residuals": [tensor(h.residual) for h in self._current],
+            "momenta": [tensor(h.momentum) for h in self._current if h.momentum is not None],
+            "new": [h.new for h in self._current],
             "weights": [tensor(t.read()) for t in self._tensors],
         }
         return {"format": FORMAT, "shared": shared, "private": private}
 
     @aside
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; the model's weights are set to those it had then.
+        """Resume from a saved state; the model's weights are set to those in it.
 
-        Its tensors may be in host memory or on a device, wherever this trainer's parameters are.
+        Its tensors may be in host memory or on a device, independent of this trainer's parameters.
 
         Without `private`, or with that of another trainer, they are the shared ones; residual and momentum are zero.
 
@@ -611,7 +617,7 @@ class FragmentTrainer:
                 f"the saved state does not fit {type(self).__name__}: {e}. Load it with the class that saved it, or "
                 "resume from the model's weights instead, without load_state_dict()"
             ) from e
-        self._held, self._uncommitted = [held for held, _ in read], {}
+        self._current, self._uncommitted = [current for current, _ in read], {}
         self._pending = [PendingUpdates() for _ in read]
         self._unwritten = {i: weights.__getitem__ for i, (_, weights) in enumerate(read)}
         self._known_as = private.get("trainer", self.exchange.trainer)
@@ -631,12 +637,15 @@ class FragmentTrainer:
                 shared, v.zeros(size), v.zeros(size) if self._rule.own_momentum else None
             ), shared.theta
         momentum = tensors.vector(own["momenta"][i]) if self._rule.own_momentum else None
-        held = FragmentState(shared, tensors.vector(own["residuals"][i]), momentum, bool(own["new"][i]))
-        return held, tensors.vector(own["weights"][i])
+        current = FragmentState(shared, tensors.vector(own["residuals"][i]), momentum, bool(own["new"][i]))
+        return current, tensors.vector(own["weights"][i])
 
 
 def _first_beyond(update: Update, limit: np.float32, like: Vector) -> int | None:
-    """The first entry of an update whose magnitude is not within a limit, if there is one; like: a vector beside it."""
+    """The first entry of an update whose magnitude is not within a limit, if there is one.
+
+    like: a vector on the same device.
+    """
     v = vectors_of(like)
     for begin in range(0, update.size, v.chunk):
         here = slice(begin, min(begin + v.chunk, update.size))

@@ -1,11 +1,11 @@
 """The outer step: from the trainers' updates to the next shared weights, the same bits on every machine.
 
 There are two forms. DiLoCo has one outer momentum, which all trainers share and which acts on the mean of their
-updates: `SharedMomentum`. PULSELoCo here gives each trainer a momentum of its own, which acts before the gate, and lets
-trainers begin a round at their own weights, where nothing is missing that was not sent: `OwnMomentum`.
+updates: `SharedMomentum`. This PULSELoCo gives each trainer a momentum of its own, which acts before the gate, and lets
+trainers begin a round at their own weights, which include what was not sent: `OwnMomentum`.
 
-Every operation is FP32 and rounded by itself, in one order. torch's own SGD is not used because it fuses multiply and
-add where the machine can, and replicas on different machines would part.
+Every operation is FP32 and rounded separately, in one order. torch's own SGD is not used because it fuses multiply and
+add where the machine can, so replicas on different machines would diverge.
 """
 
 from collections.abc import Iterable
@@ -21,9 +21,10 @@ from pulsesync.loco.vectors import HOST, Vector, Vectors, as_number, vectors_of
 # Where the shared weights are heading, entry by entry: the shared momentum, or the signs of the last shared step, int8.
 Trend = Vector
 
-# Of an update, and of the mean of a round: 1.1e12. A value beyond it means that a trainer has diverged. Momentum moves
-# weights by lr / (1 - momentum) times the mean in the end, which stays finite for any product up to 2^88, and squares
-# of 2^46 values (the largest tensor) have a finite sum. A power of two: no rounding leads a mean of values beyond it.
+# The largest value of an update, and of the mean of a round: 1.1e12. A larger value means that a trainer has diverged.
+# In the limit, momentum moves weights by lr / (1 - momentum) times the mean, which stays finite for any product up to
+# 2^88, and squares of 2^46 values (the largest tensor) have a finite sum. It is a power of two, so rounding cannot lift
+# a mean above it.
 LARGEST_UPDATE = np.float32(2**40)
 
 
@@ -53,21 +54,24 @@ class SGD:
 
     @property
     def reach(self) -> float:
-        """How many times its own size an update moves the weights in the end."""
+        """How far an update moves the weights in the limit, as a multiple of its size."""
         return self.lr / (1 - self.momentum)
 
     def step(self, theta: Vector, momentum: Vector, total: Vector, trainers: int = 1) -> tuple[Vector, Vector]:
-        """Return the next weights and momentum, given the sum of so many updates; nothing is modified."""
+        """Return the next weights and momentum, given the sum of the updates of this number of trainers.
+
+        Nothing is modified.
+        """
         return vectors_of(theta).step(theta, momentum, total, trainers, self.lr, self.momentum, self.nesterov)
 
 
-def Nesterov(lr: float = 0.7, momentum: float = 0.9) -> SGD:  # noqa: N802 - it stands where a class does
+def Nesterov(lr: float = 0.7, momentum: float = 0.9) -> SGD:  # noqa: N802 - it is used like a class
     """DiLoCo's outer optimizer."""
     return SGD(lr, momentum, nesterov=True)
 
 
 def diverges(values: Vector) -> bool:
-    """Whether an update, or the mean of several, has a value that is not finite or is beyond LARGEST_UPDATE."""
+    """Whether an update, or the mean of several, has a value that is not finite or is above LARGEST_UPDATE."""
     return not bool(vectors_of(values).largest(values) <= LARGEST_UPDATE)  # NaN compares as False
 
 
@@ -78,7 +82,7 @@ def aggregate(parts: Iterable[SparseVector], size: int) -> Vector:
     total = v.zeros(size)
 
     def add(here: slice) -> None:
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks whether all is finite
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that all is finite
             for part in in_order:
                 part.part(here.start, here.stop).add_to(total[here])
 
@@ -87,7 +91,7 @@ def aggregate(parts: Iterable[SparseVector], size: int) -> Vector:
 
 
 def mean_of(total: Vector, trainers: int) -> Vector:
-    """Divide by all who took part, not by those that sent an entry: who is silent at a place says zero."""
+    """Divide by the number of all trainers in the round: an entry that one of them did not send counts as zero."""
     return vectors_of(total).divide(total, trainers)
 
 
@@ -95,7 +99,7 @@ def mean_of(total: Vector, trainers: int) -> Vector:
 
 
 class OuterStep(NamedTuple):
-    """What an outer step leads to, if it is within bounds."""
+    """The result of an outer step, if it is within bounds."""
 
     theta: Vector
     trend: Trend
@@ -112,7 +116,7 @@ class OuterRule(Protocol):
         """Whether each trainer has an outer momentum of its own."""
 
     def first_trend(self, size: int, v: Vectors = HOST) -> Trend:
-        """The trend before the first round, where the vectors of the fragment are."""
+        """The trend before the first round, on the device of the fragment's vectors."""
 
     def start(self, theta: Vector, residual: Vector) -> Vector:
         """The weights at which a trainer begins a round; they may be the shared ones, in the same memory."""
@@ -129,7 +133,7 @@ class OuterRule(Protocol):
         """The momentum of a trainer whose updates have always been the step between two shared weights."""
 
     def step(self, theta: Vector, trend: Trend, total: Vector, trainers: int) -> OuterStep:
-        """Move on by the sum of so many updates, whose memory may be used for the result."""
+        """Apply the sum of the updates of this number of trainers, whose memory may be used for the result."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class SharedMomentum:
     def advance(
         self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
     ) -> tuple[Vector, Vector | None]:
-        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks whether all is finite
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that all is finite
             return residual + (theta - local), None
 
     def first_momentum(self, before: Vector, after: Vector) -> Vector | None:
@@ -164,7 +168,7 @@ class SharedMomentum:
 
 @dataclass(frozen=True)
 class OwnMomentum:
-    """PULSELoCo's outer step here: each trainer has a momentum of its own, and the shared step is a plain average.
+    """The outer step of this PULSELoCo: each trainer has a momentum of its own, and the shared step is a plain average.
 
     A trainer begins a round at z = theta − residual, takes its steps to x, and has moved by delta = z − x. Its update
     is the residual plus the outer step of delta: lr · (delta + mu · momentum) for Nesterov's.
@@ -206,14 +210,14 @@ class OwnMomentum:
 
 @dataclass(frozen=True, eq=False)
 class TrainerUpdate:
-    """What one trainer has to tell in a round, computed from its committed state and its weights when it is read."""
+    """The update of one trainer in a round, computed from its committed state and its weights when it is read."""
 
     rule: OuterRule
     theta: Vector
     residual: Vector
     momentum: Vector | None
     local: ReadPiece  # the trainer's weights after its steps
-    committed: set[int] = field(default_factory=set)  # where the chunks begin that are committed
+    committed: set[int] = field(default_factory=set)  # the beginnings of the chunks that are committed
 
     @property
     def size(self) -> int:
@@ -227,7 +231,7 @@ class TrainerUpdate:
         return self.rule.advance(self.theta[here], self.residual[here], momentum, self.local(here))
 
     def commit(self, taken: SparseVector | None) -> None:
-        """Change residual and momentum, in place, to what they are after a round that took this from the update.
+        """Change residual and momentum, in place, to those after a round that contains this part of the update.
 
         If it fails half-way, calling it again completes it: no chunk is advanced twice.
         """

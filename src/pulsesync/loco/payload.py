@@ -1,9 +1,9 @@
-"""What trainers send each other: entries of an update, coded against the weights that all of them hold.
+"""What trainers send each other: entries of an update, coded against the weights that all of them have.
 
 An entry is sent where theta lies close to the border of its BF16 value, and mostly to cross that border. So each entry
-is described by how far the near border is, in octaves, and by whether the trend points there. *Which* entries are sent,
-with what sign, and how large they are is then coded like a weight patch whose old weights are those descriptions
-(`pulsesync.format`). What is left of an exact value, its mantissa, follows as it is. docs/loco.md has the bytes.
+is described by the distance to the nearest border, in octaves, and by whether the trend points there. *Which* entries
+are sent, with what sign, and how large they are is then coded like a weight patch whose old weights are those
+descriptions (`pulsesync.format`). The mantissas of exact values follow uncoded. docs/loco.md has the bytes.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ DENSE, EXACT, COMPACT = "dense", "exact", "compact"
 
 @dataclass(frozen=True)
 class PayloadHeader:
-    """What a payload says of itself. Its base is the digest of the shared state that it goes on from."""
+    """The header of a payload. Its base is the digest of the shared state before the round."""
 
     trainer: str
     terms: int  # updates that are added up in it: 1, or those of a whole round
@@ -42,14 +42,14 @@ class PayloadHeader:
     count: int  # entries sent
     scale: int  # exact: the commonest exponent field; compact: values are multiples of 2^scale
     coded: int  # bytes of the coded part; the mantissas follow
-    sha256: str  # of the head with this field empty, and everything behind it
+    sha256: str  # of the header with this field empty, and of everything after it
 
 
 def describe(theta: Vector, trend: Trend) -> Vector:
-    """What everybody knows of each entry: bits 7 to 14 its class, bit 15 the sign of an update that goes the near way.
+    """What all trainers know of an entry: bits 7 to 14: its class, bit 15: the sign of an update to the nearest border.
 
-    The class is twice the octave of the distance to the near border of the BF16 value, plus one where the trend does
-    not point there. Differences of neighbouring FP32 numbers are exact, so all machines find the same.
+    The class is twice the octave of the distance to the nearest border of the BF16 value, plus one where the trend does
+    not point there. Differences of neighbouring FP32 numbers are exact, so all machines get the same result.
     """
     return vectors_of(theta).describe(theta, trend)
 
@@ -62,7 +62,7 @@ class Coder:
     round: int
     base: str
     described: Vector | None  # None where payloads are dense
-    vectors: Vectors = HOST  # where entries are, and are to be
+    vectors: Vectors = HOST  # the device of the entries
 
     def encode(self, trainer: str, sent: SparseVector, unit: int | None, begin: int = 0, terms: int = 1) -> bytes:
         """Write entries, those of the fragment from begin on. unit: values are multiples of 2^unit, else exact."""
@@ -108,8 +108,8 @@ class Coder:
         """Check a payload that a trainer sent for these entries, and read it.
 
         Raises:
-            FormatError: and its branches, for whatever is wrong with the bytes, or if they are not this trainer's, of
-            this round; BaseMismatchError: it goes on from another shared state.
+            FormatError and subclasses: bad bytes, or a payload of another trainer or round; BaseMismatchError: a
+            payload for another shared state.
         """
         head, body = read_head(data)
         if (head.trainer, head.fragment, head.round) != (trainer, self.fragment, self.round):
@@ -128,7 +128,7 @@ class Coder:
         sent = self._read(head, body)
         if terms == 1 and not np.isfinite(
             self.vectors.largest(sent.values)
-        ):  # a sum may overflow: its round is then an empty one
+        ):  # a sum may overflow: its round is then empty
             raise FormatError("a payload contains a value that is not finite")
         return head, sent
 
@@ -154,22 +154,22 @@ class Coder:
         return SparseVector(size, positions, v.from_bits(bits | negative << 31))
 
     def nothing(self, size: int) -> SparseVector:
-        """No entries of so many."""
+        """A vector of this size without entries."""
         return SparseVector(size, self.vectors.join([], np.int64), self.vectors.empty(0))
 
 
 def read_head(data: bytes | memoryview) -> tuple[PayloadHeader, memoryview]:
-    """Read what a payload says of itself, and check its hash.
+    """Read the header of a payload, and check its hash.
 
     Raises:
-        FormatError: this is no payload; UnsupportedError, LimitError; ChecksumError: it is damaged.
+        FormatError: this is not a payload; UnsupportedError, LimitError; ChecksumError: it is damaged.
     """
     view = memoryview(data)
     front = bytes(view[:MAX_HEAD_BYTES])
     line, newline, _ = front.partition(b"\n")
     if not newline:
         raise FormatError("these bytes are not a payload: they have no header line")
-    table = load_json(line, "the head of a payload")
+    table = load_json(line, "the header of a payload")
     if table.pop("format", None) != FORMAT:
         raise UnsupportedError(
             f"the payload is not of format {FORMAT}: trainers that meet must run the same version of pulsesync"
@@ -188,7 +188,7 @@ def read_head(data: bytes | memoryview) -> tuple[PayloadHeader, memoryview]:
 
 
 def _sealed(head: PayloadHeader, *body: bytes | memoryview) -> PayloadHeader:
-    """A head with the hash of all that it says, and of what follows it."""
+    """A header with the hash of its fields and of what follows it."""
     h = hashlib.sha256(_line(replace(head, sha256="")))
     for piece in body:
         h.update(piece)

@@ -1,4 +1,4 @@
-"""What all trainers hold alike, and how a round moves it on."""
+"""The state that all trainers share, and how a round changes it."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ TREND_TYPES: dict[str, str] = {"F32": "<f4", "I8": "i1"}
 
 
 class Contribution(NamedTuple):
-    """That a trainer took part in a round, and with which payload."""
+    """The round that a trainer took part in, and its payload."""
 
     round: int
     payload: str  # its id
@@ -31,19 +31,19 @@ class Contribution(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """A round as it was decided: who took part, and the sum of what they sent. The same for every trainer."""
+    """A round as it was decided: its members, and the sum of their updates. The same for every trainer."""
 
-    members: Mapping[str, str]  # trainer -> id of its payload, in the order in which they were added up
+    members: Mapping[str, str]  # trainer -> id of its payload, in the order in which they are added up
     total: Vector
-    taken: SparseVector | None = None  # what was taken from a trainer of this one's name, if it is at hand
+    taken: SparseVector | None = None  # the update of a trainer with this name, if it is in memory
 
 
 @dataclass(frozen=True, eq=False)
 class RoundResult:
-    """A decided round as it counts: an empty one has no members."""
+    """The effect of a decided round: an empty one has no members."""
 
     members: Mapping[str, str]  # trainer -> id of its payload
-    moved: int  # entries that the round has moved
+    moved: int  # entries that the round has changed
     after: "SharedState"
 
 
@@ -54,11 +54,11 @@ class SharedState:
     layout: str  # id of the fragment's tensors
     theta: Vector
     trend: Trend
-    round: int = 0  # rounds that led here
+    round: int = 0  # number of rounds so far
     parts: Mapping[str, Contribution] = field(default_factory=dict)  # each trainer's last; see MAX_TRAINERS
 
     def last_round_of(self, trainer: str) -> int:
-        """The last round that a trainer took part in, or may have if `parts` does not know it any more."""
+        """The last round that a trainer took part in, or may have, if `parts` no longer lists it."""
         if trainer in self.parts:
             return self.parts[trainer].round
         return min(part.round for part in self.parts.values()) if len(self.parts) == MAX_TRAINERS else 0
@@ -72,12 +72,12 @@ class SharedState:
         return h.hexdigest()
 
     def resolve(self, decided: Outcome, rule: OuterRule) -> RoundResult:
-        """Return a decided round as it counts, with the state that it leads to. Uses up the memory of the sum.
+        """Return the effect of a decided round, with the state after it. Overwrites the memory of the sum.
 
-        A round is empty, which means that it has no members and the weights stay as they are, in two cases. If the
-        updates diverge, only the round's number changes. If they do not, and weights or momentum would overflow, the
-        trend becomes zero too, so that a shared momentum that has grown too large does not stop the next round. This
-        depends on nothing but the decision and the shared state, so all trainers agree on it.
+        A round is empty, which means that it has no members and the weights are unchanged, in two cases. If the updates
+        diverge, only the round's number changes. If they do not, and weights or momentum would overflow, the trend
+        becomes zero too, so that a shared momentum that has grown too large does not stop the next round. This depends
+        only on the decision and the shared state, so all trainers agree on it.
         """
         step = rule.step(self.theta, self.trend, decided.total, max(len(decided.members), 1))
         number = self.round + 1
@@ -109,10 +109,10 @@ class SharedState:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, like: "SharedState") -> "SharedState":
-        """Read what `to_bytes` wrote, of a state with the same tensors as another and the same kind of trend.
+        """Read what `to_bytes` wrote; like: a state with the same tensors and the same kind of trend.
 
         Raises:
-            FormatError: it is not one, or of other tensors; ChecksumError: it is damaged.
+            FormatError: it is not a shared state, or one of other tensors; ChecksumError: it is damaged.
         """
         view = memoryview(data)
         line, newline, _ = bytes(view[:MAX_HEAD_BYTES]).partition(b"\n")
@@ -148,7 +148,7 @@ class SharedState:
 
 
 def _newest(parts: Mapping[str, Contribution]) -> Mapping[str, Contribution]:
-    """The contributions of the latest rounds: names of trainers that never come back must not add up without end."""
+    """The contributions of the latest rounds: names of trainers that never return must not accumulate."""
     if len(parts) <= MAX_TRAINERS:
         return parts
     return dict(sorted(parts.items(), key=lambda item: (-item[1].round, item[0]))[:MAX_TRAINERS])
@@ -158,7 +158,7 @@ def read_trend(values: NDArray[Any], like: Trend) -> Trend:
     """Check a trend that was saved or received, and copy it to where `like` is.
 
     Raises:
-        FormatError: it is of another type than `like`, or has values that no trend has.
+        FormatError: it is of another type than `like`, or has invalid values.
     """
     wanted = np.dtype(TREND_TYPES[_trend_type(like)]).newbyteorder("=")
     if values.dtype.newbyteorder("=") != wanted or values.shape != (len(like),):
@@ -180,14 +180,14 @@ def _line(head: Mapping[str, object]) -> bytes:
 
 
 def _seal(head: Mapping[str, object], body: bytes | memoryview) -> str:
-    """The hash of what a head says and of what follows it."""
+    """The hash of a header and of what follows it."""
     h = hashlib.sha256(_line(head))
     h.update(body)
     return h.hexdigest()
 
 
 def read_part(value: object) -> Contribution:
-    """Raises: FormatError, for what is none."""
+    """Read a contribution. Raises: FormatError."""
     if not isinstance(value, list | tuple) or [type(item) for item in value] != [int, str] or value[0] < 0:
         raise FormatError("the contribution of a trainer must be a pair of round and payload id")
     return Contribution(*value)

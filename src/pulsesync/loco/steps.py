@@ -1,7 +1,9 @@
-"""Which entries are sent, and how large they are, as a weight patch: in host memory. `device.steps` is its twin.
+"""Which entries are sent, and how large they are, as a weight patch: in host memory.
 
-The old weights of the patch are what everybody knows of each entry (`describe`); an entry that is sent moves by its
-size, towards the near border if it has the sign of an update that goes there.
+`device.steps` does the same on a GPU.
+
+The old weights of the patch are the descriptions of the entries (`describe`), which all trainers know; an entry that is
+sent changes by its size, upwards if its sign points to the nearest border.
 """
 
 import numpy as np
@@ -29,7 +31,7 @@ def encode_steps(described: Bits, positions: I64, sizes: I64, negative: I64) -> 
         return b""
     layout = _layout(described.size)
     old = described[positions]
-    steps = np.where(old >> np.uint16(15) == negative, sizes, -sizes)  # up: the near way
+    steps = np.where(old >> np.uint16(15) == negative, sizes, -sizes)  # upwards: towards the nearest border
     new = apply_steps(old, steps)
     changes = {}
     for number in range(layout.tiles[0].block_count):
@@ -43,10 +45,10 @@ def encode_steps(described: Bits, positions: I64, sizes: I64, negative: I64) -> 
 
 
 def decode_steps(described: Bits, data: memoryview, count: int) -> tuple[I64, I64, I64]:
-    """Positions, sizes, and whether each is negative, of so many entries.
+    """Positions, sizes, and whether each is negative, of this number of entries.
 
     Raises:
-        FormatError: and its branches, for whatever is wrong with the bytes.
+        FormatError and subclasses: bad bytes.
     """
     if not count:
         if len(data):

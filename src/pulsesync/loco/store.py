@@ -1,16 +1,16 @@
-"""Trainers that meet in a store: any folder, bucket or container, no open ports, nobody in charge.
+"""Trainers that exchange updates through a store: a folder or a bucket; no open ports, no coordinator.
 
-    run                                     what all must have set alike, and where they began; created once
+    run                                     settings that must be equal, and the start; created once
     rounds/<fragment>/<round>/
-      present/<trainer>                     "I work on this round": others wait for it, up to their deadline
-      left/<trainer>                        "I do not": nobody does
+      present/<trainer>                     takes part in this round: others wait for it, up to their deadline
+      left/<trainer>                        does not take part: others do not wait for it
       sent/<trainer>.<id>                   a payload
-      decided                               who is in the round, by payload; created once, which makes the round; stays
-    states/<fragment>/<round>               the shared state after a round, every so often, for those who join
+      decided                               the members of the round, by payload; created once; never deleted
+    states/<fragment>/<round>               the shared state after a round, every `state_every` rounds
 
-A round is decided by whoever first sees everybody's payload, or enough of them once its deadline has passed, and
-creates `decided`; all others read it. From then on its result is a matter of arithmetic. A trainer that was late keeps
-its whole update for the next round, and one that was away follows the decisions, or takes a state.
+A round is decided by the trainer that first sees all payloads, or a quorum of them after its deadline, and creates
+`decided`; all others read it. The result then follows from the payloads alone. A late trainer keeps its whole update
+for the next round, and one that was absent applies the decided rounds, or loads a state.
 """
 
 import hashlib
@@ -58,16 +58,14 @@ class StoreExchange:
     """An exchange through a store.
 
     Args:
-        location: Where trainers meet: a path, s3://…, or a store. Not where weights are published.
-        trainer: This trainer's name, of letters, digits, - and _; another for each, and the same after a restart.
-        trainers: How many the first round waits for.
-        quorum: How many a round needs once the deadline has passed; the smallest majority of `trainers` if not given.
-        deadline_s: How long to wait for the trainers that announced themselves, from when this one has sent its update.
-        patience_s: A round that has no quorum after this time is given up, with a RoundError.
-        poll_s: Seconds between looks at the store.
-        state_every: Rounds between two shared states, which joiners begin with. Older rounds are deleted.
-        clock: Returns the time in seconds.
-        sleep: Waits for a number of seconds.
+        location: Where updates are exchanged: a path, s3://…, or a store. Not the location of a published run.
+        trainer: This trainer's name, of letters, digits, - and _; unique among the trainers, and the same after a
+        restart. trainers: How many trainers the first round waits for. quorum: How many trainers a round needs after
+        the deadline; the smallest majority of `trainers` if not given. deadline_s: How long to wait for the trainers
+        that announced themselves, after this one has sent its update. patience_s: A round without a quorum after this
+        time raises a RoundError. poll_s: Seconds between polls of the store. state_every: Rounds between two shared
+        states, with which new trainers begin. Older rounds are deleted. clock: Returns the time in seconds. sleep:
+        Waits for a number of seconds.
 
     Raises:
         ValueError: the trainer's name has other characters, or a number is out of its range.
@@ -100,15 +98,15 @@ class StoreExchange:
         self._deadline_s, self._patience_s, self._poll_s = deadline_s, patience_s, poll_s
         self._state_every = state_every
         self._clock, self._sleep = clock, sleep
-        self._known: dict[int, set[str]] = {}  # fragment -> who took part in the last round
-        self._lost: dict[int, int] = {}  # fragment -> a round that cannot be followed, though a later state is saved
-        self._session = secrets.token_hex(16).encode()  # tells this process from another of the same name
+        self._known: dict[int, set[str]] = {}  # fragment -> members of the last round
+        self._lost: dict[int, int] = {}  # fragment -> a round that cannot be applied, though a later state is saved
+        self._session = secrets.token_hex(16).encode()  # distinguishes this process from another of the same name
         self.sent_bytes = self.received_bytes = 0
 
     # Joining
 
     def join(self, mine: Sequence[SharedState], about: str) -> list[SharedState]:
-        """Take up this trainer's own states, or, where rounds since then are gone or they are others, the store's."""
+        """Resume from this trainer's own states, or from the store's if these are of another run or too old."""
         begun = self._begin(mine, about)
         out = []
         for fragment, state in enumerate(mine):
@@ -122,7 +120,7 @@ class StoreExchange:
         return out
 
     def _begin(self, mine: Sequence[SharedState], about: str) -> list[str]:
-        """Begin the run, or read how it was begun; return the digests of its first states."""
+        """Begin the run, or read its record; return the digests of its first states."""
         begun = {
             "format": FORMAT,
             "about": about,
@@ -131,7 +129,7 @@ class StoreExchange:
         }
         if not self._exists("run"):
             for fragment, state in enumerate(mine):
-                if state.round:  # trainers that go on in a new place, where others may be further behind
+                if state.round:  # trainers that continue at a new location, where others may have fewer rounds
                     self._put(_state_key(fragment, state.round), state.to_bytes())
             with suppress(ConflictError):
                 self._store.create("run", _json(begun))
@@ -163,7 +161,7 @@ class StoreExchange:
         return True
 
     def _is_gone(self, fragment: int, round_: int) -> bool:
-        """Whether what led to a round was cleared away, because a later state is there."""
+        """Whether the payloads of a round were deleted, because a later state is saved."""
         return self._has_state(fragment, round_) and not any(
             True for _ in self._store.list(f"{_round_key(fragment, round_)}/sent/")
         )
@@ -173,7 +171,7 @@ class StoreExchange:
         return any(_number(entry.key) >= round_ for entry in self._store.list(f"states/{fragment:04d}/"))
 
     def _newest_state(self, fragment: int, like: SharedState) -> SharedState | None:
-        """The newest state that can be read and is further than one; None if there is none."""
+        """The newest readable state with more rounds than `like`; None if there is none."""
         for key in sorted((entry.key for entry in self._store.list(f"states/{fragment:04d}/")), reverse=True):
             try:
                 state = SharedState.from_bytes(self._get(key, 8 * len(like.theta) + (1 << 21)), like)
@@ -222,10 +220,10 @@ class StoreExchange:
 
     def decline(self, coder: Coder, size: int, why: str) -> None:
         with suppress(StoreError):
-            self._store.put(_place(coder, f"left/{self.trainer}"), b"")  # of this round: nobody waits for it
+            self._store.put(_place(coder, f"left/{self.trainer}"), b"")  # so that no trainer waits for it in this round
 
     def _check_alone(self, coder: Coder) -> None:
-        """Raises: StateError, if somebody else has announced itself by this trainer's name."""
+        """Raises: StateError, if another process has announced itself under this trainer's name."""
         with suppress(NotFoundError):
             if self._get(_place(coder, f"present/{self.trainer}"), 64) != self._session:
                 raise StateError(f"another process runs as trainer {self.trainer!r}; give each trainer its own name")
@@ -237,7 +235,7 @@ class StoreExchange:
             )
 
     def _check_same_state(self, coder: Coder, found: set[str], others: dict[str, BaseMismatchError]) -> None:
-        """Raises: VerificationError, if trainers at another shared state are what is missing for a quorum."""
+        """Raises: VerificationError, if there is no quorum because some trainers are at another shared state."""
         if others and len(found) + len(others) >= self._quorum:
             raise VerificationError(
                 f"replicas have diverged: in round {coder.round}, {', '.join(others)} are at another shared state than "
@@ -250,9 +248,9 @@ class StoreExchange:
     def _look(
         self, coder: Coder, size: int, read: dict[str, SparseVector], refused: dict[str, list[PulseError]]
     ) -> tuple[dict[str, str], set[str]]:
-        """Who has sent a good payload, and which; and who is expected to."""
+        """The trainers that have sent a good payload, with its id; and the trainers that are expected to."""
         keys = [entry.key for entry in self._store.list(_place(coder, ""))]
-        if not any(key in read for key in keys):  # what this trainer has sent is gone: so is the round
+        if not any(key in read for key in keys):  # this trainer's payload was deleted, and so was the round
             self._check_not_gone(coder)
         named: dict[str, set[str]] = {"present": set(), "left": set(), "sent": set()}
         found: dict[str, str] = {}
@@ -268,7 +266,7 @@ class StoreExchange:
             if key not in read and len(faults) < TRIES:
                 try:
                     read[key] = self._fetch(coder, key, trainer, id_, size)
-                except (FormatError, ChainError, NotFoundError) as e:  # stale, foreign, damaged; or badly read
+                except (FormatError, ChainError, NotFoundError) as e:  # stale, of another run, damaged, or not readable
                     faults.append(e)
             if key in read:
                 found[trainer] = id_
@@ -276,7 +274,7 @@ class StoreExchange:
         return found, expected
 
     def _is_time(self, round_: int, found: set[str], expected: set[str], waited_s: float) -> bool:
-        """Whether a round is to be decided: everybody who is expected is there, or enough are and it is late."""
+        """Whether to decide a round: all expected payloads are there, or a quorum is and the deadline has passed."""
         enough = self._trainers if round_ == 1 else self._quorum
         in_time = len(found) >= enough and expected <= found
         return in_time or (waited_s >= self._deadline_s and len(found) >= self._quorum)
@@ -284,7 +282,7 @@ class StoreExchange:
     def _without_diverged(self, coder: Coder, found: dict[str, str], read: dict[str, SparseVector]) -> dict[str, str]:
         """Leave out the trainers whose updates diverge, if the others make a quorum; otherwise return all of them.
 
-        A round of all is empty if their mean diverges.
+        A round with all of them is empty if their mean diverges.
         """
         large = [t for t, id_ in sorted(found.items()) if diverges(read[_place(coder, f"sent/{t}.{id_}")].values)]
         rest = {trainer: id_ for trainer, id_ in found.items() if trainer not in large}
@@ -300,7 +298,7 @@ class StoreExchange:
 
     def _decide(self, coder: Coder, found: dict[str, str]) -> None:
         record = _json({"format": FORMAT, "base": coder.base, "members": dict(sorted(found.items()))})
-        with suppress(ConflictError):  # somebody was quicker
+        with suppress(ConflictError):  # another trainer decided first
             self._store.create(_place(coder, "decided"), record)
             self.sent_bytes += len(record)
 
@@ -326,10 +324,11 @@ class StoreExchange:
         return aggregate(parts.values(), size), parts.get(self.trainer)
 
     def _fetch_decided(self, coder: Coder, key: str, trainer: str, id_: str, size: int) -> SparseVector:
-        """Fetch a payload that a decision names: without it, only a later state leads on.
+        """Fetch a payload of a decided round. Without it, the trainer needs a later state.
 
         Raises:
-            MissingLinkError: it is lost, and there is such a state; RoundError: there is none, or the store failed.
+            MissingLinkError: the payload is lost, and there is a later state; RoundError: there is none, or the store
+                failed.
         """
         faults: list[PulseError] = []
         while len(faults) < TRIES:
@@ -378,7 +377,10 @@ class StoreExchange:
             return None
 
     def confirm(self, coder: Coder, outcome: Outcome, after: SharedState | None) -> None:
-        """Say that this trainer goes on; now and then leave the shared state, and clear what lies before the last."""
+        """Announce the next round.
+
+        Every `state_every` rounds save the shared state, and delete rounds before the last saved state.
+        """
         fragment, round_ = coder.fragment, coder.round
         self._known[fragment] = set(outcome.members)
         self._announce(fragment, round_ + 1)
@@ -389,7 +391,7 @@ class StoreExchange:
         self._clear(fragment, round_ - self._state_every)
 
     def _clear(self, fragment: int, last: int) -> None:
-        """Delete what led to a state, and the states before it. Decisions stay: no round is decided twice."""
+        """Delete the payloads before a state, and earlier states. Decisions stay: no round is decided twice."""
         for entry in self._store.list(f"rounds/{fragment:04d}/"):
             if 0 <= _number(entry.key) <= last and not entry.key.endswith("/decided"):
                 self._store.delete(entry.key)
@@ -448,12 +450,12 @@ def _at_another_state(refused: dict[str, list[PulseError]]) -> dict[str, BaseMis
 
 
 def _sender(key: str) -> str:
-    """The trainer whose payload a key names."""
+    """The trainer that sent the payload with this key."""
     return key.rpartition("/")[2].partition(".")[0]
 
 
 def _number(key: str) -> int:
-    """The round that a key is of; -1 for what is none of ours."""
+    """The round in a key; -1 if it has none."""
     parts = key.split("/")
     return int(parts[2]) if len(parts) > 2 and parts[2].isdecimal() else -1
 

@@ -1,8 +1,8 @@
-"""Vectors of a fragment, and everything that is computed with them: in host memory here, on a GPU in `device.vectors`.
+"""Vectors of a fragment, and all computation with them: in host memory here, on a GPU in `device.vectors`.
 
 The rest of `loco` is the same for both. It adds, subtracts and multiplies vectors with Python's operators, which round
-every result by itself in numpy and in torch alike, and leaves all else to the `Vectors` of the place where they are.
-Both give the same bits. So trainers meet whatever machines they have.
+every result separately in both numpy and torch, and leaves everything else to the `Vectors` of their device. Both yield
+the same bits, so trainers on different machines can work together.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,30 +23,30 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
-# Entries of a fragment, FP32 unless something else is said, or numbers made of them: a numpy array in host memory, or a
+# Entries of a fragment, FP32 unless stated otherwise, or numbers derived from them: a numpy array in host memory, or a
 # tensor of torch on a device. Both have the operators, slices and len() that are used here.
 Vector = Any
-CHUNK = 1 << 18  # entries that are worked on together: fewer would cost more in calls than they save in cache
-UPPER = 1 << 15  # what the upper 16 bits of an FP32 number can be without the sign
+CHUNK = 1 << 18  # entries that are processed together: fewer would cost more in calls than they save in cache
+UPPER = 1 << 15  # number of values of the upper 16 bits of an FP32 number without the sign
 
 
 class Vectors(Protocol):
-    """A place where the vectors of a fragment are."""
+    """A device on which the vectors of a fragment are."""
 
     @property
     def chunk(self) -> int:
-        """How many entries are worked on together."""
+        """How many entries are processed together."""
 
     def aside(self) -> AbstractContextManager[object]:
-        """Compute inside, after what the caller has launched there, and wait for the end of it."""
+        """A context to compute in, after what the caller has launched on the device; waits for the end."""
 
     def spread(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """Return [work(item) for item in items]."""
 
     def each(self, work: Callable[[slice], Result], size: int) -> list[Result]:
-        """Do some work with every piece of a vector, of as many entries as are worked on together here."""
+        """Call a function for every piece of `chunk` entries of a vector."""
 
-    # What there is
+    # Making and moving vectors
 
     def empty(self, size: int) -> Vector: ...
 
@@ -58,30 +58,30 @@ class Vectors(Protocol):
     def copy(self, values: Vector) -> Vector: ...
 
     def join(self, vectors: Sequence[Vector], dtype: type = np.float32) -> Vector:
-        """Some vectors one after the other, which may be the memory of the only one; dtype: of what is made of none."""
+        """Concatenate vectors; a single one may be returned as it is. dtype: of the result if there are none."""
 
     def search(self, positions: Vector, borders: Sequence[int]) -> list[int]:
-        """Where each of some borders belongs among positions, which ascend."""
+        """The index of each border among ascending positions."""
 
     def bring(self, values: NDArray[Any]) -> Vector:
-        """A vector here, of values in host memory."""
+        """Copy values from host memory to this device."""
 
     def fetch(self, values: Vector) -> NDArray[Any]:
-        """A vector in host memory: for reading."""
+        """A vector in host memory, read-only."""
 
     def flat(self, tensor: Any) -> Vector:
-        """The values of a tensor of torch that is here: in place where they lie in a row."""
+        """The values of a torch tensor on this device: a view if it is contiguous."""
 
     def tensor(self, values: Vector) -> Any:
-        """A vector as a tensor of torch, which has its memory."""
+        """A vector as a torch tensor, sharing its memory."""
 
     def assign(self, tensors: Sequence[Any], values: Vector) -> None:
-        """Write a vector into flat tensors of torch, one after the other."""
+        """Write a vector into flat torch tensors, one after the other."""
 
     def hand_out(self, values: Vector) -> Vector:
         """The same vector, for work that is done outside `aside`."""
 
-    # What is found in it
+    # Searching and counting
 
     def largest(self, values: Vector) -> np.float32:
         """The largest magnitude; not finite if a value is not."""
@@ -92,18 +92,18 @@ class Vectors(Protocol):
         """The positions of values that are not zero."""
 
     def first_beyond(self, values: Vector, limit: np.float32) -> int | None:
-        """The first value whose magnitude is not within a limit."""
+        """The index of the first value whose magnitude is not within a limit."""
 
     def count_upper(self, values: Vector) -> I64:
-        """How often the upper 16 bits of values are each of the `UPPER` that they can be without the sign."""
+        """A histogram of the upper 16 bits of values without the sign, over `UPPER` bins."""
 
     def count_small(self, numbers: Vector) -> I64:
-        """How often integers are each of the numbers from 0 to 255."""
+        """A histogram of integers from 0 to 255."""
 
     def count(self, name: str, values: Vector) -> Sum:
         """The digest of FP32 values or signs, as a tensor of this name."""
 
-    # What is computed
+    # Computing
 
     def advance(
         self, theta: Vector, residual: Vector, momentum: Vector, local: Vector, lr: float, mu: float, nesterov: bool
@@ -114,10 +114,10 @@ class Vectors(Protocol):
         """The entries of s that change the BF16 value of theta; the first of s is entry `first`."""
 
     def describe(self, theta: Vector, trend: Vector) -> Vector:
-        """What everybody knows of each entry, in 16 bits: see `kernels.rounds.describe`."""
+        """What all trainers know of each entry, in 16 bits: see `kernels.rounds.describe`."""
 
     def move(self, theta: Vector, total: Vector, trainers: int, signs: Vector) -> MovedEntries:
-        """Write theta less the mean over the total, and the signs of the mean."""
+        """Overwrite the total with theta minus the mean, and write the signs of the mean."""
 
     def step(
         self, theta: Vector, momentum: Vector, total: Vector, trainers: int, lr: float, mu: float, nesterov: bool
@@ -129,21 +129,21 @@ class Vectors(Protocol):
     def add_at(self, total: Vector, positions: Vector, values: Vector) -> None:
         """Add values to entries of a vector, in place; the positions ascend."""
 
-    # What is sent
+    # Encoding
 
     def in_units(self, values: Vector, unit: int) -> Vector:
         """Values as FP64 multiples of 2^unit, exactly."""
 
     def from_units(self, units: Vector, unit: int) -> Vector:
-        """The same back, from integers or FP64: to FP32, infinite where that is too small."""
+        """The reverse, from integers or FP64 to FP32; infinite where FP32 overflows."""
 
     def rint(self, values: Vector) -> Vector:
-        """The nearest whole numbers, ties to even."""
+        """The nearest integers, ties to even."""
 
     def clip(self, values: Vector, most: int) -> Vector: ...
 
     def integers(self, values: Vector) -> Vector:
-        """Whole numbers as int64."""
+        """Integral values as int64."""
 
     def bits(self, values: Vector) -> Vector:
         """The bit patterns of FP32 values, as int64."""
@@ -156,7 +156,7 @@ class Vectors(Protocol):
 
 
 def vectors_of(values: Vector) -> Vectors:
-    """The place where a vector is."""
+    """The `Vectors` of a vector's device."""
     if isinstance(values, np.ndarray):
         return HOST
     found: Vectors = device.load("vectors").vectors_on(values.device)
@@ -164,7 +164,7 @@ def vectors_of(values: Vector) -> Vectors:
 
 
 def vectors_at(where: Any) -> Vectors:
-    """The place that is a device of torch; None: host memory."""
+    """The `Vectors` of a torch device; None: host memory."""
     if where is None:
         return HOST
     found: Vectors = device.load("vectors").vectors_on(where)
@@ -172,7 +172,7 @@ def vectors_at(where: Any) -> Vectors:
 
 
 def chunks_of(size: int) -> Iterator[slice]:
-    """The pieces in which a vector of this size is worked on in host memory."""
+    """The pieces in which a vector of this size is processed in host memory."""
     return (slice(begin, min(begin + CHUNK, size)) for begin in range(0, size, CHUNK))
 
 
@@ -296,7 +296,7 @@ class HostVectors:
         after, moved = np.empty_like(theta), np.empty_like(momentum)
 
         def step(here: slice) -> None:
-            with np.errstate(over="ignore", invalid="ignore"):  # the caller looks whether all is finite
+            with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that all is finite
                 mean = self.divide(total[here], trainers)
                 moved[here] = share * momentum[here] + mean
                 by = mean + share * moved[here] if nesterov else moved[here]
@@ -317,7 +317,7 @@ class HostVectors:
         return out
 
     def from_units(self, units: Vector, unit: int) -> F32:
-        with np.errstate(over="ignore"):  # what is not finite is refused
+        with np.errstate(over="ignore"):  # values that are not finite are refused
             out: F32 = (units * 2.0**unit).astype(np.float32)
         return out
 

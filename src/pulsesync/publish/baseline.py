@@ -134,8 +134,8 @@ class HostBaseline:
 
     def copy(self, share: TileShare, shards: Shards) -> AnyState:
         flats = _memory_of(share)
-        _copy_tiles(share, ShardWeights(shards.published, share.places), flats, share.held)
-        return HostState(share.layout, flats, places=share.held)
+        _copy_tiles(share, ShardWeights(shards.published, share.places), flats, share.copy_places)
+        return HostState(share.layout, flats, places=share.copy_places)
 
     def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
         tensors = new_tensors(window.local for window in share.windows.values())
@@ -150,7 +150,7 @@ class HostBaseline:
             return state
         flats = {name: flat for name, flat in state.flats.items() if name in share.tensors}
         flats |= {tile.tensor.name: state.block(tile, 0) for tile in share.tiles if tile.pieces}
-        adopted = HostState(share.layout, flats, places=share.held, sums=state.sums)
+        adopted = HostState(share.layout, flats, places=share.copy_places, sums=state.sums)
         adopted.history = state.history
         return adopted
 

@@ -3,8 +3,8 @@
     checkpoint = open_checkpoint("checkpoint-1200")             # a file, or a folder with shards or without
     Publisher("runs/one", files=checkpoint.files).publish(checkpoint.tensors)
 
-Nothing is read before it is used, and nothing copied. What a folder holds beside its weights and a loader needs
-(config.json, the tokenizer) are its companions.
+Nothing is read before it is used, and nothing copied. The other files of a folder that a loader needs (config.json, the
+tokenizer) are its companions.
 """
 
 import json
@@ -35,7 +35,7 @@ SHARD_BYTES = 5_000_000_000  # of weights in a file, as Hugging Face cuts them
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT and vLLM look for them
 
-# What travels along: all that transformers and tokenizers load, but no code and nothing that is unpickled.
+# Companions: all that transformers and tokenizers load, but no code and nothing that is unpickled.
 _COMPANIONS = (
     "*config.json",
     "tokenizer*",
@@ -54,7 +54,7 @@ _NEVER = ("*.safetensors", "*.index.json", "*.py", "*.bin", "*.pt", "*.pth", "*.
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a training run has saved: its tensors, mapped from disk, and the companions of its folder."""
+    """A checkpoint that a training run has saved: its tensors, mapped from disk, and the companions of its folder."""
 
     tensors: Mapping[str, Array]
     files: Mapping[str, bytes]
@@ -67,11 +67,11 @@ class Checkpoint:
 def open_checkpoint(path: str | Path, *, private: bool = False) -> Checkpoint:
     """Open a safetensors file, or a folder of them as transformers writes it.
 
-    The arrays can be read alone; with private=True they can be written too, which changes memory and never the files.
+    The arrays are read-only; with private=True they can also be written, which changes memory and never the files.
 
     Raises:
-        NotFoundError: there is none; FormatError: and branches, for files that are not safetensors, or whose index does
-        not fit them.
+        NotFoundError: the file or folder does not exist; FormatError and subclasses: files that are not safetensors, or
+        an index that does not match them.
     """
     path = Path(path)
     with reading_from(path):
@@ -90,7 +90,7 @@ def open_checkpoint(path: str | Path, *, private: bool = False) -> Checkpoint:
 
 
 def _weight_files(folder: Path) -> tuple[list[str], set[str]]:
-    """The files that make up a checkpoint, and the tensors that an index says they hold."""
+    """The files that make up a checkpoint, and the tensors that an index lists."""
     indices = sorted(folder.glob("*.safetensors.index.json"))
     preferred = folder / INDEX
     index = preferred if preferred in indices else indices[0] if len(indices) == 1 else None
@@ -112,13 +112,13 @@ def _weight_files(folder: Path) -> tuple[list[str], set[str]]:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file is one that travels with the weights: for a loader to read, and nothing that is run."""
+    """Whether a file is published with the weights: it is read by a loader, and is not code."""
     fits = any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
     return fits and name != "pulse.json" and not any(fnmatchcase(name, pattern) for pattern in _NEVER)
 
 
 def companions(folder: Path) -> dict[str, bytes]:
-    """The companions of a checkpoint's folder. Raises: LimitError, for one that is too large to travel."""
+    """The companions of a checkpoint's folder. Raises: LimitError, for one that is too large."""
     out = {}
     for path in sorted(folder.iterdir()):
         if is_companion(path.name) and path.is_file():
@@ -131,8 +131,8 @@ def companions(folder: Path) -> dict[str, bytes]:
 def missing_companions(files: Mapping[str, bytes]) -> tuple[str, ...]:
     """The files that `from_pretrained` needs next to the weights and will not find among these companions.
 
-    A model needs its configuration; one of language, which says how large its vocabulary is, a tokenizer too. An
-    adapter needs its own configuration alone.
+    A model needs its configuration; a language model, whose configuration has a vocabulary size, also needs a
+    tokenizer. An adapter needs only its own configuration.
     """
     if ADAPTER_CONFIG in files:
         return ()
@@ -160,21 +160,21 @@ def open_file(path: Path, *, private: bool = False) -> dict[str, Array]:
     arrays = {}
     for spec, at in entries:
         array = _array(mapped, spec, begin + at)
-        # A header whose length is no multiple of eight leaves weights between their places: such tensors are copied.
+        # If the length of the header is not a multiple of eight, weights are not aligned: such tensors are copied.
         arrays[spec.name] = array if array.flags.aligned else array.copy()
     return arrays
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What a safetensors file says of itself, under `__metadata__`. Raises: NotFoundError, FormatError."""
+    """The `__metadata__` of a safetensors file. Raises: NotFoundError, FormatError."""
     with reading_from(path), path.open("rb") as file:
         count = int.from_bytes(file.read(8), "little")
         if count > min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
             raise FormatError(f"{path} is not a safetensors file, or is cut off")
-        said = load_json(file.read(count), f"the header of {path}").get("__metadata__", {})
-    if not isinstance(said, dict) or not all(isinstance(text, str) for text in said.values()):
+        metadata = load_json(file.read(count), f"the header of {path}").get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise FormatError(f"{path} has a __metadata__ that does not map strings to strings")
-    return said
+    return metadata
 
 
 def _parse_header(length: bytes, read: Any, size: int, path: Path) -> tuple[int, list[tuple[TensorSpec, int]]]:
@@ -226,7 +226,7 @@ def _array(mapped: mmap.mmap, spec: TensorSpec, offset: int) -> Array:
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One weight file of a layout, down to the byte, but for the weights."""
+    """One weight file of a layout: every byte except the weights."""
 
     name: str
     head: bytes  # length and header
@@ -247,7 +247,9 @@ class WeightFiles:
 
 
 def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES, *, adapter: bool = False) -> WeightFiles:
-    """Say which files hold a layout. Of tied tensors one is in them, under the name that loaders look for.
+    """Return the files for a layout.
+
+    They contain one of each set of tied tensors, under the name that loaders look for.
 
     The weights of an adapter are in one file, however large: PEFT reads no other.
     """
@@ -275,7 +277,7 @@ def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES, *, adapter: bool 
 
 
 def stored_names(layout: Layout) -> dict[str, str]:
-    """Under which of its names each tensor is in a file.
+    """The name under which each tensor is in a file.
 
     Transformers keeps the embedding and drops what is tied to it, and vLLM skips an lm_head that is tied; the layout's
     own choice is the first by name, which for most models is lm_head.weight.
@@ -292,7 +294,10 @@ def stored_names(layout: Layout) -> dict[str, str]:
 
 
 def by_layout(layout: Layout, tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """Tensors of a checkpoint under the names of a layout: what has only an alias of a tensor has the tensor."""
+    """Tensors of a checkpoint under the names of a layout.
+
+    If only an alias of a tensor is present, it stands for the tensor.
+    """
     out = dict(tensors)
     for alias, name in layout.ties.items():
         if name not in out and alias in out:
@@ -317,7 +322,7 @@ def _shard(name: str, specs: Iterable[TensorSpec], stored: Mapping[str, str]) ->
 class TensorFolder:
     """The weights of a layout, in the files of a folder, mapped so that writing the arrays writes the files.
 
-    The files must be there: `fits` says whether they are, `create` makes them, with zeros for weights.
+    The files must exist: `fits` checks that they do, `create` makes them, with zeros for weights.
     """
 
     def __init__(self, folder: Path, plan: WeightFiles) -> None:
@@ -334,7 +339,10 @@ class TensorFolder:
 
     @staticmethod
     def fits(folder: Path, plan: WeightFiles) -> bool:
-        """Whether the files of a plan are in a folder; of what size and with which headers, not with which weights."""
+        """Whether the files of a plan are in a folder, with the right sizes and headers.
+
+        The weights are not checked.
+        """
         try:
             for shard in plan.shards:
                 with (folder / shard.name).open("rb") as file:
@@ -348,7 +356,7 @@ class TensorFolder:
     def create(folder: Path, plan: WeightFiles) -> None:
         """Make the files of a plan, with room on the disk for all of their weights. Raises: StoreError.
 
-        Files that are there are replaced and not changed: somebody may have mapped them.
+        Existing files are replaced, not changed: another process may have mapped them.
         """
         for shard in plan.shards:
             with writing(folder / shard.name) as path:
@@ -360,7 +368,7 @@ class TensorFolder:
 
     @property
     def in_place(self) -> bool:
-        """Whether the files under these names are still the ones that are mapped, and nobody has replaced them."""
+        """Whether the files under these names are still the ones that are mapped, and have not been replaced."""
         try:
             found = [(self.folder / shard.name).stat() for shard in self.plan.shards]
         except OSError:
@@ -368,7 +376,7 @@ class TensorFolder:
         return all(os.path.samestat(*pair) for pair in zip(found, self._opened, strict=True))
 
     def copy_from(self, other: "TensorFolder") -> None:
-        """Take all weights from a folder of the same plan."""
+        """Copy all weights from a folder of the same plan."""
         assert self.plan == other.plan
         for (shard, mine), (_, theirs) in zip(self._maps, other._maps, strict=True):
             source, target = (np.frombuffer(m, np.uint8, offset=len(shard.head)) for m in (theirs, mine))
@@ -383,7 +391,7 @@ class TensorFolder:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """Turn what the disk says into StoreError."""
+    """Raise errors of the disk as StoreError."""
     try:
         yield path
     except OSError as e:
@@ -392,7 +400,7 @@ def writing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def reading_from(path: Path) -> Iterator[None]:
-    """The same for what is read: NotFoundError if it is not there."""
+    """The same for reading: NotFoundError if the file does not exist."""
     try:
         yield
     except FileNotFoundError as e:

@@ -104,7 +104,7 @@ class HostState(LiveState[Bits, Changes, History]):
         total = digest.sum_up(
             spread(lambda n: digest.count_block(tile, n, self.block(tile, n)), range(tile.block_count))
         )
-        return total if self._exact(tile, place) else total + Sum(1, 1)  # which is then no published state's
+        return total if self._exact(tile, place) else total + Sum(1, 1)  # which differs from every published state
 
     def _exact(self, tile: Tile, place: TileStorage) -> bool:
         """Whether all weights of a tile are numbers that the dtype of the run has."""
@@ -132,7 +132,7 @@ class HostState(LiveState[Bits, Changes, History]):
         """Decode the local tiles of a part against this state.
 
         Raises:
-            FormatError: and branches, for bad bytes; StateError: a slice cuts through a tile.
+            FormatError and subclasses: bad bytes; StateError: a local slice splits a tile.
         """
         self._check_codecs(body)
         wanted = None if self.whole else self.tiles
@@ -140,7 +140,7 @@ class HostState(LiveState[Bits, Changes, History]):
         return DecodedPart(tuple(self._local(part.patches)), part.sums)
 
     def _check_codecs(self, body: Body) -> None:
-        """A tile that is local in part can be read only with a codec that needs no old weights but those it changes."""
+        """A partly local tile can be read only with a codec that needs no old weights except those that it changes."""
         for entry in body.index.entries if not self.whole else ():
             place = self.places.get(entry.tile)
             if place and place.apart and entry.codec in PREDICTING:
@@ -180,7 +180,7 @@ class HostState(LiveState[Bits, Changes, History]):
     def write_block(self, tile: Tile, number: int, bits: Bits) -> None:
         self.places[tile.ordinal].write_block(self.memory, number, bits)
 
-    # Tiles that come as a whole
+    # Whole tiles
 
     def write_blocks(self, blocks: Sequence[WholeBlock]) -> None:
         spread(self._write_decoded, blocks)
@@ -189,7 +189,7 @@ class HostState(LiveState[Bits, Changes, History]):
         return spread(lambda block: self._sums_of(block, self._write_decoded(block)), blocks)
 
     def _write_decoded(self, block: WholeBlock) -> Bits:
-        """Decode a block where it belongs, if it lies there as it does in the run; else into memory of this thread."""
+        """Decode a block in place, if its memory has the run's order; else into memory of this thread."""
         tile, number, place = block.tile, block.number, self.places[block.tile.ordinal]
         others = self.memory[tile.tensor.name][1:] if tile.tensor.name in self.memory else ()
         in_place = isinstance(place, LocalTile) and place.whole and place.tile.contiguous and not others
@@ -227,11 +227,11 @@ class HostState(LiveState[Bits, Changes, History]):
             self.sums, self.history = {**self.sums, **sums}, History()
 
     def adopt(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
-        """Take arrays over as the memory of tiles that are a whole tensor each: for a state in memory of its own."""
+        """Use these arrays as the memory of tiles that are a whole tensor each: for a state that owns its memory."""
         with self.lock:
             for ordinal, bits in tiles.items():
                 self.flats[self.layout.tiles[ordinal].tensor.name] = bits
-            self.__dict__.pop("memory", None)  # it is another now
+            self.__dict__.pop("memory", None)  # it has changed
             self.sums, self.history = {**self.sums, **sums}, History()
 
 
@@ -244,5 +244,5 @@ def _scratch(tile: Tile, size: int) -> Bits:
 
 
 def count_moves(patches: Sequence[TilePatch]) -> dict[int, Sum]:
-    """How the digests of tiles move by patches, by ordinal."""
+    """By how much patches change the digests of tiles, by ordinal."""
     return {one.tile.ordinal: by for one, by in zip(patches, spread(digest.moved, patches), strict=True)}

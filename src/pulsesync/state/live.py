@@ -1,11 +1,11 @@
-"""The transaction on live weights, in whichever memory they are. All writes to the weights of a run go through here.
+"""The transaction on live weights, in host memory or on a GPU. All writes to the weights of a run go through here.
 
-Applying versions is a transaction: everything is read, checked and decoded, and the digest it will give is known,
+Applying versions is a transaction: everything is read, checked and decoded, and the digest of the result is known,
 before the first weight changes; if writing then fails, what was written is rolled back. Several versions can be
-prepared one over the other and committed at once. The blocks of an anchor that differ from the weights are staged until
-all of it was checked.
+prepared on top of each other and committed at once. The blocks of an anchor that differ from the weights are staged
+until all of the anchor is checked.
 
-`LiveState` has the rules and none of the work. A backend does the work in a few verbs: `state.host` in host memory,
+`LiveState` has the rules. A backend does the work in a few methods: `state.host` in host memory,
 `device.state` on a GPU.
 """
 
@@ -34,7 +34,7 @@ from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import SourceMarks
 
 Flat = TypeVar("Flat")  # a tensor as a backend reads and writes it
-Delta = TypeVar("Delta")  # changes of weights: their places, old and new bits
+Delta = TypeVar("Delta")  # changes of weights: positions, old bits and new bits
 Memory = TypeVar("Memory", bound=HistoryLookup)  # the history of an epoch
 Parts: TypeAlias = Sequence[bytes | memoryview | Body]  # of a version, in the order of its record
 
@@ -55,12 +55,12 @@ class Transition(ABC, Generic[Delta, Memory]):
 
 @dataclass(frozen=True)
 class VersionChanges(Generic[Delta, Memory]):
-    """What versions in a row change, each decoded against the weights that the one before it leaves."""
+    """The changes of consecutive versions, each decoded against the weights that the one before it yields."""
 
-    changes: Delta  # of all of them, and of what they were decoded after
-    moves: Sequence[Mapping[int, Sum]]  # for each version: of the digests of all tiles that it names, by ordinal
+    changes: Delta  # of all of them, and of the changes that they were decoded after
+    moves: Sequence[Mapping[int, Sum]]  # for each version: how the digests of the tiles in it change, by ordinal
     history: Memory | None  # after the last; None if none was given
-    history_digests: Sequence[str | None]  # for each version: of the history after it, of a state that is whole
+    history_digests: Sequence[str | None]  # for each version: of the history after it, if the state is whole
     fault: PulseError | None = None  # of the first version that cannot be decoded; the lists end before it
 
 
@@ -68,18 +68,18 @@ class BlockSums(NamedTuple):
     """The digests of one block of a tile."""
 
     all: Sum
-    local: Sum  # as if what is not local were zeros
+    local: Sum  # counting weights that are not local as zeros
 
 
 class LiveState(ABC, Generic[Flat, Delta, Memory]):
     """The tensors of one process, in the layout of a run.
 
     One thread at a time changes it; `snapshot` and `recount` may run concurrently. Nothing else may write the weights
-    while it is in use; `recount` finds out.
+    while it is in use; `recount` detects it.
     """
 
     overlays: ClassVar[bool]  # whether a patch can be prepared over a transition that is not committed yet
-    widens: ClassVar[bool]  # whether BF16 tensors of a run can be FP32 tensors here
+    widens: ClassVar[bool]  # whether BF16 tensors of a run can be FP32 tensors in the model
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._addresses: Mapping[str, int] = {}
         self._marks: SourceMarks | None = None  # of the source, when its addresses were these
-        self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last that was asked for
+        self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last one computed
         self.sums: Mapping[int, Sum] = self.count() if sums is None else sums
-        self.untied = self.find_untied()  # a tensor from which one tied to it differs: needs an anchor
+        self.untied = self.find_untied()  # a tensor whose tied copy differs from it, which only an anchor can repair
 
-    # The verbs of a backend
+    # The methods of a backend
 
     @staticmethod
     @abstractmethod
@@ -126,7 +126,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     @abstractmethod
     def bring(self, history: History) -> Memory:
-        """A history of the host as this state remembers one."""
+        """A history in host memory, in the form of this backend."""
 
     @abstractmethod
     def stay(self) -> Transition[Delta, Memory]:
@@ -134,7 +134,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     @abstractmethod
     def block(self, tile: Tile, number: int) -> Bits:
-        """Read a block of a tile. It is not to be written, and may be a view."""
+        """Read a block of a tile. The result must not be written; it may be a view."""
 
     @abstractmethod
     def amended_block(self, tile: Tile, number: int, changes: Delta) -> Bits:
@@ -142,37 +142,37 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     @abstractmethod
     def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
-        """Count the digests of local tiles of a batch; of one that is local in part, as if the rest were zeros."""
+        """Count the digests of local tiles of a batch; of a partly local tile, as if the rest were zeros."""
 
     @abstractmethod
     def decode(
         self, versions: Sequence[Sequence[Body]], after: Delta, history: Memory | None
     ) -> VersionChanges[Delta, Memory]:
-        """Decode the local tiles of the parts of versions in a row; the first follows the weights after some changes.
+        """Decode the local tiles of consecutive versions; the first applies to the weights after the given changes.
 
-        All are patches of one epoch. Where patches cannot be prepared over each other, there is one, and no changes.
-        The changes that are given may become those that are returned.
+        All are patches of one epoch. A backend that cannot prepare patches over each other is given one version, and no
+        changes. The given changes may be modified and returned.
 
         Raises:
-            StateError: a slice cuts through a tile. What is wrong with bytes may be raised, if there is one version; it
-            is always the `fault` of one that follows another.
+            StateError: a local slice splits a tile. Bad bytes may be raised if there is one version; for a version that
+            follows another they are always its `fault`.
         """
 
     @abstractmethod
     def inverse(self, changes: Delta) -> Delta:
-        """What undoes changes."""
+        """The changes that undo these."""
 
     @abstractmethod
     def compose(self, first: Delta, then: Delta) -> Delta:
-        """What two sets of changes do one after the other."""
+        """Two sets of changes, one after the other, as one."""
 
     @abstractmethod
     def write(self, changes: Delta) -> None:
-        """Write the new bits of changes everywhere that their tensors are."""
+        """Write the new bits of changes into their tensors, and into those tied to them."""
 
     @abstractmethod
     def write_blocks(self, blocks: Sequence[WholeBlock]) -> None:
-        """Decode blocks of an anchor and write them, as far as they are local, everywhere that their tensors are.
+        """Decode blocks of an anchor and write the local weights into their tensors, and into those tied to them.
 
         Raises:
             FormatError: one is broken; StoreError, VerificationError: one cannot be read from disk, or has changed.
@@ -191,7 +191,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Write to the weights inside, while nothing reads them; in host memory the caller sees to that."""
+        """A context in which weights may be written: nothing reads them. In host memory the caller ensures that."""
         return nullcontext()
 
     def batches(self) -> Iterable[Sequence[Tile]]:
@@ -207,13 +207,15 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     @classmethod
     def attach(cls, source: Any, layout: Layout, slices: Slices | None = None, widen: bool = False) -> Self:
-        """Attach to a module's, state dict's or mapping's tensors in place; widen: FP32 ones for BF16 ones too.
+        """Attach to the tensors of a module, state dict or mapping, in place.
+
+        widen: BF16 tensors of the run may be FP32.
 
         Raises:
-            StateError: names, dtypes or shapes are not the layout's, or a tensor cannot be written in place.
+            StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
         """
         everything = cls.views(source)
-        specs = {name: held.local for name, held in windows(layout.tensors, slices or {}).items()}
+        specs = {name: window.local for name, window in windows(layout.tensors, slices or {}).items()}
         wanted = specs | {alias: specs[name] for alias, name in layout.ties.items() if name in specs}
         dtypes = {name: view.spec.dtype for name, view in everything.items()}
         wide = {name for name, spec in specs.items() if (dtypes.get(name), spec.dtype) == ("F32", "BF16")}
@@ -253,7 +255,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
                 )
 
     def holds(self, source: Any) -> bool:
-        """Whether a source still has the very memory that was attached: another tensor can take over a name."""
+        """Whether a source still has the memory that was attached: a name can be assigned to another tensor."""
         if self._marks is not None and self._marks.fit(source):
             return True
         if self.addresses(source) != self._addresses:
@@ -263,7 +265,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     @cached_property
     def tiles(self) -> Mapping[int, Tile]:
-        """The local tiles by ordinal, those of which only some groups are local with the numbers of these."""
+        """The local tiles by ordinal; a tile of which only some groups are local has their numbers."""
         kept = {ordinal: place.tile.kept for ordinal, place in self.places.items() if place.tile is not None}
         return {n: replace(self.layout.tiles[n], kept=kept.get(n)) for n in self.places}
 
@@ -278,7 +280,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     @property
     def digest(self) -> str:
-        """The digest as last counted or moved along: O(tiles). Of a slice it says nothing to others."""
+        """The digest as last counted or updated: O(tiles). That of a slice cannot be compared with others."""
         return self._digest(self.sums)
 
     def _digest(self, sums: Mapping[int, Sum]) -> str:
@@ -288,7 +290,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         return self._digested[1]
 
     def recount(self) -> str:
-        """Count the digest from all the weights, remember it, and return it.
+        """Count the digest from all the weights, keep it, and return it.
 
         Raises:
             VerificationError: a tied tensor differs from the one it is tied to.
@@ -305,7 +307,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     def find_damaged(self) -> list[str]:
         """Recount all the weights; return the names of the tensors that something other than a commit has changed.
 
-        Of a bundle, those of all its tensors: its digest does not tell them apart. What was counted is remembered.
+        Of a bundle, the names of all its tensors: its digest does not distinguish them. The new digests are kept.
         """
         with self.lock:
             before, self.sums, self.untied = self.sums, self.count(), self.find_untied()
@@ -332,7 +334,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         return sums
 
     def _zero_sums(self) -> dict[int, Sum]:
-        """A sum for each tile that the digest is over: of a whole state, those without weights too."""
+        """A sum for each tile in the digest: of a whole state, also for tiles without weights."""
         return {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self.whole or tile.ordinal in self.places}
 
     def find_untied(self) -> str | None:
@@ -354,13 +356,13 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         parts: Parts,
         after: Transition[Delta, Memory] | None = None,
     ) -> Transition[Delta, Memory]:
-        """Check and decode a patch against this state, or against what it will be after a transition. Touches nothing.
+        """Check and decode a patch against this state, or against what it will be after a transition. Changes nothing.
 
-        Returns the transition from the live state to the version, with what `after` changes in it.
+        Returns the transition from the live state to the version, including the changes of `after`.
 
         Raises:
-            BaseMismatchError: it is for another state or history; FormatError: and branches, for bad bytes;
-            VerificationError: it decodes, but not to the state the record promises.
+            BaseMismatchError: it is for another state or history; FormatError and subclasses: bad bytes;
+            VerificationError: the decoded weights are not those of the record.
         """
         return self.prepare_all([[(manifest, parts)]], after)
 
@@ -372,8 +374,8 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     ) -> Transition[Delta, Memory]:
         """The same for patches of which each follows the one before it, given in groups that are decoded together.
 
-        All patches of a group are decoded before the first is checked, but they are checked in their order: the error
-        is that of the first patch with which anything is wrong, and it is raised inside `checking` of its record.
+        All patches of a group are decoded before the first is checked, but they are checked in order: the error is that
+        of the first bad patch, and it is raised inside `checking` of its record.
         """
         base = after or self.stay()
         changes, sums, history = copy(base.changes), base.sums, base.history
@@ -390,7 +392,10 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         history: Memory,
         checking: Callable[[Manifest], AbstractContextManager[object]],
     ) -> tuple[Delta, Mapping[int, Sum], Memory]:
-        """Prepare patches of one epoch in a row, or one squashed patch; return changes, sums and history after them."""
+        """Prepare consecutive patches of one epoch, or one squashed patch.
+
+        Return changes, sums and history after them.
+        """
         first = versions[0][0]
         with checking(first):
             history = self._check_base(first, sums, history)
@@ -428,7 +433,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             )
 
     def _check_base(self, manifest: Manifest, sums: Mapping[int, Sum], history: Memory) -> Memory:
-        """Check that a patch is for this state; return the history it was made with."""
+        """Check that a patch applies to this state; return the history that it was encoded with."""
         if manifest.base is None:
             raise BaseMismatchError(
                 f"version {manifest.version} is not a patch: it cannot be applied to another version",
@@ -479,7 +484,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         return bodies
 
     def _promised(self, manifest: Manifest, bodies: Sequence[Body]) -> dict[int, Sum]:
-        """The digests that the parts of a patch promise of local tiles, each of which is in one part alone."""
+        """The digests of local tiles after a patch, from the indexes of its parts. Each tile is in one part only."""
         promised: dict[int, Sum] = {}
         for body in bodies:
             entries = {entry.tile: entry.sum for entry in body.index.entries if entry.tile in self.places}
@@ -491,10 +496,10 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     def check_moves(
         self, moves: Mapping[int, Sum], promised: Mapping[int, Sum], before: Mapping[int, Sum]
     ) -> dict[int, Sum]:
-        """Return the digests that changed tiles will have, as they follow from what changes.
+        """Return the digests that changed tiles will have, computed from the changes.
 
         Raises:
-            VerificationError: they are not as promised, which is known of tiles that are local as a whole.
+            VerificationError: they differ from the index. Only tiles that are completely local can be checked.
         """
         sums = {ordinal: before[ordinal] + by for ordinal, by in moves.items()}
         for ordinal, total in sums.items():
@@ -522,7 +527,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
                 self.sums, self.history = transition.sums, transition.history
             except BaseException:
                 with self.exclusive():
-                    self.write(back.changes)  # also where nothing was written yet: those bits are the old ones
+                    self.write(back.changes)  # also where nothing was written yet: these are the same bits
                 for taken, changes in kept:
                     taken.changes = changes
                 self.sums, self.history = back.sums, back.history
@@ -538,23 +543,23 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     def check_whole(
         self, manifest: Manifest, parts: Iterable[Body], staged: StagedBlocks | None = None
     ) -> dict[int, Sum]:
-        """Decode the parts of an anchor as they come, and return the digests of its tiles, which agree.
+        """Decode the parts of an anchor as they arrive, and check and return the digests of its tiles.
 
-        No weight is written; what differs from the weights is staged, if it is to be loaded afterwards.
+        No weight is written; blocks that differ from the weights are staged if `staged` is given.
 
         Raises:
-            FormatError: and branches, for bad bytes; VerificationError: it is not the state the record promises;
+            FormatError and subclasses: bad bytes; VerificationError: the decoded weights are not those of the record;
             StoreError: the disk is full, or failed.
         """
         return self._take_whole(manifest, parts, lambda blocks: self.check_blocks(blocks, staged))
 
     def load_whole(self, staged: StagedBlocks, sums: Mapping[int, Sum]) -> None:
-        """Write an anchor that was checked into the weights, which are those that it was compared with.
+        """Write an anchor that was checked into the weights, which have not changed since.
 
         If this fails halfway, `torn` stays True.
 
         Raises:
-            StoreError: the disk failed; VerificationError: it returned other weights than were staged.
+            StoreError: the disk failed; VerificationError: it returned other weights than those staged.
         """
         with self.lock:
             with self.exclusive():
@@ -563,9 +568,9 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             self._begin_at(sums)
 
     def join_whole(self, manifest: Manifest, parts: Iterable[Body]) -> None:
-        """Write the parts of an anchor into the weights as they come, and check them on the way: one pass in all.
+        """Write the parts of an anchor into the weights as they arrive, and check them in the same pass.
 
-        For memory that nobody reads meanwhile: if this fails halfway, `torn` stays True, and the weights are of no use.
+        For weights that are not in use: if this fails halfway, `torn` stays True, and the weights must not be used.
 
         Raises:
             as `check_whole`.
@@ -577,7 +582,10 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             self._begin_at(sums)
 
     def rewrite(self, write: Callable[[], None]) -> None:
-        """Have a function write all weights, and count them afterwards. If it fails halfway, `torn` stays True."""
+        """Call a function that writes all weights, and count their digests afterwards.
+
+        If it fails halfway, `torn` stays True.
+        """
         with self.lock:
             with self.exclusive():
                 self.torn = True
@@ -590,7 +598,10 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
     def _take_whole(
         self, manifest: Manifest, parts: Iterable[Body], take: Callable[[Sequence[WholeBlock]], Sequence[BlockSums]]
     ) -> dict[int, Sum]:
-        """Check the parts of an anchor; return the digests of its tiles. take: decodes and counts some blocks."""
+        """Check the parts of an anchor; return the digests of its tiles.
+
+        take: a function that decodes and counts some blocks.
+        """
         if manifest.layout != self.layout.id:
             raise BaseMismatchError(
                 "the anchor has another layout than the local weights", expected=manifest.layout, actual=self.layout.id
@@ -627,12 +638,12 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         return list(patch.anchor_blocks(body.index, body.sections, self.layout, self.places))
 
 
-AnyState: TypeAlias = LiveState[Any, Any, Any]  # in whichever memory
+AnyState: TypeAlias = LiveState[Any, Any, Any]  # in host memory or on a GPU
 AnyTransition: TypeAlias = Transition[Any, Any]
 
 
 class Snapshot:
-    """A state as it was, readable block by block while the live one moves on. O(changed since) of memory."""
+    """A state as it was, readable block by block while later versions are committed. Its memory is O(changed since)."""
 
     def __init__(self, state: AnyState) -> None:
         self.layout, self.sums = state.layout, dict(state.sums)
@@ -647,7 +658,7 @@ class Snapshot:
 def _by_epoch(
     versions: Sequence[tuple[Manifest, Parts]],
 ) -> Iterator[Sequence[tuple[Manifest, Parts]]]:
-    """Split versions in a row where the history of one is not that of the one before it, moved on."""
+    """Split consecutive versions where one does not continue the history of the one before it."""
     begin = 0
     for n in range(1, len(versions) + 1):
         if n == len(versions) or not _continues(versions[n - 1][0], versions[n][0]):
@@ -666,14 +677,14 @@ def _continues(earlier: Manifest, later: Manifest) -> bool:
 
 
 def find_places(layout: Layout, slices: Slices, wide: Collection[str] = ()) -> dict[int, TileStorage]:
-    """Where the tiles of a run lie in what is local of its tensors, by ordinal; wide: tensors that are FP32 here."""
-    held = windows(layout.tensors, slices)
-    found = {tile.ordinal: place_tile(tile, held, wide) for tile in layout.tiles if tile.size}
+    """Where the tiles of a run lie in the local tensors, by ordinal; wide: tensors that are FP32 in the model."""
+    local = windows(layout.tensors, slices)
+    found = {tile.ordinal: place_tile(tile, local, wide) for tile in layout.tiles if tile.size}
     return {ordinal: place for ordinal, place in found.items() if place}
 
 
 def _fits(name: str, view: Any | None, spec: TensorSpec, wide: bool, optional: bool, advice: str) -> None:
-    """Check that a local tensor can take a tensor of the run; wide: as FP32 for BF16. Raises: StateError."""
+    """Check that a local tensor can take a tensor of the run; wide: FP32 for BF16. Raises: StateError."""
     if view is None:
         if optional:
             return
@@ -689,7 +700,7 @@ def _fits(name: str, view: Any | None, spec: TensorSpec, wide: bool, optional: b
 
 
 def _advice(view: Any | None, dtype: str, tied_to: str | None, widen: bool, widens: bool) -> str:
-    """What to do about a tensor whose dtype is another than the run's, or than that of the tensor it is tied to."""
+    """Advice for a tensor whose dtype differs from the run's, or from that of the tensor it is tied to."""
     here = view.spec.dtype if view is not None else dtype
     if (here, dtype) == ("F32", "BF16") and not widen:
         return "; pass widen=True to Subscriber to have each BF16 value written as the FP32 number that it is"

@@ -1,15 +1,15 @@
-"""What one process holds of a model whose tensors are spread over several: rectangles, in a checkpoint's coordinates.
+"""The part of a sharded model that one process has: rectangles of tensors, in a checkpoint's coordinates.
 
-A source (module, state dict or mapping) is read as shards. A DTensor says itself which part of its tensor it is; a
-`Placed` says it for a plain tensor; everything else is held whole.
+A source (module, state dict or mapping) is read as shards. A DTensor knows which part of its tensor it is; a `Placed`
+gives it for a plain tensor; everything else is a whole tensor.
 
     mine = shards_of(model, cast={"*": "BF16"})
     everyones = [windows_from(note) for note in gather(windows_to(mine))]
     layout = layout_of(everyones)                       # cut where any process's part ends
-    owner_of(layout, everyones)                         # of each tile: the first process that holds all of it
+    owner_of(layout, everyones)                         # of each tile: the first process that has all of it
 
-Nobody needs the tensors of the others for this, only their windows. The tiles that a process owns are its `TileShare`;
-a process that has the whole model owns all of them.
+No process needs the tensors of the others for this, only their windows. The tiles that a process owns are its
+`TileShare`; a process that has the whole model owns all of them.
 """
 
 import json
@@ -84,12 +84,12 @@ def tensor_parallel(
 
 @dataclass(frozen=True)
 class Shards:
-    """The parts of tensors that a process holds."""
+    """The parts of tensors that a process has."""
 
     windows: Mapping[str, Window]  # by name; the tensor as the checkpoint has it, in the dtype that is published
     published: Any  # the weights, by the same names: `HostSource`, or the same on a device
     ties: Mapping[str, str]  # alias -> name
-    partial: bool = False  # whether it said of any tensor which part it is
+    partial: bool = False  # whether any tensor is a DTensor or `Placed`
 
     @property
     def tensors(self) -> list[TensorSpec]:
@@ -97,18 +97,18 @@ class Shards:
         return [window.tensor for window in self.windows.values()]
 
     def weights(self, layout: Layout) -> "ShardWeights":
-        """Read them in the tiles of a layout, as far as they are held whole."""
+        """Read them in the tiles of a layout, those that are completely local."""
         found = {tile.ordinal: place_tile(tile, self.windows) for tile in layout.tiles}
         return ShardWeights(self.published, {n: place for n, place in found.items() if place and place.whole})
 
     def slices(self) -> dict[str, Slice | None]:
-        """The same for a `Subscriber` or a `HostState`: what is not named here is not local."""
+        """The same for a `Subscriber` or a `HostState`: tensors that are not listed are not local."""
         return _slices(self.windows)
 
 
 @dataclass(frozen=True)
 class ShardWeights:
-    """Shards as weights to encode from: block by block, cast on the way."""
+    """Shards as weights to encode from: read and cast block by block."""
 
     published: HostSource
     places: Mapping[int, TileStorage]
@@ -124,10 +124,10 @@ class ShardWeights:
 def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = read_published) -> Shards:
     """Read a module, state dict or mapping, whose values may be DTensors or `Placed`, as shards.
 
-    read: how plain tensors are read; of itself those in host memory alone.
+    read: how plain tensors are read; the default reads host memory only.
 
     Raises:
-        StateError: a part that is no rectangle of its tensor, or whatever `view_bits` refuses.
+        StateError: a part that is not a rectangle of its tensor, or anything that `view_bits` refuses.
     """
     tensors = dict(named(source))
     parts = {name: part for name, value in tensors.items() if (part := _part(name, value))}
@@ -161,7 +161,7 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def _part(name: str, value: Any) -> Placed | None:
-    """The part of its tensor that a value says it is; None for a plain tensor."""
+    """The part of its tensor that a DTensor or `Placed` is; None for a plain tensor."""
     if isinstance(value, Placed):
         return value
     if not _is_dtensor(value):
@@ -173,7 +173,7 @@ def _part(name: str, value: Any) -> Placed | None:
             f"tensor {name!r}: DTensor has a Partial placement ({value.placements}); redistribute it first", tensor=name
         )
     whole = tuple(int(n) for n in value.shape)
-    if value.device_mesh.get_coordinate() is None:  # not among those who hold it
+    if value.device_mesh.get_coordinate() is None:  # this process has no part of it
         return Placed(value.to_local(), whole, (0, 0) if whole else None)
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if shape[2:] != whole[2:]:
@@ -193,13 +193,13 @@ def _part(name: str, value: Any) -> Placed | None:
     return Placed(local, whole, rows, columns)
 
 
-# What processes tell each other of what they hold
+# What processes send each other about their shards
 
 Windows = Mapping[str, Window]
 
 
 def windows_to(shards: Shards) -> bytes:
-    """Write down which parts a process holds, and which names are tied."""
+    """Encode which parts a process has, and which names are tied."""
     table = {
         "tensors": [
             [name, w.tensor.dtype, list(w.tensor.shape), *w.rows, *w.columns] for name, w in shards.windows.items()
@@ -226,10 +226,10 @@ def windows_from(data: bytes) -> tuple[dict[str, Window], dict[str, str]]:
 def layout_of(
     everyones: Sequence[Windows], ties: Mapping[str, str] | None = None, grid: Grid | None = None, min_tile: int = 1
 ) -> Layout:
-    """The layout in which every process's parts are whole tiles; the grid may cut it further.
+    """The layout in which the parts of every process are whole tiles; the grid may cut it further.
 
     Raises:
-        StateError: two processes hold different tensors by one name.
+        StateError: two processes have different tensors under one name.
     """
     specs: dict[str, TensorSpec] = {}
     borders: dict[str, tuple[set[int], set[int]]] = {}
@@ -255,10 +255,10 @@ def layout_of(
 
 
 def owner_of(layout: Layout, everyones: Sequence[Windows]) -> dict[int, int]:
-    """Of each tile that has weights, the first process that holds all of it.
+    """For each tile that has weights, the first process that has all of it.
 
     Raises:
-        StateError: nobody holds one.
+        StateError: no process has all of a tile.
     """
     owners = {}
     for tile in layout.tiles:
@@ -299,18 +299,21 @@ class TileShare:
 
     @property
     def slices(self) -> Slices | None:
-        """For a state, or a subscriber, of them alone; None for all tiles, so that it knows the state is complete."""
+        """The slices for a state or subscriber of these tiles only.
+
+        None for all tiles, which marks the state as complete.
+        """
         return None if self.whole else _slices(self.windows)
 
     @cached_property
-    def held(self) -> dict[int, TileStorage]:
-        """Where they lie in tensors of their windows, and bundles in one of their own: see `tensors`."""
+    def copy_places(self) -> dict[int, TileStorage]:
+        """Where they lie in tensors of the size of their windows; each bundle has its own tensor: see `tensors`."""
         found = {tile.ordinal: place_tile(replace(tile, pieces=()), self.tensors) for tile in self.tiles}
         return {ordinal: place for ordinal, place in found.items() if place}
 
     @cached_property
     def tensors(self) -> dict[str, Window]:
-        """What memory of its own for these tiles consists of: of each tensor a window, and each bundle."""
+        """The tensors of a copy of these tiles: a window of each tensor, and each bundle."""
         alone = {tile.tensor.name for tile in self.tiles if not tile.pieces}
         bundled = {piece.tensor.name for tile in self.tiles for piece in tile.pieces} - alone
         windows = {name: window for name, window in self.windows.items() if name not in bundled}
@@ -349,7 +352,7 @@ def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shard
 
 
 def _slices(windows: Windows) -> dict[str, Slice | None]:
-    """What is not named here is not local."""
+    """Tensors that are not listed are not local."""
     return {_literal(name): Slice(w.rows, w.columns) for name, w in windows.items()} | {"*": None}
 
 

@@ -1,4 +1,4 @@
-"""Slices of tensors: a worker that holds a rectangle of one, and where the tiles of a run lie in it."""
+"""Slices of tensors: rectangles that a worker has, and where the tiles of a run lie in them."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,15 +41,18 @@ class Slice:
         return Window(spec, rows, columns)
 
 
-Slices = Mapping[str, Slice | None]  # by name, or else by pattern, the first that fits; None: the tensor is not held
+Slices = Mapping[str, Slice | None]  # by name, or else by pattern, the first that fits; None: the tensor is not local
 
 
-def place_tile(tile: Tile, held: "Mapping[str, Window]", wide: Collection[str] = ()) -> "TileStorage | None":
-    """Where a tile lies in what is held of tensors; None if no weight of it does. wide: tensors that are FP32 here."""
+def place_tile(tile: Tile, local: "Mapping[str, Window]", wide: Collection[str] = ()) -> "TileStorage | None":
+    """Where a tile lies in the local tensors; None if none of its weights is local.
+
+    wide: tensors that are FP32 in the model.
+    """
     found = []
     for piece in tile.pieces or (tile,):
         name = piece.tensor.name
-        place = held[name].place(piece) if name in held else None
+        place = local[name].place(piece) if name in local else None
         found.append(WidenedTile(place) if place and name in wide else place)
     if not any(found):
         return None
@@ -57,16 +60,16 @@ def place_tile(tile: Tile, held: "Mapping[str, Window]", wide: Collection[str] =
 
 
 def windows(specs: Iterable[TensorSpec], slices: Slices) -> "dict[str, Window]":
-    """What is held of tensors, by name, of those of which anything is."""
-    patterns = [(pattern, held) for pattern, held in slices.items() if not _SIGNS.isdisjoint(pattern)]
+    """The local windows of tensors, by name, of those that are local in part or completely."""
+    patterns = [(pattern, local) for pattern, local in slices.items() if not _SIGNS.isdisjoint(pattern)]
     found = {}
     for spec in specs:
         if spec.name in slices:
-            held = slices[spec.name]
+            local = slices[spec.name]
         else:
-            held = next((held for pattern, held in patterns if fnmatchcase(spec.name, pattern)), Slice())
-        if held is not None:
-            found[spec.name] = held.of(spec)
+            local = next((local for pattern, local in patterns if fnmatchcase(spec.name, pattern)), Slice())
+        if local is not None:
+            found[spec.name] = local.of(spec)
     return found
 
 
@@ -75,7 +78,7 @@ _SIGNS = frozenset("*?[")
 
 @dataclass(frozen=True)
 class Window:
-    """The rectangle of a tensor that is held."""
+    """The rectangle of a tensor that is local."""
 
     tensor: TensorSpec
     rows: Span
@@ -103,7 +106,7 @@ class Window:
         return replace(self.tensor, shape=shape, row_cuts=(), column_cuts=())
 
     def place(self, tile: Tile) -> "LocalTile | None":
-        """Where a piece of the tensor lies here; None if no weight of it does."""
+        """Where a piece of the tensor lies in this window; None if none of its weights does."""
         top, bottom = max(tile.row, self.rows[0]), min(tile.row + tile.rows, self.rows[1])
         left, right = max(tile.column, self.columns[0]), min(tile.column + tile.columns, self.columns[1])
         if top >= bottom or left >= right:
@@ -114,7 +117,8 @@ class Window:
         return LocalTile(here, (bottom - top) * (right - left) == tile.size)
 
 
-Memory = Mapping[str, Sequence[Bits]]  # by name: a tensor, flat, and then those tied to it in memory of their own
+# By name: a flat tensor, and then the tensors tied to it that have their own memory.
+Memory = Mapping[str, Sequence[Bits]]
 
 
 class TileStorage(Protocol):
@@ -122,7 +126,7 @@ class TileStorage(Protocol):
 
     @property
     def tile(self) -> Tile | None:
-        """The tile where it lies, in the tensors of the process; None where only the place knows that."""
+        """The tile in the coordinates of the local tensors; None if it is not in one tensor."""
         ...
 
     @property
@@ -132,7 +136,7 @@ class TileStorage(Protocol):
 
     @property
     def apart(self) -> bool:
-        """Whether something that is coded together is local in part, so that it cannot be coded against old weights."""
+        """Whether weights that are coded together are partly local, which rules out coding against old weights."""
         ...
 
     def read(self, memory: Memory, number: int) -> Bits: ...
@@ -141,13 +145,16 @@ class TileStorage(Protocol):
     def write_block(self, memory: Memory, number: int, bits: Bits) -> None: ...
 
     def has(self, memory: Memory, number: int, bits: Bits) -> bool:
-        """Whether `write_block` would change nothing; False also where that would take long to find out."""
+        """Whether `write_block` would change nothing; may also return False if a comparison would take long."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalTile:
-    """A tile in the worker's own coordinates. If it sticks out of what is held, it begins or ends outside."""
+    """A tile in the worker's own coordinates.
+
+    If it is only partly local, it begins or ends outside the local tensor.
+    """
 
     tile: Tile
     whole: bool
@@ -157,23 +164,23 @@ class LocalTile:
         return not self.whole
 
     def read(self, memory: Memory, number: int) -> Bits:
-        """The weights of one of the tile's blocks; those that are not held read as zero."""
+        """The weights of one of the tile's blocks; weights that are not local read as zero."""
         flat = memory[self.tile.tensor.name][0]
         if self.whole:
             return self.tile.read_block(flat, number)
         begin = number * BLOCK
         positions = np.arange(min(BLOCK, self.tile.size - begin)) + begin
-        held = self.held(positions)
+        local = self.is_local(positions)
         out = np.zeros(positions.size, flat.dtype)
-        out[held] = flat[self.tile.flat_indices(positions[held])]
+        out[local] = flat[self.tile.flat_indices(positions[local])]
         return out
 
     def keep(self, change: BlockChange) -> BlockChange | None:
-        """What of a change falls on weights that are held."""
-        return change if self.whole else kept_of(change, self.held(change.tile_positions()))
+        """The part of a change that is in local weights."""
+        return change if self.whole else kept_of(change, self.is_local(change.tile_positions()))
 
     def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
-        """Write a whole block of the tile, as far as it is held."""
+        """Write a whole block of the tile, as far as it is local."""
         if self.whole:
             for flat in memory[self.tile.tensor.name]:
                 self.tile.write_block(flat, number, bits)
@@ -192,7 +199,7 @@ class LocalTile:
                 begin = self.tile.start + change.number * BLOCK
                 kernels.active().scatter(flat[begin : begin + BLOCK], change.positions, change.new)
 
-    def held(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def is_local(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which positions of the tile are local."""
         rows, columns = np.divmod(positions, self.tile.columns)
         rows, columns = rows + self.tile.row, columns + self.tile.column
@@ -201,22 +208,22 @@ class LocalTile:
 
 
 def _same(a: Bits, b: Bits) -> bool:
-    """Whether all bits are the same; where they are not, the first few most often show it."""
+    """Whether all bits are the same; if they differ, the first few usually show it."""
     return np.array_equal(a[:FIRST], b[:FIRST]) and np.array_equal(a, b)
 
 
-def kept_of(change: BlockChange, held: NDArray[np.bool_]) -> BlockChange | None:
-    """The changes that a mask says, if any."""
-    if held.all():
+def kept_of(change: BlockChange, local: NDArray[np.bool_]) -> BlockChange | None:
+    """The changes that a mask selects, if any."""
+    if local.all():
         return change
-    if not held.any():
+    if not local.any():
         return None
-    return BlockChange(change.number, change.positions[held], change.old[held], change.new[held])
+    return BlockChange(change.number, change.positions[local], change.old[local], change.new[local])
 
 
 @dataclass(frozen=True)
 class WidenedTile:
-    """A tile of a BF16 tensor in FP32 memory: each value is there as the FP32 number that it is.
+    """A tile of a BF16 tensor in FP32 memory: each value is stored as the FP32 number that equals it.
 
     The upper half of an FP32 number is a BF16 number, and they are equal where the lower half is zero. The memory is
     that of the FP32 tensor, blocks and changes are in BF16.
@@ -226,7 +233,7 @@ class WidenedTile:
 
     @property
     def tile(self) -> Tile:
-        """The tile in the local tensor, whose dtype is another than the run's."""
+        """The tile in the local tensor, whose dtype differs from the run's."""
         return replace(self.place.tile, tensor=replace(self.place.tile.tensor, dtype="F32"))
 
     @property
@@ -241,14 +248,14 @@ class WidenedTile:
         return np.ascontiguousarray(self._halves(memory, number)[1::2])
 
     def exact(self, memory: Memory, number: int) -> bool:
-        """Whether all numbers of a block are ones that BF16 has."""
+        """Whether all numbers of a block can be represented in BF16."""
         return not self._halves(memory, number)[::2].any()
 
     def keep(self, change: BlockChange) -> BlockChange | None:
         return self.place.keep(change)
 
-    def held(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return self.place.held(positions)
+    def is_local(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return self.place.is_local(positions)
 
     def write(self, memory: Memory, change: BlockChange) -> None:
         self.place.write(memory, replace(change, new=_widen(change.new)))
@@ -260,7 +267,7 @@ class WidenedTile:
         return self.place.has(memory, number, _widen(bits))
 
     def _halves(self, memory: Memory, number: int) -> Bits:
-        """The lower half of each number and then its upper half, as it is in memory."""
+        """The lower half of each number and then its upper half, as they are in memory."""
         return self.place.read(memory, number).view("<u2")
 
 
@@ -285,14 +292,14 @@ class BundledTile:
         self.tile = replace(tile, kept=kept)
 
     def _whole_groups(self, tile: Tile) -> NDArray[np.bool_]:
-        """Which groups are local as a whole. Those of which a part is are none."""
+        """Which groups are completely local. Partly local groups do not count."""
         local = [place is not None and place.whole for place in self.places]
         first = np.searchsorted(self.starts, tile.groups[:-1])
         return np.logical_and.reduceat(local, first)
 
     @cached_property
     def apart(self) -> bool:
-        """Whether a group is local in part."""
+        """Whether a group is partly local."""
         if self.whole:
             return False
         groups = np.searchsorted(self.tile.groups, self.starts[:-1], "right") - 1
@@ -301,7 +308,7 @@ class BundledTile:
 
     @cached_property
     def local(self) -> list[Tile]:
-        """The pieces that are local, where they lie."""
+        """The local pieces, in the coordinates of the local tensors."""
         return [place.tile for place in self.places if place is not None]
 
     @cached_property
@@ -328,17 +335,19 @@ class BundledTile:
 
     @cached_property
     def _runs(self) -> list[tuple[str, slice]] | None:
-        """Of each piece its tensor, and where it is there, if each lies in one run, as it is."""
+        """The tensor of each piece and its range there, if each piece is contiguous and not widened."""
         plain = all(isinstance(place, LocalTile) and place.whole for place in self.places)
         if not plain or not all(tile.contiguous for tile in self.local):
             return None
         return [(tile.tensor.name, slice(tile.start, tile.start + tile.size)) for tile in self.local]
 
     def _addresses(self, memory: Memory) -> NDArray[np.uint64] | None:
-        """Where the pieces are, if each lies in one run, as it is, and in one tensor; None: read and write views.
+        """The addresses of the pieces, if each is contiguous, not widened, and in one tensor.
 
-        To slice every tensor takes longer than to copy what is in it. Addresses are of the memory that they are kept
-        with, which they keep alive. Weights of other sizes would need kernels of their own.
+        None: read and write views.
+
+        Slicing every tensor takes longer than copying its weights. The addresses are stored with the memory that they
+        point into, which stays alive with them. Weights of other sizes would need their own kernels.
         """
         if self._runs is None or self.tile.tensor.kind.itemsize != 2:
             return None
@@ -349,17 +358,17 @@ class BundledTile:
         return self._found[1]
 
     def exact(self, memory: Memory, number: int) -> bool:
-        """Whether all numbers that are wider here than in the run are ones that the run's dtype has."""
+        """Whether all numbers that are wider in the model than in the run can be represented in the run's dtype."""
         return all(place.exact(memory, 0) for place in self.places if isinstance(place, WidenedTile))
 
     def keep(self, change: BlockChange) -> BlockChange | None:
         if self.whole:
             return change
-        held = np.zeros(change.positions.size, np.bool_)
+        local = np.zeros(change.positions.size, np.bool_)
         for n, some, positions in self._parts(change.positions):
             place = self.places[n]
-            held[some] = place is not None and (place.whole or place.held(positions))
-        return kept_of(change, held)
+            local[some] = place is not None and (place.whole or place.is_local(positions))
+        return kept_of(change, local)
 
     def write(self, memory: Memory, change: BlockChange) -> None:
         if (addresses := self._addresses(memory)) is not None:
@@ -374,7 +383,7 @@ class BundledTile:
                 place.write(memory, BlockChange(0, positions.astype(np.uint32), change.old[some], change.new[some]))
 
     def _parts(self, positions: NDArray[np.uint32]) -> Iterator[tuple[int, slice, NDArray[np.int64]]]:
-        """The pieces that positions are in, by number: which positions those are, and where they are in the piece."""
+        """For each piece that contains positions: its number, which ones, and where they are in the piece."""
         borders = np.searchsorted(positions, self.starts)
         touched = np.flatnonzero(borders[1:] > borders[:-1])
         inside = positions.astype(np.int64) - np.repeat(self.starts[touched], np.diff(borders)[touched])

@@ -1,4 +1,4 @@
-"""Blocks of an anchor that were decoded and checked, in memory or on disk until the last part of it was."""
+"""Decoded and checked blocks of an anchor, kept in memory or on disk until its last part is checked."""
 
 import mmap
 import os
@@ -18,37 +18,39 @@ from pulsesync.core.types import Bits, Sum, Tile
 from pulsesync.errors import StoreError, VerificationError
 from pulsesync.format.patch import WholeBlock
 
-GRANT = 1 << 28  # bytes for which the machine is asked at a time whether it can spare them: that takes a millisecond
-SLAB = 1 << 26  # bytes of these that a thread takes at a time
-LINE = 64  # bytes to which blocks are aligned there
+GRANT = 1 << 28  # bytes for which memory is checked at a time: a check takes a millisecond
+SLAB = 1 << 26  # bytes of these that a thread reserves at a time
+LINE = 64  # bytes to which blocks are aligned in memory
 _NOTHING = np.empty(0, np.uint8)
 
 
 class StagedBlocks:
-    """Decoded blocks in memory, as far as the machine can spare it, and the others in a file that has no name.
+    """Decoded blocks, in memory as far as the machine can spare it, and the rest in an unnamed temporary file.
 
     The file is for this process alone: no other can open it, and it is gone when this one ends. So blocks are not
-    hashed and decoded again when they are read. What a disk returns is counted all the same, as every weight is that
-    comes from outside.
+    hashed and decoded again when they are read. The digest of what the disk returns is still checked, like that of all
+    weights from outside the process.
 
     Args:
-        folder: Where the file takes its room; None: in the system's temporary folder.
+        folder: Folder of the file; None: the system's temporary folder.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.blocks: list[WholeBlock] = []
         self._folder = folder or Path(tempfile.gettempdir())
         self._mine = _ThreadMemory()
-        self._granted = 0  # bytes that may still be taken
+        self._granted = 0  # bytes that may still be reserved
         self._in_memory = True  # until the machine can spare no more
         self._file: IO[bytes] | None = None
         self._end = 0
         self._lock = threading.Lock()
 
     def room_for(self, block: WholeBlock) -> Bits | None:
-        """Memory to decode a block into, which need not be copied if it is added next; None: there is none to spare.
+        """Memory to decode a block into, which is not copied if the block is added next.
 
-        It is of this thread, until it asks for the next.
+        None: there is no memory to spare.
+
+        It belongs to this thread, until the thread asks for the next.
         """
         mine, kind = self._mine, block.tile.tensor.kind
         size = block.size * kind.itemsize
@@ -58,7 +60,7 @@ class StagedBlocks:
         return mine.room
 
     def add(self, block: WholeBlock, bits: Bits, total: Sum) -> None:
-        """Keep a block, of which these are the weights and their digest. Any thread may call this.
+        """Keep a block with these weights and this digest. Any thread may call this.
 
         Raises:
             StoreError: the folder cannot be written, or the disk is full, or failed.
@@ -75,7 +77,7 @@ class StagedBlocks:
             self.blocks.append(WholeBlock(block.tile, block.number, decode))
 
     def _new_slab(self, size: int) -> NDArray[np.uint8]:
-        """New memory; none if there is none to spare."""
+        """New memory; empty if there is none to spare."""
         with self._lock:
             if self._in_memory and self._granted < size:
                 self._in_memory = headroom.can_take(grant := max(GRANT, size))
@@ -84,7 +86,7 @@ class StagedBlocks:
             return _map_memory(size) if self._in_memory else _NOTHING
 
     def _write(self, data: NDArray[np.uint8]) -> int:
-        """Put bytes at the end of the file; return where they begin."""
+        """Append bytes to the file; return where they begin."""
         with self._translated():
             with self._lock:
                 begin, self._end = self._end, self._end + data.size
@@ -126,7 +128,7 @@ class StagedBlocks:
             ) from e
 
     def close(self) -> None:
-        """Give memory and disk back. The blocks cannot be read any more."""
+        """Free memory and disk. The blocks can no longer be read."""
         self.blocks.clear()
         self._mine = _ThreadMemory()
         if self._file is not None:
@@ -140,14 +142,14 @@ class StagedBlocks:
 
 
 class _ThreadMemory(threading.local):
-    """What is left of the memory that a thread has taken, and what of it was given out last."""
+    """The rest of the memory that a thread has reserved, and the piece that was last given out."""
 
     slab: NDArray[np.uint8] = _NOTHING
     room: Bits | None = None
 
 
 def _map_memory(size: int) -> NDArray[np.uint8]:
-    """Memory in huge pages, where there are any; none if the system refuses it.
+    """Memory in huge pages, where available; empty if the system refuses it.
 
     In pages of 4 KiB, 80 MB take 30 ms of faults, nearly as long as it takes to decode them; in huge ones 2 to 6 ms.
     """

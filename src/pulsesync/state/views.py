@@ -1,4 +1,4 @@
-"""From what people hold (numpy arrays, torch tensors, modules) to bits and back, without copying where it can be.
+"""From numpy arrays, torch tensors and modules to bits and back, without a copy where possible.
 
 Arrays of bfloat16 and float8 come from ml_dtypes, or from torch. A tensor that appears under two names in the same
 memory is a tie: one of them is canonical, the other an alias.
@@ -47,7 +47,7 @@ class BitView:
 
     @property
     def address(self) -> int:
-        """Where the weights are; 0 for none, which are nowhere."""
+        """The address of the weights; 0 if there are none."""
         return self.flat.ctypes.data if self.flat.size else 0
 
 
@@ -55,7 +55,7 @@ def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
     """View a module, a state dict or a mapping of arrays as bits; return canonical tensors, and aliases by name.
 
     Raises:
-        StateError: something that is not a tensor, of a dtype the format does not have, or not in host memory.
+        StateError: something that is not a tensor, of a dtype that the format does not support, or not in host memory.
     """
     views: dict[str, BitView] = {}
     ties: dict[str, str] = {}
@@ -90,10 +90,11 @@ def named(source: Any) -> Iterator[tuple[str, Any]]:
 
 
 class SourceMarks:
-    """Where the tensors of a source are and what they are: whether it is the same source, at 1 µs a tensor.
+    """Addresses and dtypes of the tensors of a source, to recognize the same source at 1 µs a tensor.
 
-    Viewing a tensor as bits takes forty times as long. A numpy array is known by identity, without being kept alive,
-    and by shape and dtype, which can be assigned; a torch tensor by address: every `state_dict` makes others.
+    Viewing a tensor as bits takes forty times as long. A numpy array is recognized by identity, without being kept
+    alive, and by shape and dtype, which can be assigned; a torch tensor by address, because every `state_dict` makes
+    new tensors.
     """
 
     def __init__(self, marks: dict[str, tuple[Any, ...]]) -> None:
@@ -101,7 +102,7 @@ class SourceMarks:
 
     @classmethod
     def of(cls, source: Any) -> "SourceMarks | None":
-        """None: something in the source is no plain tensor in one run of memory, and must be viewed each time."""
+        """None: something in the source is not a plain, contiguous tensor, and must be viewed each time."""
         marks = {}
         for name, tensor in mapping_of(source).items():
             if (mark := _mark(tensor)) is None:
@@ -110,7 +111,7 @@ class SourceMarks:
         return cls(marks)
 
     def fit(self, source: Any) -> bool:
-        """Whether a source has the very memory of the one that these are of."""
+        """Whether a source has the same memory as the one of these marks."""
         tensors, marks = mapping_of(source), self._marks
         if tensors.keys() != marks.keys():
             return False
@@ -118,19 +119,19 @@ class SourceMarks:
         try:
             for name, tensor in tensors.items():
                 first, second, third = marks[name]
-                if type(tensor) in plain:  # an address tells the device as well
+                if type(tensor) in plain:  # an address identifies the device as well
                     fits = tensor.data_ptr() == first and tensor.is_contiguous() and not tensor.is_neg()
                 else:
                     fits = type(first) is weakref.ref and id(first()) == id(tensor)
                 if not fits or tensor.dtype != second or tensor.shape != third:
                     return False
-        except RuntimeError:  # a tensor that is not strided any more has no address
+        except RuntimeError:  # a tensor that is no longer strided has no address
             return False
         return True
 
 
 def _plain_types() -> tuple[type, ...]:
-    """The classes of torch's tensors that are nothing but memory."""
+    """The classes of torch tensors that are plain memory."""
     torch = sys.modules.get("torch")
     return (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
 
@@ -153,7 +154,7 @@ def dtype_name(name: str, tensor: Any) -> str:
 
 
 def torch_dtype(dtype: str) -> Any:
-    """The dtype of torch that the format has under this name."""
+    """The torch dtype with this name in the format."""
     import torch
 
     return getattr(torch, next(name for name, label in _NUMPY_NAMES.items() if label == dtype))
@@ -161,24 +162,24 @@ def torch_dtype(dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class HostSource:
-    """A source as it is published: master weights in FP32 as the dtype that inference uses, the rest as it is.
+    """A source as it is published: FP32 master weights in the dtype that inference uses, all else unchanged.
 
-    Read block by block and cast on the way, so that no second copy is ever made. The cast is that of the library which
-    owns the tensor, so that it is what saving the model in that dtype would give: both round to the nearest, ties to
-    even, but they write NaN differently.
+    Weights are read and cast block by block, so that no second copy is ever made. The cast is that of the library that
+    owns the tensor, so that the result is what saving the model in that dtype would yield: numpy and torch both round
+    to the nearest, ties to even, but they write NaN differently.
     """
 
     views: Mapping[str, BitView]
     dtypes: Mapping[str, str]  # name -> dtype, for tensors that are cast
-    tensors: Mapping[str, Any] = field(default_factory=dict)  # as they are in the source, where all are in one run
+    tensors: Mapping[str, Any] = field(default_factory=dict)  # as they are in the source, if all are contiguous
 
     def without_weights(self) -> "HostSource":
-        """The same without what keeps the memory of the weights alive."""
+        """The same without references to the memory of the weights."""
         nothing: Bits = np.empty(0, np.uint8)
         return replace(self, views={name: replace(view, flat=nothing) for name, view in self.views.items()})
 
     def again(self, source: Any) -> "HostSource":
-        """The same with the weights of a source that has the marks of the one that this was made of."""
+        """The same with the weights of a source that has the marks of this one's source."""
         tensors = mapping_of(source)
         return HostSource(_LaterViews(self.views, tensors), self.dtypes, tensors)
 
@@ -190,7 +191,7 @@ class HostSource:
         return self.read(tile, number * BLOCK, min((number + 1) * BLOCK, tile.size))
 
     def bundle(self, pieces: Sequence[Tile], whole: Sequence[str] | None) -> Bits:
-        """The weights of a bundle, whose pieces lie so here: gathered and then cast, where all are cast alike.
+        """The weights of a bundle, given its pieces in these tensors: gathered and then cast, if all are cast alike.
 
         whole: the names of their tensors, where each is all of its tensor.
         """
@@ -205,7 +206,7 @@ class HostSource:
         return bits if dtype is None else _cast(bits, dtype, True in of_torch)
 
     def read(self, tile: Tile, begin: int, end: int) -> Bits:
-        """Weights begin..end of a tile of the tensors as they lie here."""
+        """Weights begin..end of a tile, in the coordinates of these tensors."""
         view = self.views[tile.tensor.name]
         bits = tile.read(view.flat, begin, end)
         dtype = self.dtypes.get(tile.tensor.name)
@@ -219,10 +220,12 @@ def read_published(source: Any, cast: Mapping[str, str]) -> tuple[HostSource, Ma
 
 
 def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str, str]:
-    """The dtypes of FP32 tensors whose names fit a pattern, the first that does; an empty one leaves them as they are.
+    """The dtypes to which FP32 tensors are cast, by the first pattern that matches the name.
+
+    An empty dtype means no cast.
 
     Raises:
-        ValueError: a dtype that FP32 is not cast to.
+        ValueError: a dtype to which FP32 cannot be cast.
     """
     for dtype in cast.values():
         if dtype and dtype not in CASTS:
@@ -256,7 +259,7 @@ def new_tensors(specs: Iterable[TensorSpec]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def zeros(spec: TensorSpec, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> np.ndarray[Any, Any]:
-    """Memory for a tensor whose size was read from a file. Raises: LimitError, if there is not so much."""
+    """Memory for a tensor whose size was read from a file. Raises: LimitError, if there is not enough."""
     try:
         return np.zeros(shape, dtype)
     except (MemoryError, ValueError) as e:  # ValueError: more than an array can have on any machine
@@ -288,7 +291,7 @@ def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:
         label = str(tensor.dtype).removeprefix("torch.")
         try:
             bits: np.ndarray[Any, Any] = tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
-        except (RuntimeError, TypeError) as e:  # sparse, lazily negated, and whatever else has no plain memory
+        except (RuntimeError, TypeError) as e:  # sparse, lazily negated, or otherwise not plain memory
             raise StateError(f"tensor {name!r} is not a plain, dense tensor: {e}", tensor=name) from e
         return bits.view(_numpy_dtype(label))
     if not isinstance(tensor, np.ndarray):
@@ -306,7 +309,7 @@ def _numpy_dtype(label: str) -> np.dtype[Any]:
 
 
 def _joined(tensors: Sequence[Any], of_torch: bool) -> Bits:
-    """The bits of tensors of one dtype, each in one run of memory, one after the other."""
+    """The bits of tensors of one dtype, each contiguous, one after the other."""
     if of_torch:
         import torch
 
@@ -316,7 +319,7 @@ def _joined(tensors: Sequence[Any], of_torch: bool) -> Bits:
 
 
 def _plain_bits(tensor: Any, of_torch: bool) -> Bits:
-    """The bits of a tensor in one run of memory, where they are."""
+    """The bits of a contiguous tensor, as a view."""
     if of_torch:
         import torch
 
@@ -326,7 +329,7 @@ def _plain_bits(tensor: Any, of_torch: bool) -> Bits:
 
 
 class _LaterViews(Mapping[str, BitView]):
-    """Views of tensors of which all but the memory is known: made when they are asked for."""
+    """Views of tensors whose metadata is known: made on first access."""
 
     def __init__(self, known: Mapping[str, BitView], tensors: Mapping[str, Any]) -> None:
         self._known, self._tensors = known, tensors
@@ -353,5 +356,5 @@ def _view(name: str, array: np.ndarray[Any, Any], of_torch: bool) -> BitView:
 
 @cache
 def _name_of(dtype: "np.dtype[Any]") -> str:
-    """The name of a dtype, which numpy puts together anew each time that it is asked: 20 µs."""
+    """The name of a dtype, cached because numpy builds it again at every access: 20 µs."""
     return dtype.name
