@@ -217,9 +217,9 @@ def test_messages_do_not_grow_with_the_number_of_tensors(fleet: Fleet) -> None:
 
 
 MISFITS = {
-    "dtype": "tensor 'a' is F32 (8, 8) for one process and BF16 (8, 8) for another",
-    "shape": "tensor 'a' is F32 (8, 8) for one process and F32 (8, 9) for another",
-    "missing": "rank 1 lacks tensor 'b'",
+    "dtype": "tensor 'a' is F32 (8, 8) in one process and BF16 (8, 8) in another",
+    "shape": "tensor 'a' is F32 (8, 8) in one process and F32 (8, 9) in another",
+    "missing": "rank 1 does not have tensor 'b'",
     "extra": "rank 1 has rows 0 to 2 of tensor 'c', and no source has them",
     "not contiguous": "tensor 'a' is not contiguous",
     "overlapping": "share memory",
@@ -962,7 +962,7 @@ def trailer(rank: int, size: int, folder: str, value: int) -> str:
 def test_a_length_that_cannot_be_is_not_believed(fleet: Fleet, value: int) -> None:
     said = fleet.run(trailer, 2, value=value)
     assert f"rank 0 reports a message of {value} bytes" in said[1]
-    assert "lost the others" in said[0]
+    assert "lost the other ranks" in said[0]
 
 
 def stumbles(rank: int, size: int, folder: str, where: str) -> Any:

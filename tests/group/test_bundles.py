@@ -88,7 +88,7 @@ def test_sources_own_what_they_hold_first() -> None:
 @pytest.mark.parametrize(
     ("receiver", "told"),
     [
-        ({"a": np.zeros(4, np.uint16)}, "rank 1 lacks tensor 'b'"),
+        ({"a": np.zeros(4, np.uint16)}, "rank 1 does not have tensor 'b'"),
         ({"a": Placed(np.zeros(2, np.uint16), (4,), rows=(0, 2))}, "no receiver has rows 2 to 4 of tensor 'a'"),
         ({"a": np.zeros(4, np.uint16), "b": np.zeros(4, np.uint16), "c": np.zeros(1, np.uint16)}, "no source has them"),
     ],

@@ -2725,9 +2725,9 @@ def test_an_anchor_that_says_it_is_large_and_is_not_is_refused_before_memory_is_
 
 def test_a_tensor_for_which_there_is_no_memory_is_an_error_with_its_name() -> None:
     layout = layouts.make([TensorSpec("w", "F64", (1 << 46,))])
-    with pytest.raises(LimitError, match="'w' has 562949953421312 bytes"):
+    with pytest.raises(LimitError, match="'w' needs 562949953421312 bytes"):
         HostState.empty(layout)
-    with pytest.raises(LimitError, match="'w' has 562949953421312 bytes"):
+    with pytest.raises(LimitError, match="'w' needs 562949953421312 bytes"):
         new_tensors(layout.tensors)
 
 

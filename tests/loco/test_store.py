@@ -415,7 +415,7 @@ def test_a_stray_state_stops_a_trainer_with_a_word_rather_than_letting_it_train_
     table = Table("ab")
     table.round("ab")
     table.store.put("states/0000/9999999999", b"nonsense")
-    with pytest.raises(StateError, match="cleared away"):
+    with pytest.raises(StateError, match="deleted or lost"):
         table["a"].step(2)
 
 

@@ -1,7 +1,7 @@
-"""States on a GPU: compared, coded, decoded, applied and counted where they lie, with the bytes that a CPU would make.
+"""States on a GPU: compared, coded, decoded, applied and counted in place, with the bytes that a CPU would write.
 
-Only counts, tables and finished streams cross to the host. Everything here needs torch and Triton, and nothing imports
-it before tensors on a GPU are met (`find`).
+Only counts, tables and finished streams are copied to the host. Everything here needs torch and Triton, and is imported
+only when a source has tensors on a GPU (`find`).
 """
 
 import sys
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def find(source: Any) -> "torch.device | None":
     """The first GPU on which tensors of a module, state dict or mapping are; None where all are in host memory.
 
-    Those without weights count only where no other has any: ranks that hold nothing have them wherever torch puts them.
+    Tensors without weights count only if no other tensor has any: ranks without a shard have empty tensors on any
+        device.
 
     Raises:
         StateError: a tensor is neither in host memory nor on a CUDA device.
@@ -32,7 +33,7 @@ def find(source: Any) -> "torch.device | None":
     for name, tensor in source.items():
         where = getattr(tensor, "device", None) if isinstance(tensor, library.Tensor) else None
         if where is None:
-            continue  # no tensor: whoever reads the source says so
+            continue  # not a tensor: the reader of the source raises the error
         if where.type not in ("cuda", "cpu"):
             if tensor.numel() or not places:
                 found_on = f"tensor {name!r} is on {where}"
@@ -45,12 +46,12 @@ def find(source: Any) -> "torch.device | None":
 
 
 def is_host(where: "torch.device") -> bool:
-    """Whether tensors on this device of torch are in host memory."""
+    """Whether tensors on this torch device are in host memory."""
     return where.type == "cpu"
 
 
 def load(module: str) -> Any:
-    """Import a module of this package. Raises: StateError, if what it needs is not installed."""
+    """Import a module of this package. Raises: StateError, if a package that it needs is not installed."""
     try:
         return import_module(f"pulsesync.device.{module}")
     except ModuleNotFoundError as e:

@@ -1,8 +1,9 @@
-"""The trainer's end on a GPU: weights are compared there with a base that is kept there, or in pinned host memory.
+"""The publisher's baseline on a GPU: weights are compared there with a base on the GPU or in pinned host memory.
 
-What `compare` launches in the caller's stream reads the trainer's weights; everything after it reads the base and what
-was found, in a stream of its own. So training may continue at once: what it launches comes after the comparison.
-`compare_later` launches nothing there: a thread compares, and the trainer calls `wait` before it changes the weights.
+What `compare` launches in the caller's stream reads the trainer's weights; everything after it reads the base and the
+changes that were found, in a separate stream. So training may continue at once: what it launches comes after the
+comparison. `compare_later` launches nothing in the caller's stream: a thread compares, and the trainer calls `wait`
+before it changes the weights.
 """
 
 import threading
@@ -57,7 +58,7 @@ class DeviceBaseline:
         self._stream: DeviceStream | None = None  # of all devices of a base, once there is one
         self._reader = SourceReader(device)
         self._base_stream = BaseStream(device)
-        self._over: ThreadPoint | None = None  # where the last comparison in a thread ends
+        self._over: ThreadPoint | None = None  # the end of the last comparison in a thread
         self._pairs: tuple[TileShare, DeviceState, Mapping[str, str], Sequence[PilePair]] | None = None
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
@@ -80,11 +81,11 @@ class DeviceBaseline:
         return DeviceState(share.layout, flats, places=share.copy_places, device=self.device, workers=workers)
 
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
-        """A copy of weights where the base is kept, flat."""
+        """A flat copy of weights in the memory of the base."""
         return self._pinned(weights) if self.keep == "host" else self._clone(weights)
 
     def _clone(self, weights: torch.Tensor) -> torch.Tensor:
-        """A copy of weights on their device, flat; in host memory it is pinned, so that a GPU can read it there."""
+        """A flat copy of weights on their device; in host memory it is pinned, so that a GPU can read it."""
         if weights.device.type == "cpu":
             return self._pinned(weights)
         return weights.clone(memory_format=torch.contiguous_format).view(-1)
@@ -103,7 +104,7 @@ class DeviceBaseline:
         if share.whole and self.keep == "device" and not share.layout.bundles:
             return state
         flats: dict[str, Any] = {name: flat for name, flat in state.flats.items() if name in share.tensors}
-        if isinstance(state, DeviceState):  # the host's, if the share has no tiles
+        if isinstance(state, DeviceState):  # a state of the host, if the share has no tiles
             for pile in state.piles:
                 with on(pile.device):
                     flats |= _bundles(pile, state.tensors)
@@ -122,7 +123,7 @@ class DeviceBaseline:
         pairs, stream = self._pairs_of(share, state, shards.published.dtypes), self._stream_of(state)
         found = self._find(pairs, state, stream, shards.published, lambda one, new: find_at_once(one, new, state))
         state.readers.append(found.found)
-        if self._reader.in_host_memory:  # which the caller may write at once: no stream keeps it waiting
+        if self._reader.in_host_memory:  # the caller may write host memory at once: no stream delays that
             found.found.wait()
         return found
 
@@ -133,7 +134,7 @@ class DeviceBaseline:
     def compare_later(
         self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference | LaterDifference":
-        """Compare in a thread with a base in host memory, which comes over the bus piece by piece.
+        """Compare in a thread with a base in host memory, which is copied over the bus piece by piece.
 
         A source on several devices is compared at once.
         """
@@ -163,9 +164,9 @@ class DeviceBaseline:
             self._over = later.over
             state.readers.append(later.over)
             start(later.run)
-        except BaseException as e:  # so that nobody waits for a thread that was never started
+        except BaseException as e:  # so that no caller waits for a thread that was never started
             later.run()
-            if not isinstance(e, RuntimeError):  # that of an interpreter that is ending, which starts no threads
+            if not isinstance(e, RuntimeError):  # raised when the interpreter is ending and starts no threads
                 raise
         return later
 
@@ -196,7 +197,7 @@ class DeviceBaseline:
         return DeviceDifference(state, stream, runs, StreamPoint(*state.devices))
 
     def _pairs_of(self, share: TileShare, state: DeviceState, dtypes: Mapping[str, str]) -> "Sequence[PilePair]":
-        """The piles of a base, each with the same tiles in the shards: known as long as these stay."""
+        """The piles of a base, each with the same tiles in the shards: cached while the shards stay the same."""
         known = self._pairs
         if known is None or known[0] is not share or known[1] is not state or known[2] != dtypes:
             places = _places_of(share)
@@ -211,7 +212,7 @@ def _places_of(share: TileShare) -> dict[int, Tile]:
 
 
 def _bundles(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The bundles of a pile whose weights lie in many tensors: each in memory of its own, by name."""
+    """The bundles of a pile whose weights lie in many tensors: each in its own memory, by name."""
     if pile.pieces is None:
         return {}
     run = pile.pieces.gather(flats, pile.kind.itemsize)
@@ -221,7 +222,7 @@ def _bundles(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _weights_in(window: Window, shards: Shards) -> torch.Tensor:
-    """The weights of a window that lies in a shard, as they are published: in place where they are not cast."""
+    """The weights of a window of a shard, as they are published: a view if they are not cast."""
     name = window.tensor.name
     shard = shards.windows[name]
     row, column = window.rows[0] - shard.rows[0], window.columns[0] - shard.columns[0]
@@ -238,11 +239,11 @@ def _torch_dtype(spec: TensorSpec, source: DeviceSource) -> torch.dtype:
 
 @dataclass(frozen=True)
 class DeviceDifference:
-    """What differs on a device."""
+    """A difference on a device."""
 
     state: DeviceState
     stream: DeviceStream
-    runs: Sequence[PileChanges]  # one a pile, in order
+    runs: Sequence[PileChanges]  # one per pile, in order
     found: StreamPoint
 
     def after(self, done: AnyTransition) -> "DeviceDifference":
@@ -252,7 +253,7 @@ class DeviceDifference:
         return replace(self, runs=runs)
 
     def try_step(self) -> None:
-        """Changes are coded on the device, in less time than it takes to bring them to the host, which `step` needs."""
+        """Does nothing: coding changes on the device is faster than copying them to the host, which `step` needs."""
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         with self.stream([self.found]):
@@ -261,20 +262,20 @@ class DeviceDifference:
 
 
 class LaterDifference:
-    """A difference that a thread is still looking for; `encode` raises what stopped it.
+    """A difference that a thread is still computing; `encode` raises the error of the thread.
 
     Args:
-        find: Compares, and waits for its end.
+        find: Compares, and waits for the end.
     """
 
     def __init__(self, find: Callable[[], DeviceDifference]) -> None:
         self._find: Callable[[], DeviceDifference] | None = find
-        self._begun = threading.Lock()  # by the first that runs it
+        self._begun = threading.Lock()  # acquired by the first thread that runs it
         self._found: Future[DeviceDifference] = Future()
-        self.over = ThreadPoint()  # neither source nor base is read any more
+        self.over = ThreadPoint()  # from then on, neither source nor base is read
 
     def run(self) -> None:
-        """Look for it, unless another thread has begun. Raises nothing."""
+        """Compute it, unless another thread has begun. Raises nothing."""
         if not self._begun.acquire(blocking=False):
             return
         assert self._find is not None
@@ -283,12 +284,12 @@ class LaterDifference:
         except BaseException as e:  # noqa: BLE001 - carried to the thread that encodes and raised there
             self._found.set_exception(e)
         finally:
-            self._find = None  # and with it the source
+            self._find = None  # frees the source as well
             self.over.reached()
 
     def after(self, done: AnyTransition) -> "DeviceDifference | LaterDifference":
         if self._found.exception() is not None:
-            return self  # the version that is encoded fails, not the one that was committed
+            return self  # the error is raised when this version is encoded, not for the one that was committed
         return self._found.result().after(done)
 
     def try_step(self) -> None:

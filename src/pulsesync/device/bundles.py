@@ -1,7 +1,7 @@
-"""Bundles on a device, as ranks of a group send them: laid into messages, read from them, compared and sampled.
+"""Bundles on a device, as ranks of a group send them: copied into messages, read from them, compared and sampled.
 
-A message is bytes on a device. What this knows of it is where tiles begin: `group.messages` has the rest of the format.
-Launches do not grow with the number of tensors, nor with that of bundles.
+A message is bytes on a device. This module knows only where tiles begin in it: `group.messages` has the rest of the
+format. The number of launches grows neither with the number of tensors nor with that of bundles.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,14 +38,14 @@ from pulsesync.format.layout import Layout
 from pulsesync.kernels import cuda
 from pulsesync.state.slices import LocalTile, TileStorage
 
-SPAN = 512  # changes that a program takes at a time
+SPAN = 512  # changes that a program processes at a time
 SPREAD = 16  # programs for a tile of a table
 SHAPES = 64  # layouts of messages whose tables stay on the device
 Places = Mapping[int, TileStorage]  # by ordinal: where bundles lie in the tensors of a process
 
 
 class WholeTiles:
-    """Tiles of a pile that a message holds whole.
+    """Tiles of a pile that are whole in a message.
 
     Args:
         pile: These tiles and no others, as they lie in tensors.
@@ -62,19 +62,19 @@ class WholeTiles:
         return Pieces(self.pile.tiles, self.pile.places, self.pile.device, starts)
 
     def gather(self, tensors: Mapping[str, torch.Tensor], message: torch.Tensor) -> None:
-        """Copy the weights of tensors into a message; masters as the dtype that they are published in."""
+        """Copy the weights of tensors into a message; masters in the dtype in which they are published."""
         with on(self.pile.device):
             self._pieces.gather(tensors, self._wide, message.view(INTEGERS[self._wide]))
 
     def scatter(self, message: torch.Tensor, state: DeviceState) -> None:
-        """Write what a message holds into the tensors of a state, and into those that are tied to them."""
+        """Write the tiles of a message into the tensors of a state, and into those that are tied to them."""
         run = message.view(INTEGERS[self._wide])
         with on(self.pile.device):
             for n in range(state.memories_of(self.pile)):
                 self._pieces.table.scatter(run, self._at(state, n))
 
     def _at(self, state: DeviceState, n: int) -> torch.Tensor:
-        """The addresses of the pieces in the n-th memory that each tensor has; those of a state stay where they are."""
+        """The addresses of the pieces in the n-th memory that each tensor has; those of a state are cached."""
         if (state, n) not in self._addresses:
             flats = [state.memory(name, n) for name in self._pieces.names]
             self._addresses[state, n] = to_device(self._pieces.addresses(flats, self._wide), self.pile.device)
@@ -88,7 +88,10 @@ class WholeTiles:
             self._pieces.table  # noqa: B018 - made when it is first asked for
 
     def begin_count(self, message: torch.Tensor) -> Callable[[], NDArray[np.uint64]]:
-        """Begin to count the digests of the tiles as the message has them. Returns what waits for them: (tiles, 2)."""
+        """Begin to count the digests of the tiles in the message.
+
+        Returns a function that waits for them: (tiles, 2).
+        """
         pile = self.pile
         at = message.data_ptr() + self._begins[pile.tile_of] + pile.host_begins * self._wide
         with on(pile.device):
@@ -97,14 +100,14 @@ class WholeTiles:
 
 
 def count_whole(some: Sequence[WholeTiles], message: torch.Tensor) -> "TileSums":
-    """The digests of all tiles that a message holds whole."""
+    """The digests of all tiles that are whole in a message."""
     waiting = [tiles.begin_count(message) for tiles in some]
     return TileSums.join([TileSums(tiles.pile.ordinals, wait()) for tiles, wait in zip(some, waiting, strict=True)])
 
 
 @dataclass(frozen=True)
 class TileSums:
-    """Digests of tiles, or how they move."""
+    """Digests of tiles, or how they change."""
 
     ordinals: NDArray[np.int64]
     sums: NDArray[np.uint64]  # (tiles, 2)
@@ -121,10 +124,10 @@ class TileSums:
 
 
 class MessageShapes:
-    """Which tiles messages hold whole, and where: what a launch must know of them is kept for the next message.
+    """Which tiles are whole in messages, and where: tables for launches are kept for the next message.
 
     Args:
-        parts: Finds the piles of tiles, by ordinal, and the piles of those alone.
+        parts: Finds the piles of tiles, by ordinal, and the piles of only these tiles.
     """
 
     def __init__(self, parts: Callable[[Iterable[int]], Sequence[tuple[Pile, Pile]]]) -> None:
@@ -154,7 +157,10 @@ class ChangeTable(NamedTuple):
     def of(
         cls, tiles: int, ordinals: NDArray[np.int64], changes: NDArray[np.int64], begins: NDArray[np.int64]
     ) -> "ChangeTable":
-        """Of a layout of so many tiles, those that are in the table. begins: of places, and of values (tiles, 2)."""
+        """The tiles in the table, of a layout of this number of tiles.
+
+        begins: of positions, and of values (tiles, 2).
+        """
         rows = np.zeros((3, tiles), np.int64)
         rows[:, ordinals] = np.stack([changes, begins[:, 0], begins[:, 1]])
         return cls(*rows)
@@ -221,7 +227,7 @@ def _read_part(part: Pile, table: ChangeTable, message: torch.Tensor) -> tuple[P
 
 
 def with_old(state: DeviceState, runs: Sequence[PileChanges]) -> tuple[list[PileChanges], Callable[[], TileSums]]:
-    """Changes with the weights that they replace, as they are now; and what waits for how digests move by them."""
+    """Changes with the current weights that they replace; and a function that waits for how they change the digests."""
     found, sums = list[PileChanges](), list[torch.Tensor]()
     for run in runs:
         pile, old = run.pile, torch.empty_like(run.new)
@@ -241,7 +247,7 @@ def with_old(state: DeviceState, runs: Sequence[PileChanges]) -> tuple[list[Pile
 
 
 def count_moves(runs: Sequence[PileChanges]) -> TileSums:
-    """How the digests of tiles move by changes: of all tiles of the piles of the runs."""
+    """How changes change the digests of tiles: for all tiles of the piles of the runs."""
     counted = block_moves(runs)
     return _by_tile(list(counted), list(counted.values()))
 
@@ -254,19 +260,19 @@ def _by_tile(piles: Sequence[Pile], by_block: Sequence[NDArray[Any]]) -> TileSum
 
 
 class SourceBundles:
-    """The bundles that a rank sends, as they lie in its tensors, and a copy of what was last sent, if it is kept.
+    """The bundles that a rank sends, in its tensors, and a copy of what was last sent, if one is kept.
 
     Args:
         layout: The bundles of all ranks.
-        places: Where those that this rank sends lie in its tensors.
+        places: Where the bundles that this rank sends lie in its tensors.
         source: The tensors.
-        device: The first of those that they are on.
+        device: The first device of the tensors.
     """
 
     def __init__(self, layout: Layout, places: Places, source: DeviceSource, device: torch.device) -> None:
         self.layout, self.device = layout, device
         self.base: DeviceState | None = None
-        # Where each tile of the copy lies: the bytes it shares with others, and where it begins in them
+        # Where each tile of the copy lies: the buffer that it shares with others, and its offset
         self._rooms: dict[int, tuple[torch.Tensor, int]] = {}
         self.bind(places, source)
 
@@ -281,14 +287,14 @@ class SourceBundles:
         self._pairs: dict[tuple[int, ...], PilePair] = {}
 
     def gather(self, begins: Mapping[int, int], message: torch.Tensor) -> Sequence[WholeTiles]:
-        """Copy tiles as they are now into a message, given by ordinal where each begins in it, in bytes."""
+        """Copy the current tiles into a message, given where each begins in it, in bytes, by ordinal."""
         some = self.shapes(begins)
         for tiles in some:
             tiles.gather(self._tensors, message)
         return some
 
     def make_room(self) -> None:
-        """Take the memory of a copy of what is sent, if there is none yet."""
+        """Allocate the copy of what is sent, if there is none yet."""
         if self.base is not None:
             return
         flats: dict[str, torch.Tensor] = {}
@@ -305,15 +311,15 @@ class SourceBundles:
         self.base = DeviceState(self.layout, flats, places=places, device=self.device, sums={})
 
     def drop_copy(self) -> None:
-        """Keep no copy, and give its memory back."""
+        """Keep no copy, and free its memory."""
         self.base = None
         self._rooms, self._pairs = {}, {}
 
     def keep_copy(self, sums: Mapping[int, Sum]) -> None:
-        """Copy tiles as they are now into the copy of what was last sent, given the digests of what was sent.
+        """Copy the current tiles into the copy of what was last sent, given the digests of what was sent.
 
         Raises:
-            StateError: they are not what was sent.
+            StateError: they differ from what was sent.
         """
         assert self.base is not None
         by_room: dict[torch.Tensor, dict[int, int]] = {}
@@ -324,7 +330,7 @@ class SourceBundles:
             first = min(begins.values())
             last = max(begin + self._size_of(ordinal) for ordinal, begin in begins.items())
             here = {ordinal: begin - first for ordinal, begin in begins.items()}
-            # Only the span in use: casting FP32 masters takes memory as long as the target.
+            # Only the part in use: casting FP32 masters needs as much memory as the target.
             for tiles in self.gather(here, room[first:last]):
                 counted, promised = tiles.begin_count(room[first:last])(), [sums[n] for n in tiles.pile.index]
                 if not np.array_equal(counted, np.array(promised, np.uint64)):
@@ -348,7 +354,7 @@ class SourceBundles:
             tiles.gather(base.tensors, message)
 
     def compare(self, tiles: Sequence[Tile]) -> list[PileChanges]:
-        """What differs from the copy in these tiles; runs without changes are left out."""
+        """The changes of these tiles since the copy; runs without changes are left out."""
         assert self.base is not None
         found = (compare_pile(pair, self._source, self._find) for pair in self._pairs_of(tiles))
         return [run for run in found if run.count]
@@ -370,7 +376,10 @@ class SourceBundles:
         return out
 
     def sample(self, begins: Mapping[int, int], size: int) -> dict[int, int]:
-        """How many of some weights of tiles differ from the copy: `size` of them, or all, from one on, by ordinal."""
+        """How many weights of a sample of each tile differ from the copy, by ordinal.
+
+        A sample has `size` weights, or all.
+        """
         if not begins:
             return {}
         counted, waiting = dict[int, int](), []
@@ -385,7 +394,7 @@ class SourceBundles:
         return counted
 
     def _sample(self, one: AlikeTiles, begins: Mapping[int, int], size: int) -> torch.Tensor:
-        """Begin to count what differs in the samples of tiles that are alike: for each as many counts."""
+        """Begin to count the differences in the samples of tiles that are compared together."""
         assert self.base is not None
         pile, wide = one.here, one.here.kind.itemsize
         new = one.there.locate(self._tensors, itemsize=4 if one.cast else None)
@@ -414,9 +423,8 @@ class ReceiverBundles:
         layout: The bundles of all ranks.
         places: Where those that are local lie in its tensors.
         source: The tensors.
-        ties: Names of tensors that are tied to others in the group, and those; they may have memory of their own here.
-        device: The first of those that they are on.
-        sums: The digests of the bundles.
+        ties: Names of tensors that are tied to others in the group, and the names of those; they may have their own
+        memory in this process. device: The first device of the tensors. sums: The digests of the bundles.
     """
 
     def __init__(
@@ -436,7 +444,7 @@ class ReceiverBundles:
         self.shapes = MessageShapes(self.state.parts)
 
     def load(self, messages: Iterable[tuple[torch.Tensor, Sequence[WholeTiles]]], sums: Mapping[int, Sum]) -> None:
-        """Write tiles that messages hold whole into the weights. If this fails, they are between two versions."""
+        """Write the whole tiles of messages into the weights. If this fails, they are between two versions."""
         with self.state.lock:
             with self.state.exclusive():
                 for message, some in messages:

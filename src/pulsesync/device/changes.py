@@ -1,4 +1,4 @@
-"""What changes on a device: found, composed, written and counted. It is also the undo log."""
+"""Changes on a device: found, composed, written and counted. They are also the undo log."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,20 +14,20 @@ from pulsesync.device.memory import INTEGERS, empty, fetch, on, scan, to_device,
 from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, order
 from pulsesync.kernels import cuda
 
-SPAN = 512  # changes that a program takes at a time
+SPAN = 512  # changes that a program processes at a time
 SPREAD = 4  # programs for a block
 
 
 @dataclass(frozen=True, eq=False)
 class PileChanges:
-    """Changes of a pile: of block b those from starts[b] to starts[b + 1]; in order where they are to be coded."""
+    """Changes of a pile: those of block b are starts[b] to starts[b + 1]; in order if they are to be coded."""
 
     pile: Pile
     starts: torch.Tensor
     positions: torch.Tensor  # in the block
     old: torch.Tensor
     new: torch.Tensor
-    known_chunks: torch.Tensor | None = None  # where the changes of each chunk begin, if that was found on the way
+    known_chunks: torch.Tensor | None = None  # where the changes of each chunk begin, if it is known already
 
     @property
     def count(self) -> int:
@@ -76,7 +76,7 @@ class PileChanges:
             )  # fmt: skip
 
     def count_moves(self, sums: torch.Tensor) -> None:
-        """Add to the two sums of each block how they move."""
+        """Add to the two sums of each block how the changes change them."""
         if self.count:
             pile = self.pile
             cuda.digest_change[self._grid](
@@ -104,7 +104,7 @@ def device_keys(device: torch.device) -> torch.Tensor:
 
 @cache
 def device_key_planes(device: torch.device, unit: int) -> torch.Tensor:  # (4096,) uint64
-    """The keys' bytes as `recount` multiplies units of one or two bytes by them.
+    """The keys' bytes, in the order in which `recount` multiplies units of one or two bytes by them.
 
     For each 64 bytes of a chunk there are eight columns: bytes 0 to 3 of the keys of their units, for either sum.
     """
@@ -114,7 +114,7 @@ def device_key_planes(device: torch.device, unit: int) -> torch.Tensor:  # (4096
 
 
 def find_changes(pile: Pile, old: PileAddresses, new: PileAddresses, cast: bool) -> PileChanges:
-    """Compare two states of a pile. The caller waits for the number of changes; what follows is only launched."""
+    """Compare two states of a pile. It waits for the number of changes; the rest is only launched."""
     wide, device = pile.kind.itemsize, pile.device
     bitmap = empty(pile.chunks * WORDS, torch.int32, device)
     counts = empty(pile.chunks, torch.int32, device)
@@ -133,7 +133,7 @@ def find_changes(pile: Pile, old: PileAddresses, new: PileAddresses, cast: bool)
 
 
 def join(pile: Pile, runs: Sequence[PileChanges]) -> PileChanges:
-    """What was found in the blocks of a pile, some of them at a time and in order, as if it was found at once."""
+    """Join the changes found in consecutive groups of blocks of a pile."""
     if len(runs) == 1:
         return runs[0]
     starts = scan(torch.cat([run.starts.diff() for run in runs]))
@@ -145,7 +145,7 @@ def join(pile: Pile, runs: Sequence[PileChanges]) -> PileChanges:
 
 
 def compose(first: Changes, then: Changes) -> list[PileChanges]:
-    """What two sets of changes do one after the other, in order, without what the second takes back."""
+    """Two sets of changes as one, in order, without changes that the second reverts."""
     piles = sorted(dict.fromkeys(run.pile for run in (*first, *then)), key=order)
     out = []
     for pile in piles:
@@ -178,9 +178,9 @@ BlockMoves = Mapping[Pile, NDArray[np.uint64]]  # of each pile: two sums a block
 
 
 def begin_moves(changes: Iterable[PileChanges]) -> Callable[[], BlockMoves]:
-    """Begin to count how the digest moves by the changes of each block, in the piles that have any.
+    """Begin to count how the changes of each block change the digest, in the piles that have any.
 
-    Returns what waits for it.
+    Returns a function that waits for the result.
     """
     sums: dict[Pile, torch.Tensor] = {}
     for run in changes:
@@ -193,7 +193,7 @@ def begin_moves(changes: Iterable[PileChanges]) -> Callable[[], BlockMoves]:
 
 
 def block_moves(changes: Iterable[PileChanges]) -> BlockMoves:
-    """How the digest moves by the changes of each block, in the piles that have any."""
+    """How the changes of each block change the digest, in the piles that have any."""
     return begin_moves(changes)()
 
 
@@ -206,13 +206,13 @@ def moves(by_block: BlockMoves) -> dict[int, Sum]:
 
 
 def as_sums(pile: Pile, counted: NDArray[np.integer]) -> Mapping[int, Sum]:
-    """Sums by ordinal, from pairs as kernels leave them."""
+    """Sums by ordinal, from pairs that kernels have written."""
     pairs = counted.view(np.uint64).reshape(-1, 2).tolist()
     return {tile.ordinal: Sum(*pair) for tile, pair in zip(pile.tiles, pairs, strict=True)}
 
 
 def on_whole(run: PileChanges, pile: Pile) -> PileChanges:
-    """Changes of a part of a pile as changes of all of it."""
+    """Changes of a part of a pile as changes of the whole pile."""
     if run.pile is pile:
         return run
     counts = torch.zeros(pile.blocks, dtype=torch.int64, device=pile.device)

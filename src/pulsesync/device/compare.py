@@ -1,4 +1,4 @@
-"""Compare the tiles of a base with those of a source, wherever these lie, a pile at a time."""
+"""Compare the tiles of a base with those of a source, one pile at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +14,10 @@ from pulsesync.device.streamed import BasePiece, cut
 
 @dataclass(frozen=True)
 class PilePair:
-    """Tiles as they lie in a base and in a source.
+    """The same tiles in a base and in a source.
 
-    Masters are rounded to BF16 as they are read; where a pile has others too, the two kinds are compared apart.
+    Masters are rounded to BF16 as they are read; if a pile also has other tensors, the two kinds are compared
+    separately.
     """
 
     here: Pile
@@ -35,7 +36,7 @@ class PilePair:
 
 @dataclass(frozen=True)
 class AlikeTiles:
-    """Tiles of a pile that are compared at once: as they lie in a base and in a source, and if that has masters."""
+    """Tiles of a pile that are compared at once: in a base and in a source, and whether the source has masters."""
 
     here: Pile
     there: Pile
@@ -43,7 +44,7 @@ class AlikeTiles:
 
     @cached_property
     def pieces(self) -> list[BasePiece]:
-        """Of the base, to be brought to the device one after the other."""
+        """The pieces of the base, to be copied to the device one after the other."""
         return cut(self.here)
 
 
@@ -67,6 +68,7 @@ def find_in_pieces(
 ) -> PileChanges:
     found = []
     for piece, old in islice(arriving, len(one.pieces)):
-        there = replace(new, at=new.at[piece.blocks].clone())  # Triton compiles anew for a table at an odd address
+        # Triton compiles another kernel for a table at an odd address.
+        there = replace(new, at=new.at[piece.blocks].clone())
         found.append(find_changes(piece.pile, old, there, one.cast))
     return join(one.here, found)

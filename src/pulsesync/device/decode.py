@@ -1,4 +1,4 @@
-"""Decode parts on the device: their streams go up, and what they change stays there."""
+"""Decode parts on the device: streams are copied to the device, and the decoded changes stay there."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ from pulsesync.format.predict import PREDICTING
 from pulsesync.kernels import cuda, spec
 
 MANY = 1 << 22  # bytes of streams that are copied by several threads ...
-COPIERS = 4  # ... of so many
+COPIERS = 4  # ... of this number
 
 
 Plain = tuple[Tile, Codec, memoryview]  # a tile that is not predicted, and its payload
@@ -65,10 +65,10 @@ def open_part(
     tiles: Mapping[int, Tile],
     memories: DeviceHistory | None,
 ) -> OpenedPayloads:
-    """Begin to read the payloads of some tiles of a part, given by ordinal.
+    """Begin to read the payloads of some tiles of a part, by ordinal.
 
     Raises:
-        FormatError: and its branches, as `format.patch.decode_tiles`.
+        FormatError and subclasses: as `format.patch.decode_tiles`.
     """
     plain: list[Plain] = []
     predicted: list[tuple[Codec, Tile, memoryview]] = []
@@ -93,14 +93,14 @@ def open_part(
 
 @dataclass(frozen=True)
 class GroupChecks:
-    """How a part says that the digest moves by the changes of groups, by block of a pile."""
+    """The checks of a part: how the changes of groups change the digest, by block of a pile."""
 
     pile: Pile
     blocks: NDArray[np.int64]
     promised: NDArray[np.uint32]
 
     def verify(self, by_block: BlockMoves) -> None:
-        """Raises: VerificationError, if a group does not move so."""
+        """Raises: VerificationError, if the changes of a group do not match its check."""
         if not self.blocks.size:
             return
         moved = by_block[self.pile][self.blocks, 0] if self.pile in by_block else np.zeros(self.blocks.size, np.uint64)
@@ -116,7 +116,7 @@ class GroupChecks:
 
 @dataclass(frozen=True)
 class DecodedTiles:
-    """What tiles that share a table change, of the whole pile; what must be true of it; and their hot weights."""
+    """The changes of tiles that share a table, for the whole pile; the checks they must pass; and their hot weights."""
 
     runs: list[PileChanges]
     checks: GroupChecks
@@ -132,11 +132,11 @@ def decode_coded(
 ) -> DecodedTiles:
     """Decode the tiles of a part that share a table; weights: of the whole pile.
 
-    The device looks for the hot weights and decodes while the host reads on.
+    The device finds the hot weights and decodes while the host continues reading.
 
     Raises:
-        FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights are
-        not those that the history is of.
+        FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights do
+        not match the history.
     """
     pile = whole.part([tile.ordinal for tile in coded.tiles])
     weights, cuts = weights.of(whole, pile), coded.cuts
@@ -168,7 +168,7 @@ def decode_coded(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What payloads say of the blocks of a pile."""
+    """The contents of payloads, by block of a pile."""
 
     changes: NDArray[np.int64]
     lanes: NDArray[np.int64]
@@ -178,7 +178,7 @@ class _Blocks:
 def _kept_contents(
     contents: Sequence[memoryview], streams: PayloadStreams, kept: NDArray[np.int64]
 ) -> Sequence[memoryview]:
-    """The streams that are decoded, of what all payloads have."""
+    """The streams to decode, among those of all payloads."""
     if kept.size == streams.changes.size:
         return contents
     ends = 2 * np.r_[0, np.cumsum(streams.words)]
@@ -192,7 +192,10 @@ def _kept_contents(
 
 
 class _StreamDecoder:
-    """Decodes the streams of a pile's blocks; what does not wait for the hot weights goes up at once."""
+    """Decodes the streams of a pile's blocks.
+
+    Everything that does not depend on the hot weights is copied to the device at once.
+    """
 
     def __init__(
         self, pile: Pile, weights: PileAddresses, table: FrequencyTable, stream: torch.Tensor, blocks: _Blocks
@@ -209,12 +212,12 @@ class _StreamDecoder:
         self._at = weights.at[chosen]
 
     def begin(self, hot: HotWeights) -> tuple[PileChanges, torch.Tensor]:
-        """Have the streams decoded; what is found is right if there turn out to be no faults.
+        """Launch the decoding of the streams; the result is valid if no faults are reported.
 
         Raises:
             FormatError: a stream has more changes than there are hot weights.
         """
-        if (hot.counts < self._blocks.changes).any():  # before memory is taken for them
+        if (hot.counts < self._blocks.changes).any():  # before memory is allocated for them
             raise FormatError(spec.FAULTS[3])
         pile, table, device, coded = self._pile, self._table, self._pile.device, self._coded
         order, firsts, lanes, word_starts = self._warps
@@ -255,7 +258,7 @@ def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor
 def _begin_cold(
     pile: Pile, cuts: NDArray[np.int64], per_tile: NDArray[np.int64], colds: ColdChanges, weights: PileAddresses
 ) -> Callable[[], PileChanges]:
-    """Begin with the cold changes: few, so that the host can move them; only their old weights are fetched."""
+    """Begin with the cold changes: there are few, so the host applies them; only their old weights are fetched."""
     found = pile.find_blocks(per_tile, colds.positions)
     places = BlockPlaces.of(pile, found.counts, found.positions)
     bits = (cuts << (pile.kind.exponent_shift or 0)).astype(pile.kind.bits)
@@ -270,10 +273,10 @@ def _begin_cold(
 
 
 def _move_cold(old: Bits, steps: NDArray[np.int64], least: Bits) -> Bits:
-    """Move cold weights by their steps; least: their lowest bits that are not hot, without the sign.
+    """Move cold weights by their steps; least: the lowest bits that are not hot, without the sign.
 
     Raises:
-        FormatError: one is hot, or goes half the circle the wrong way.
+        FormatError: one is hot, or has a step of half the range in the wrong direction.
     """
     if not old.size:
         return old
@@ -288,7 +291,7 @@ def _move_cold(old: Bits, steps: NDArray[np.int64], least: Bits) -> Bits:
 
 @dataclass(frozen=True)
 class BlockPlaces:
-    """Places in the blocks of a pile, on the device: of block b those from starts[b] to starts[b + 1]."""
+    """Positions in the blocks of a pile, on the device: those of block b are starts[b] to starts[b + 1]."""
 
     pile: Pile
     starts: torch.Tensor
@@ -296,12 +299,12 @@ class BlockPlaces:
 
     @classmethod
     def of(cls, pile: Pile, counts: NDArray[np.int64], positions: NDArray[np.int32]) -> "BlockPlaces":
-        """Places of which each block has so many."""
+        """Positions, given how many each block has."""
         return cls(pile, to_stream(starts_of(counts), pile.device), to_stream(positions, pile.device))
 
 
 def fetch_weights(places: BlockPlaces, weights: PileAddresses) -> tuple[Callable[[], Bits], torch.Tensor]:
-    """Begin to fetch single weights: what waits for them, and the same on the device."""
+    """Begin to fetch single weights; return a function that waits for them, and the same weights on the device."""
     wide, count = places.pile.kind.itemsize, places.positions.numel()
     out = torch.empty(count, dtype=INTEGERS[wide], device=places.pile.device)
     if not count:
@@ -314,7 +317,7 @@ def fetch_weights(places: BlockPlaces, weights: PileAddresses) -> tuple[Callable
 
 
 def decode_plain(whole: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> list[PileChanges]:
-    """Tiles of a dtype that are not predicted: what of them differs from the old weights, which are of the pile."""
+    """The changes of tiles that are not predicted, given the old weights of the pile."""
     runs = []
     for codecs, decode in (((Codec.GAP, Codec.STEP), _sparse), (patch.WHOLE, _whole)):
         some = [(tile, codec, body) for tile, codec, body in payloads if codec in codecs]
@@ -325,7 +328,7 @@ def decode_plain(whole: Pile, payloads: Sequence[Plain], weights: PileAddresses)
 
 
 def _sparse(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> PileChanges:
-    """Tiles of `gap` and `step`: the host puts together new weights, for which only the old ones there are fetched."""
+    """Tiles of `gap` and `step`: the host computes the new weights; only the old weights that change are fetched."""
     decoded = [_positions_and_moves(*payload) for payload in payloads]
     per_tile = np.array([where.size for where, _ in decoded], np.int64)
     found = pile.find_blocks(per_tile, np.concatenate([where for where, _ in decoded]))
@@ -333,7 +336,7 @@ def _sparse(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> Pi
     old = wait()
     before = old
     if found.inside is not None:
-        before = np.zeros(per_tile.sum(), old.dtype)  # of weights that are not here nobody looks at what they become
+        before = np.zeros(per_tile.sum(), old.dtype)  # the new values of weights that are not local are not used
         before[found.inside] = old
     tiles = np.split(before, np.cumsum(per_tile)[:-1])
     moved = [move(some) for (_, move), some in zip(decoded, tiles, strict=True)]
@@ -348,7 +351,7 @@ def _sparse(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> Pi
 def _positions_and_moves(
     tile: Tile, codec: Codec, body: memoryview
 ) -> tuple[NDArray[np.int64], Callable[[Bits], Bits]]:
-    """Where a tile changes, and what makes new weights of the old ones there."""
+    """The positions at which a tile changes, and a function from the old weights there to the new ones."""
     if codec == Codec.GAP:
         positions, values = gap.decode(body, tile.size, tile.tensor.kind.bits)
         return positions, lambda _: values

@@ -1,8 +1,8 @@
 """Code changes against the old weights, all on the device: the bytes are those that `format.predict` would write.
 
-The host sees counts, from which it chooses cuts and makes tables, and at the end the streams. It waits for a pile five
-times: for changes by magnitude, for the number of hot weights, for counts of decisions, for the sizes of the streams,
-and for the streams.
+The host receives counts, from which it chooses cuts and makes tables, and at the end the streams. It waits for a pile
+five times: for changes by magnitude, for the number of hot weights, for counts of decisions, for the sizes of the
+streams, and for the streams.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,15 @@ from pulsesync.format.index import FrequencyTable
 from pulsesync.format.predict import CodedTile
 from pulsesync.kernels import cuda, spec
 
-SPARE = 1.2  # room for hot weights, over what a sample of a tile lets expect, ...
-FEW = 1 << 12  # ... and this beside
-COPIES = 1 << 21  # places in all copies of a table that is counted: copies keep programs out of each other's way
-FEW_LONG = 1 << 13  # long steps of a pile up to which all of them are copied to the host
-LISTED_ONCE = 1 << 33  # weights up to which decisions are kept until they are coded; those of more are listed again
+SPARE = 1.2  # space for hot weights, as a multiple of the estimate from a sample of a tile, ...
+FEW = 1 << 12  # ... plus this number
+COPIES = 1 << 21  # entries in all copies of a table of counts: copies reduce contention between programs
+FEW_LONG = 1 << 13  # up to this number of long steps of a pile, all are copied to the host
+# Up to this number of weights, decisions are kept until they are coded; with more they are listed again.
+LISTED_ONCE = 1 << 33
 
 
-LongSteps = NDArray[np.int64] | torch.Tensor  # how far hot changes go; on the host, or many on the device
+LongSteps = NDArray[np.int64] | torch.Tensor  # sizes of the steps of hot changes; on the host, or if many on the device
 NO_LONG_STEPS = np.empty(0, np.int64)
 
 
@@ -42,7 +43,7 @@ class CodedPiles:
 
     table: FrequencyTable
     tiles: dict[int, CodedTile]
-    hot: dict[Pile, HotWeights]  # that they were coded with, as far as they were kept
+    hot: dict[Pile, HotWeights]  # with which they were coded, as far as they were kept
     moved: BlockMoves
 
 
@@ -51,7 +52,7 @@ def code_piles(
 ) -> CodedPiles:
     """Code the changes of piles of one dtype, given where their old weights are.
 
-    With memories they are coded as `history`, else as `context`.
+    With memories they are coded with codec `history`, else with `context`.
     """
     coders = [_PileCoder(run, weights, memories) for run, weights in runs]
     moved = begin_moves(run for run, _ in runs)
@@ -84,18 +85,18 @@ class _BlockCounts:
 
     @property
     def coded(self) -> NDArray[np.intp]:
-        """Those that have a stream."""
+        """The blocks that have a stream."""
         return np.flatnonzero(self.hot_changes)
 
 
 @dataclass(frozen=True)
 class _StreamPlan:
-    """What a launch must know of the blocks that have a stream; `rooms` in words."""
+    """The tables of a launch for the blocks that have a stream; `rooms` in words."""
 
     changes: NDArray[np.int64]
     lanes: NDArray[np.int64]
     decisions: NDArray[np.int64]
-    spans: tuple[torch.Tensor, torch.Tensor]  # where the decisions of each begin and end
+    spans: tuple[torch.Tensor, torch.Tensor]  # the begin and end of the decisions of each block
     tables: tuple[torch.Tensor, ...]  # order and firsts of `warps_of`, lanes, where changes begin, and where rooms do
     rooms: NDArray[np.int64]
 
@@ -110,7 +111,7 @@ class _StreamPlan:
         return cls(changes, lanes, decisions, (begin, end), tuple(rest), rooms)
 
     def with_most_room(self) -> "_StreamPlan":
-        """The same with room for a word a decision and two more a change."""
+        """The same with space for one word per decision and two more per change."""
         rooms = starts_of(2 * self.lanes + self.decisions + 3 * self.changes)
         return replace(self, tables=(*self.tables[:-1], to_stream(rooms, self.spans[0].device)), rooms=rooms)
 
@@ -121,14 +122,14 @@ class _PileDecisions:
 
     hot: HotWeights
     symbols: torch.Tensor
-    sizes: torch.Tensor  # of hot changes: how far they go
-    longs: torch.Tensor  # how many of them go further than a symbol says by itself, and of some of these how far
-    by_symbol: torch.Tensor  # how often each symbol of each row is decided, but "unchanged"
+    sizes: torch.Tensor  # of the steps of hot changes
+    longs: torch.Tensor  # how many steps are longer than a symbol can express, and the sizes of some of these
+    by_symbol: torch.Tensor  # counts of each symbol of each row, except "unchanged"
     cold: torch.Tensor  # positions in the block
     cold_steps: torch.Tensor
 
     def list_sizes(self, sizes: NDArray[np.uint32]) -> None:
-        """Give the steps of these sizes symbols of their own, as `tables.list_sizes` does."""
+        """Give the steps of these sizes their own symbols, as `tables.list_sizes` does."""
         if not sizes.size:
             return
         listed, wide = to_stream(sizes.astype(np.int64), self.sizes.device), _wide(self.sizes)
@@ -141,7 +142,7 @@ class _PileDecisions:
 
 
 class _PileCoder:
-    """The changes of a pile on their way to payloads: `choose_cuts`, `count`, `write`."""
+    """Codes the changes of a pile into payloads: `choose_cuts`, `count`, `write`."""
 
     def __init__(self, run: PileChanges, weights: PileAddresses, memories: DeviceHistory | None) -> None:
         self.run, self.pile, self._weights, self._memories = run, run.pile, weights, memories
@@ -151,7 +152,7 @@ class _PileCoder:
             self._by_class = self._count_classes()
 
     def _count_classes(self) -> Callable[[], list[NDArray[np.int64]]]:
-        """Begin to count changes and sampled weights by magnitude, of each tile."""
+        """Begin to count changes and sampled weights by magnitude, for each tile."""
         pile, over = self.pile, self.pile.stretches
         found = torch.zeros((2, len(pile.tiles), 256), dtype=torch.int64, device=pile.device)
         starts = self.run.starts if over.are_blocks else self.run.starts[over.blocks]
@@ -178,9 +179,10 @@ class _PileCoder:
         return int(self.cuts.max())
 
     def count(self, contexts: tables.Contexts, keep: bool, alone: bool) -> NDArray[np.int64]:
-        """List the decisions; return how often each symbol of each context is decided: (classes, ages, symbols).
+        """List the decisions; return the counts of each symbol in each context: (classes, ages, symbols).
 
-        keep: until they are coded; else they are listed again then. alone: no other pile has this dtype.
+        keep: whether decisions are kept until they are coded; else they are listed again. alone: no other pile has this
+            dtype.
         """
         with on(self.pile.device):
             decisions = self._decide(contexts)
@@ -193,7 +195,7 @@ class _PileCoder:
             self._cold = cold, steps
             if alone and longs[0] <= FEW_LONG:
                 self.long = longs[1 : 1 + longs[0]].view(np.uint32).astype(np.int64)
-            elif longs[0]:  # those of several piles may be sampled, in the order of tiles
+            elif longs[0]:  # with several piles they may be a sample, in the order of tiles
                 wide = _wide(decisions.sizes)
                 self.long = wide[wide > spec.DIRECT]
         if keep:
@@ -201,7 +203,7 @@ class _PileCoder:
         return _with_unchanged(self._by_row, by_symbol, contexts)
 
     def count_listed(self, contexts: tables.Contexts, sizes: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """The same once the table lists steps of some sizes."""
+        """The same after the table lists steps of these sizes."""
         with on(self.pile.device):
             decisions = self.kept or self._decide(contexts)
             decisions.list_sizes(sizes)
@@ -212,7 +214,7 @@ class _PileCoder:
         return _with_unchanged(self._by_row, by_symbol.reshape(-1, places), contexts)
 
     def _decide(self, contexts: tables.Contexts) -> _PileDecisions:
-        """Find the hot weights, which is waited for, and begin to write their changes among the decisions."""
+        """Find the hot weights, wait for them, and begin to write their changes among the decisions."""
         run, pile, device = self.run, self.pile, self.pile.device
         memories = self._memories or DeviceHistory()
         hot = find_hot(pile, self._weights, self.cuts, memories, run, self._rooms, contexts)()
@@ -231,7 +233,7 @@ class _PileCoder:
         return _PileDecisions(hot, symbols, sizes, longs, counts.total(), cold, cold_steps)
 
     def _build_cold(self) -> list[bytes]:
-        """Of each tile its cold changes."""
+        """The encoded cold changes of each tile."""
         cold, steps = self._cold
         in_blocks = self._blocks.changes - self._blocks.hot_changes
         first = starts_of(in_blocks)[self.pile.first_block]
@@ -240,7 +242,7 @@ class _PileCoder:
     def write(
         self, table: FrequencyTable, number: int, codec: Codec, moved: Callable[[], BlockMoves]
     ) -> dict[int, CodedTile]:
-        """The payloads of the tiles that changed, by ordinal; the cold changes are written meanwhile."""
+        """The payloads of the tiles that changed, by ordinal; the host writes the cold changes meanwhile."""
         pile, blocks, plan = self.pile, self._blocks, self._plan
         words, streams, colds = np.zeros(pile.blocks, np.int64), fetch(), self._build_cold
         with on(pile.device):
@@ -272,7 +274,7 @@ class _PileCoder:
         return out
 
     def _checks(self, touched: Sequence[int], moved: Callable[[], BlockMoves]) -> dict[int, bytes]:
-        """The checks of bundles that say how the digest of each group moves, by number of the tile."""
+        """The checks of bundles: how the digest of each group changes, by number of the tile."""
         out, pile = {}, self.pile
         for i in touched:
             if is_checked(pile.tiles[i]):
@@ -282,12 +284,15 @@ class _PileCoder:
 
 
 def _wide(sizes: torch.Tensor) -> torch.Tensor:
-    """Unsigned numbers of 32 bits in 64."""
+    """Unsigned 32-bit numbers as 64-bit numbers."""
     return sizes.to(torch.int64) & 0xFFFFFFFF
 
 
 def _choose_sizes(found: Sequence[LongSteps], width: int, ages: int) -> NDArray[np.uint32]:
-    """`tables.choose_sizes` of the long steps of piles; of many, the host sees those that are common, and counts."""
+    """`tables.choose_sizes` of the long steps of piles.
+
+    If there are many, the host gets only the common sizes and their counts.
+    """
     on_device = [some for some in found if isinstance(some, torch.Tensor)]
     if not on_device:
         return tables.choose_sizes(np.concatenate([np.asarray(some) for some in found]), width, ages)
@@ -308,7 +313,7 @@ def _choose_sizes(found: Sequence[LongSteps], width: int, ages: int) -> NDArray[
 
 @dataclass(frozen=True)
 class _SymbolCounts:
-    """Counts of the symbols of each row, in copies that are added up at the end."""
+    """Counts of the symbols of each row, in copies that are summed at the end."""
 
     copies: torch.Tensor  # (copies, rows, places of a row)
 
@@ -320,7 +325,7 @@ class _SymbolCounts:
 
     @property
     def places(self) -> int:
-        """Of a copy."""
+        """The number of entries of a copy."""
         return self.copies[0].numel()
 
     def total(self) -> torch.Tensor:
@@ -330,7 +335,8 @@ class _SymbolCounts:
 def _count_rows(rows: torch.Tensor, plan: _StreamPlan, contexts: tables.Contexts) -> torch.Tensor:
     """Begin to count how many decisions each row of the tables has."""
     count = contexts.classes * contexts.ages
-    # BINS is compiled in: 32 for the first patch of an epoch, 1,024 for all others, so that nothing is compiled later.
+    # BINS is a compile-time constant: 32 for the first patch of an epoch, 1,024 for all others, so that nothing is
+    # compiled later.
     bins = 32 if contexts.ages == 1 else max(1024, 1 << (count - 1).bit_length())
     counts = torch.zeros(bins, dtype=torch.int64, device=rows.device)
     if plan.lanes.size:
@@ -349,7 +355,7 @@ def _with_unchanged(
 
 @dataclass(frozen=True)
 class _Streams:
-    """Streams in rooms of their own, each at the end of its room."""
+    """Streams in separate buffers, each at the end of its buffer."""
 
     stream: torch.Tensor
     ends: torch.Tensor  # of rooms
@@ -371,7 +377,7 @@ def _launch(decisions: _PileDecisions, table: FrequencyTable, plan: _StreamPlan)
 
 
 def _packed(streams: _Streams, begins: NDArray[np.int64]) -> torch.Tensor:
-    """The bytes of the streams, one after the other: each where it begins."""
+    """The bytes of the streams, each copied to where it begins in the result."""
     device = streams.stream.device
     packed = empty(int(begins[-1]), torch.uint8, device)
     cuda.pack[(begins.size - 1, 4)](

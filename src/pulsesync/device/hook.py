@@ -1,6 +1,6 @@
-"""No base at all: the caller hands over the old weights with the new ones (keep="hook").
+"""No base: the caller passes the old weights with the new ones (keep="hook").
 
-An optimizer that keeps FP32 masters has both for a moment: masters that are new, and weights that are not yet.
+An optimizer that keeps FP32 masters has both for a moment: new masters, and weights that are not updated yet.
 
     optimizer.step()                                          # masters
     publisher.publish(masters, old=model, wait=False)         # compared and encoded before this returns
@@ -33,7 +33,7 @@ NOTHING = Tensors({})
 class HookState(DeviceState):
     """The last version without its weights: digests and history, and the source that it was made from.
 
-    Its tiles lie where they do in the shards, so that shards serve as its tensors.
+    Its tiles have the coordinates of the shards, so that shards serve as its tensors.
     """
 
     def __init__(self, share: TileShare, shards: Shards, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class HookState(DeviceState):
         self.flats, self.tensors, self.share, self.source = {}, NOTHING, share, shards
 
     def hand_over(self, old: Tensors) -> None:
-        """Use weights as those of the last version. Raises: StateError, if they are others."""
+        """Use these weights as those of the last version. Raises: StateError, if they differ from it."""
         self.tensors = old
         if self.count() != self.sums:
             self.tensors = NOTHING
@@ -80,7 +80,7 @@ class HookBaseline:
         return HookState(share, shards, self._device.device)
 
     def rebuild(self, share: TileShare, shards: Shards) -> None:
-        """A run is not resumed from its last version: its state would have to be kept for that."""
+        """Does nothing: a run is not resumed from its last version, whose state is not kept."""
 
     def adopt(self, share: TileShare, state: AnyState) -> AnyState:
         raise AssertionError("keep='hook' has no state to adopt")
@@ -88,7 +88,7 @@ class HookBaseline:
     def compare(
         self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "EncodedDifference":
-        """Compare and encode. Raises: StateError, if what is handed over is not the last version."""
+        """Compare and encode. Raises: StateError, if the old weights are not the last version."""
         assert isinstance(state, HookState)
         if old is None:
             raise ValueError("keep='hook' needs the old weights to compare with: call publish(new, old=...)")
@@ -116,7 +116,7 @@ class HookBaseline:
 
 @dataclass(frozen=True)
 class EncodedDifference:
-    """A difference that is encoded already."""
+    """A difference that is already encoded."""
 
     done: tuple[EncodedPart, AnyTransition]
 
@@ -124,7 +124,7 @@ class EncodedDifference:
         raise AssertionError("a difference of keep='hook' is sent before the next one is made")
 
     def try_step(self) -> None:
-        """The codec is chosen already."""
+        """Does nothing: the codec is already chosen."""
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
         return self.done

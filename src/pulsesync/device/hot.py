@@ -1,4 +1,4 @@
-"""Hot weights on a device: marked, listed with the rows of the tables, and what is remembered of them."""
+"""Hot weights (those below the cut of their tile) on a device: marked, listed with table rows, and tracked."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,14 +21,17 @@ MARKS = 8  # chunks whose marks a program counts
 
 @dataclass(frozen=True)
 class TileMemory:
-    """What is remembered of a tile (see `format.history`), on the device; sizes in bytes of what is coded together."""
+    """The history of a tile (see `format.history`), on the device.
+
+    sizes: bytes of each group of weights coded together.
+    """
 
     cut: int
     memory: torch.Tensor  # that the tiles of a pile share
     begin: int  # of this one's bytes in it
     sizes: NDArray[np.int64]
     counted: TileHistorySummary
-    bundled: bool = False  # these are the groups of a bundle
+    bundled: bool = False  # whether these are the groups of a bundle
 
     @property
     def end(self) -> int:
@@ -53,7 +56,7 @@ class DeviceHistory:
         return np.array([self.cut(ordinal) for ordinal in pile.index], np.int64)
 
     def counts(self, ordinals: Iterable[int]) -> dict[int, TileHistorySummary]:
-        """What the digest says of these tiles, as far as they are remembered."""
+        """The part of the history digest for these tiles, as far as they are tracked."""
         return {ordinal: self.tiles[ordinal].counted for ordinal in ordinals if ordinal in self.tiles}
 
     def digest(self) -> str:
@@ -74,7 +77,7 @@ class DeviceHistory:
 
     @classmethod
     def of(cls, history: History, device: torch.device) -> "DeviceHistory":
-        """Bring a history from the host."""
+        """Copy a history from the host."""
         counts = history.counts(history.tiles)
         tiles = {}
         for ordinal, tile in history.tiles.items():
@@ -86,9 +89,9 @@ class DeviceHistory:
 
 @dataclass(frozen=True)
 class HotWeights:
-    """Which weights of a pile are below the cuts of their tiles, which of them are remembered, and those listed.
+    """Which weights of a pile are below the cuts of their tiles, which of them are tracked, and a list of them.
 
-    What is listed are the decisions of the coder, block after block: those of block b begin at borders[b].
+    The list has the decisions of the coder, block after block: those of block b begin at borders[b].
     """
 
     pile: Pile
@@ -98,19 +101,19 @@ class HotWeights:
     known_at: torch.Tensor  # where the bytes of each chunk begin
     last: torch.Tensor  # bytes
     counts: NDArray[np.int64]  # of blocks
-    changes: NDArray[np.int64]  # of blocks: those of hot weights, where changes were given
-    change_at: torch.Tensor  # where those of each chunk begin
+    changes: NDArray[np.int64]  # of blocks: changes of hot weights, if changes were given
+    change_at: torch.Tensor  # where the changes of each chunk begin
     borders: NDArray[np.int64]
-    begins: torch.Tensor  # where those of each chunk are listed
+    begins: torch.Tensor  # where the list entries of each chunk begin
     rows: torch.Tensor  # of the tables
-    places: torch.Tensor  # positions in the block, where they are wanted
+    places: torch.Tensor  # positions in the block, if they are needed
 
     @property
     def remembers(self) -> bool:
         return self.known is not self.bitmap
 
     def without_list(self) -> "HotWeights":
-        """The same without what is listed, which takes most of the memory."""
+        """The same without the list, which occupies most of the memory."""
         return replace(self, rows=self.rows[:0].clone(), places=self.places[:0].clone())
 
 
@@ -124,18 +127,17 @@ def find_hot(
     contexts: Contexts | None = None,
     places: bool = False,
 ) -> Callable[[], HotWeights]:
-    """Begin to find the hot weights, and to list them where there is room. Returns what waits for the end of it.
+    """Begin to find the hot weights, and to list them if there is space. Returns a function that waits for the result.
 
-    changed: changes, to count how many of them are of hot weights. rooms: how many hot weights each block is likely to
-    have, 0 for blocks that are not listed; where one has more, all are listed again. contexts: which rows the tables
-    have.
+    changed: changes, to count how many of them are of hot weights. rooms: the expected number of hot weights of each
+    block, 0 for blocks that are not listed; if one has more, all are listed again. contexts: the rows of the tables.
 
     Raises:
-        VerificationError: from what is returned: the weights are not those that were remembered.
+        VerificationError: from the returned function: the weights do not match the history.
     """
     device = pile.device
-    # Compiled in, so it follows the position in the epoch alone: the first patch has none, and every other patch has
-    # one, even if nothing is tracked in it.
+    # A compile-time constant, so it depends only on the position in the epoch: the first patch has no history, and
+    # every other patch has one, even if nothing is tracked in it.
     history = memories.index > 0
     known_of_tiles, known_starts, last = pile.nothing_known
     sizes = np.zeros(pile.blocks, np.int64)
@@ -197,7 +199,7 @@ def _count_changes(run: PileChanges, cuts: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(tiles: Sequence[TileMemory], device: torch.device) -> torch.Tensor:
-    """What is remembered of tiles, one after the other: most often it lies so."""
+    """The histories of tiles, concatenated: usually they already are."""
     pieces: list[tuple[torch.Tensor, int, int]] = []
     for tile in tiles:
         begin = tile.begin
@@ -211,10 +213,10 @@ def _joined(tiles: Sequence[TileMemory], device: torch.device) -> torch.Tensor:
 def begin_advance(
     memories: DeviceHistory, index: int, hot: Iterable[HotWeights], changes: Changes
 ) -> Callable[[], DeviceHistory]:
-    """Begin to find what is remembered after patch `index` of an epoch. Returns what waits for it.
+    """Begin to compute the history after patch `index` of an epoch. Returns a function that waits for it.
 
-    That is of tiles whose cut is above 0, and of all others as before. The cut of a tile in hot is the one that it is
-    remembered with.
+    It changes for tiles whose cut is above 0, and stays the same for all others. The cut of a tile in `hot` is that of
+    its history.
     """
     done = dict(memories.tiles)
     before: Callable[[], dict[int, TileMemory]] | None = None
@@ -222,7 +224,7 @@ def begin_advance(
         if one.cuts.any():
             with on(one.pile.device):
                 waits = _begin(one, index, [run for run in changes if run.pile is one.pile])
-            done.update(before() if before is not None else {})  # of one pile at a time: it takes memory
+            done.update(before() if before is not None else {})  # one pile at a time, to limit memory
             before = waits
 
     return lambda: DeviceHistory(index, {**done, **(before() if before is not None else {})})
@@ -244,7 +246,7 @@ def _begin(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[i
     counts = empty(pile.chunks, torch.int32, device)
     cuda.count_marks[(-(-pile.chunks // MARKS),)](unsigned(later), counts, pile.chunks, SPAN=MARKS)
     later_at = scan(counts)
-    # What is remembered is hot, or a cold weight that changes: so many bytes at the most are known without waiting.
+    # A tracked weight is hot, or a cold weight that changes: this bound on the bytes is known without waiting.
     most = int(hot.counts.sum() - hot.changes.sum()) + sum(run.count for run in changes)
     content = empty(most, torch.uint8, device)
     known = hot.known if hot.remembers else torch.zeros_like(later)
@@ -266,7 +268,7 @@ def _begin(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[i
 def _by_tile(
     hot: HotWeights, content: torch.Tensor, borders: NDArray[np.int64], sums: NDArray[np.int64]
 ) -> dict[int, TileMemory]:
-    """Bytes cut at the borders of tiles, with their digests."""
+    """Split bytes at the borders of tiles, with their digests."""
     pile = hot.pile
     totals = as_sums(pile, sums)
     sizes, of_tiles, firsts = np.diff(borders), borders[pile.first_block].tolist(), pile.first_block.tolist()

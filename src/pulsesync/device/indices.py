@@ -1,4 +1,4 @@
-"""Which indices in their tensors the weights of blocks have: what the kernels of the digest must know."""
+"""The indices of the weights of blocks in their tensors, which the kernels of the digest need."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,7 +15,7 @@ CHUNK = 4096  # units; as kernels/cuda.py has it
 
 
 class IndexRuns(NamedTuple):
-    """Runs of weights, each of which is in one block and in one piece of a tensor."""
+    """Runs of weights, each in one block and in one piece of a tensor."""
 
     block: torch.Tensor  # of each run
     before: torch.Tensor  # how many bytes of the block are before it
@@ -23,7 +23,7 @@ class IndexRuns(NamedTuple):
     chunks: int  # the most chunks of units that a run can be in
 
     def addresses(self, at: torch.Tensor) -> torch.Tensor:
-        """Where the runs are, given where the blocks are."""
+        """The addresses of the runs, given those of the blocks."""
         return at[self.block] + self.before
 
 
@@ -50,7 +50,7 @@ class BlockIndices:
         self._tile_of, self._begins, self._ends = tile_of, begins, begins + sizes
         tables = [tile.piece_table for tile in tiles]
         self._table = np.concatenate(tables)
-        tile_begins = starts_of(np.array([tile.size for tile in tiles], np.int64))  # if they lay one after the other
+        tile_begins = starts_of(np.array([tile.size for tile in tiles], np.int64))  # as if they were concatenated
         piece_begins = np.repeat(tile_begins[:-1], [len(table) for table in tables]) + self._table[:, 0]
         self._first = np.searchsorted(piece_begins, tile_begins[tile_of] + begins, "right") - 1
         self._count = np.searchsorted(piece_begins, tile_begins[tile_of] + self._ends) - self._first
@@ -62,14 +62,14 @@ class BlockIndices:
 
     @cached_property
     def blocks(self) -> torch.Tensor:
-        """Of each block: its first row in the table, how many it has, and whether a piece does not lie in a row."""
+        """Of each block: its first row in the table, how many it has, and whether a piece is not contiguous."""
         apart = starts_of(self._table[:, 3] != 0)
         some = apart[self._first + self._count] > apart[self._first]
         return to_device(np.stack([self._first, self._count, some], axis=1), self.device)
 
     @cached_property
     def runs(self) -> tuple[IndexRuns, IndexRuns]:
-        """All the weights: first the runs that can be read in words of eight bytes, then the others.
+        """The runs of all weights: first those that can be read in words of eight bytes, then the others.
 
         Tiles begin at a multiple of eight bytes in memory.
         """

@@ -1,4 +1,4 @@
-"""Memory on a device: tensors as bits, arrays for kernels, and what crosses to the host and back."""
+"""Memory on a device: tensors as bits, arrays for kernels, and copies to the host and back."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from pulsesync.errors import StateError
 from pulsesync.state.views import CASTS, dtype_name, named
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ALIGNED = 16  # bytes that an array begins at a multiple of: kernels are compiled for that
-PINNED = 1 << 24  # bytes of an array up to which it goes up through pinned memory
+ALIGNED = 16  # alignment of arrays in bytes, for which kernels are compiled
+PINNED = 1 << 24  # up to this size in bytes, an array is copied to the device through pinned memory
 _UNSIGNED = {torch.int16: torch.uint16, torch.int32: torch.uint32, torch.int64: torch.uint64}
 
 
@@ -26,11 +26,11 @@ class DeviceView:
 
     spec: TensorSpec
     tensor: torch.Tensor
-    dtype: torch.dtype  # that it was given with
+    dtype: torch.dtype  # of the original tensor
 
     @property
     def address(self) -> int:
-        """Where the weights are; 0 for none, which are nowhere."""
+        """The address of the weights; 0 if there are none."""
         return self.tensor.data_ptr()
 
     @property
@@ -40,7 +40,7 @@ class DeviceView:
 
     @property
     def flat(self) -> torch.Tensor:
-        """All the weights in row-major order: in place where they lie so, else a copy."""
+        """All the weights in row-major order: a view if they are contiguous, else a copy."""
         return self.tensor.reshape(-1)
 
 
@@ -48,7 +48,7 @@ def view(source: Any) -> tuple[dict[str, DeviceView], dict[str, str]]:
     """View a module, a state dict or a mapping of tensors as bits; return canonical tensors, and aliases by name.
 
     Raises:
-        StateError: something that is not a tensor, of a dtype the format does not have, or without plain memory.
+        StateError: something that is not a tensor, of a dtype that the format does not support, or not a plain tensor.
     """
     views: dict[str, DeviceView] = {}
     ties: dict[str, str] = {}
@@ -60,7 +60,7 @@ def view(source: Any) -> tuple[dict[str, DeviceView], dict[str, str]]:
         try:
             bits = tensor.detach().view(INTEGERS[tensor.element_size()])
             place = (bits.data_ptr(), spec.dtype, spec.shape, bits.stride())
-        except (RuntimeError, TypeError) as e:  # sparse, lazily negated, and whatever else has no plain memory
+        except (RuntimeError, TypeError) as e:  # sparse, lazily negated, or otherwise not plain memory
             raise StateError(f"tensor {name!r} is not a plain, dense tensor: {e}", tensor=name) from e
         if bits.numel() and not place[0]:  # DTensors and other wrappers
             raise StateError(
@@ -81,8 +81,8 @@ class Tensors(Mapping[str, torch.Tensor]):
 
     Args:
         flats: The tensors.
-        place: As long as this is the same object, the tensors are where they were; None: that is not known.
-        masters: The names of those in FP32 that are published in another dtype, and that dtype.
+        place: While this is the same object, the tensors have not moved; None: not known.
+        masters: The names of FP32 tensors that are published in another dtype, and that dtype.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Tensors(Mapping[str, torch.Tensor]):
         self._flats, self.place, self.masters = flats, place, masters or {}
 
     def published(self, name: str) -> torch.Tensor:
-        """A tensor as it is published: a copy where it is cast."""
+        """A tensor as it is published: a copy if it is cast."""
         flat = self._flats[name]
         return cast(flat, self.masters[name]) if name in self.masters else flat
 
@@ -109,13 +109,13 @@ class Tensors(Mapping[str, torch.Tensor]):
 
 
 def cast(masters: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Bits of FP32 weights as those of a dtype that they are cast to."""
+    """Cast the bits of FP32 weights to those of another dtype."""
     wanted = getattr(torch, CASTS[dtype])
     return masters.view(torch.float32).to(wanted).view(INTEGERS[wanted.itemsize])
 
 
 def main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """The device of the first tensor that is on a GPU; without any, of the first."""
+    """The device of the first tensor on a GPU; if there is none, that of the first tensor."""
     found = list(dict.fromkeys(tensor.device for tensor in tensors))
     return next((device for device in found if device.type == "cuda"), found[0])
 
@@ -126,22 +126,22 @@ def worker_of(tensor: torch.Tensor, main: torch.device) -> torch.device:
 
 
 def reachable(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor where a device can read it: a copy of host memory that is not pinned, as casts and reshapes make it."""
+    """A tensor that a device can read: a pinned copy if it is in host memory that is not pinned, as casts make it."""
     apart = device.type == "cuda" and flat.device.type == "cpu" and flat.numel() > 0 and not flat.is_pinned()
     return flat.to(device) if apart else flat
 
 
 def meet(devices: Sequence[torch.device]) -> None:
-    """Have what is launched from now on, on any of some devices, come after all that was launched on the others."""
+    """Order later launches on each of these devices after all launches so far on the others."""
     if len(devices) > 1:
         here = StreamPoint(*devices)
         here.precede([torch.cuda.current_stream(device) for device in devices if device.type == "cuda"])
 
 
 def check_reach(tensors: Mapping[str, torch.Tensor], main: torch.device) -> None:
-    """Refuse tensors that a GPU cannot read where they are, and let those that hold some reach each other.
+    """Refuse tensors that a GPU cannot read in place, and enable access between the GPUs of the others.
 
-    A bundle, and tensors that are tied, may lie on several devices.
+    A bundle, or a set of tied tensors, may be on several devices.
 
     Raises:
         StateError: a tensor is in host memory that is not pinned, or GPUs cannot read each other's memory.
@@ -159,7 +159,7 @@ def check_reach(tensors: Mapping[str, torch.Tensor], main: torch.device) -> None
                     "are: put the model on devices that can, or publish each device's tensors as a run of its own",
                     tensor=name,
                 )
-            torch.empty(1, device=device).copy_(torch.empty(1, device=other))  # the first copy lets them
+            torch.empty(1, device=device).copy_(torch.empty(1, device=other))  # the first copy enables access
     for name, tensor in tensors.items():
         if tensor.device.type == "cpu" and tensor.numel() and not tensor.is_pinned():
             raise StateError(
@@ -170,43 +170,44 @@ def check_reach(tensors: Mapping[str, torch.Tensor], main: torch.device) -> None
 
 
 def unsigned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as kernels take it: torch computes little with unsigned integers, Triton wants them."""
+    """The same memory as unsigned integers, which kernels need; torch supports few operations on them."""
     return tensor.view(_UNSIGNED.get(tensor.dtype, tensor.dtype))
 
 
 def empty(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An array that kernels write; never without memory, so that its address is one."""
+    """An array that kernels write; never of size 0, so that it has an address."""
     return torch.empty(max(count, 1), dtype=dtype, device=device)[:count]
 
 
 def on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of the host, whatever torch's default is, that a device copies from and to: pinned for a GPU."""
+    """Host memory, whatever torch's default device is, for copies from and to a device: pinned for a GPU."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy a numpy array, and wait for it: whatever reads it then, in whichever stream, finds it there.
+    """Copy a numpy array to the device, and wait for it, so that it can be read in every stream.
 
-    Unsigned integers become the signed ones of their bits.
+    Unsigned integers become signed ones with the same bits.
     """
     return _signed(array).to(device)
 
 
 def to_stream(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The same for what is launched in this stream alone: nobody waits, while `to_device` waits for all before it.
+    """The same for launches in this stream only, without waiting; `to_device` waits for all earlier work.
 
-    Large arrays are waited for as well: torch never gives pinned memory back.
+    Large arrays are waited for, because torch never frees pinned memory.
     """
     plain = _signed(array)
     if device.type == "cpu" or plain.nbytes > PINNED:
         return plain.to(device)
     pinned_ = on_host(plain.shape, plain.dtype, device)
-    pinned_.numpy()[...] = plain.numpy()  # torch would wake all its threads for an array of 32,768, which takes longer
+    # From 32,768 elements on, torch would wake all its threads, which takes longer.
+    pinned_.numpy()[...] = plain.numpy()
     return pinned_.to(device, non_blocking=True)
 
 
 def all_to_stream(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """`to_stream` of several small arrays in one copy: to begin one takes as long as to copy 100,000 bytes."""
+    """`to_stream` of several small arrays in one copy: starting a copy takes as long as copying 100,000 bytes."""
     plain = [_signed(array) for array in arrays]
     if device.type == "cpu":
         return [one.to(device) for one in plain]
@@ -220,7 +221,7 @@ def all_to_stream(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that another stream may have made: its memory is not given to others before this stream is done."""
+    """Mark a tensor of another stream as used in this one, so that its memory is not reused too early."""
     if tensor.device.type == "cuda":
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return tensor
@@ -232,7 +233,7 @@ def _signed(array: NDArray[Any]) -> torch.Tensor:
 
 
 def fetch(*tensors: torch.Tensor) -> Callable[[], list[NDArray[Any]]]:
-    """Begin to copy arrays to the host. Returns what waits for them, and for nothing that is launched after this."""
+    """Begin to copy arrays to the host. Returns a function that waits for them, but not for later launches."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return lambda: [tensor.numpy() for tensor in tensors]
     copies = [on_host(t.shape, t.dtype, t.device).copy_(t, non_blocking=True) for t in tensors]
@@ -251,13 +252,13 @@ def to_host(*tensors: torch.Tensor) -> list[NDArray[Any]]:
 
 
 def pinned(size: int) -> NDArray[np.uint8]:
-    """Bytes on the host that were used before, if torch has some: new ones cost a fault for every page."""
+    """Host memory from torch's pool of pinned memory, if there is some: new memory costs a fault for every page."""
     out: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     return out
 
 
 def scan(counts: torch.Tensor) -> torch.Tensor:
-    """Where the results of each begin, and where those of the last end."""
+    """The prefix sums of counts: where the results of each begin, and where those of the last end."""
     out = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
     torch.cumsum(counts, 0, out=out[1:])
     return out
@@ -271,23 +272,23 @@ def starts_of(counts: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def warps_of(lanes: NDArray[np.integer]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """How the coder's kernels share out blocks with so many lanes each, powers of two up to 32: see `gpu.coder`.
+    """How the coder's kernels distribute blocks, given the lanes of each, powers of two up to 32: see `gpu.coder`.
 
     Returns the numbers of the blocks in order, and where those of each warp begin, and where those of the last end.
     """
     order = np.argsort(-lanes, kind="stable")
     ordered = lanes[order]
-    before = np.arange(order.size) - np.searchsorted(-ordered, -ordered)  # of as many lanes
+    before = np.arange(order.size) - np.searchsorted(-ordered, -ordered)  # number of earlier blocks with as many lanes
     firsts = np.flatnonzero(before % (32 // ordered) == 0)
     return order.astype(np.int32), np.append(firsts, order.size).astype(np.int32)
 
 
 class DeviceStream:
-    """Work of one kind on some devices, in order, beside what others do there. On a CPU there is only one order.
+    """A stream on each of some devices, concurrent with other work there. On a CPU everything is in order.
 
     Args:
         devices: Where it is done.
-        first: Its kernels begin before those of others that wait for a multiprocessor.
+        first: Whether its kernels have priority over others that wait for a multiprocessor.
     """
 
     def __init__(self, *devices: torch.device, first: bool = False) -> None:
@@ -296,7 +297,7 @@ class DeviceStream:
 
     @contextmanager
     def __call__(self, after: Sequence["Point"] = ()) -> Iterator[None]:
-        """Do what is launched inside in these streams, after some points, and wait for its end."""
+        """Launch the work inside in these streams, after some points, and wait for its end."""
         try:
             with self.launches(after):
                 yield
@@ -305,7 +306,7 @@ class DeviceStream:
                 stream.synchronize()
 
     def follow(self, points: Sequence["Point"]) -> None:
-        """Have what is launched in these streams from now on come after some points."""
+        """Order later launches in these streams after some points."""
         for point in points:
             point.precede(self._streams)
 
@@ -320,22 +321,22 @@ class DeviceStream:
 
 
 class Point(Protocol):
-    """Something that work in streams may have to come after."""
+    """An event after which work in streams may be ordered."""
 
     def precede(self, streams: "Sequence[torch.cuda.Stream]") -> None:
-        """Have what is launched in some streams from now on come after it; none: there is the order of the calls."""
+        """Order later launches in some streams after it; without streams the order of the calls is enough."""
         ...
 
 
 class StreamPoint:
-    """A point in the caller's streams on some devices: what was launched before it."""
+    """A point in the caller's streams on some devices, after everything launched so far."""
 
     def __init__(self, *devices: torch.device) -> None:
         streams = [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
         self._events = [stream.record_event() for stream in streams]
 
     def wait(self) -> None:
-        """Wait until what was launched before it is done."""
+        """Wait until everything launched before it is done."""
         for event in self._events:
             event.synchronize()
 
@@ -362,7 +363,7 @@ class ThreadPoint:
 
 
 def copy_speed(device: torch.device) -> float:
-    """How many bytes a second a device copies within its memory, those read and those written: a millisecond's work."""
+    """The speed of copies within a device's memory, in bytes read and written a second. Takes a millisecond."""
     if device.type != "cuda":
         return 1e10
     source, target = (torch.empty(1 << 27, dtype=torch.uint8, device=device) for _ in range(2))
@@ -378,7 +379,7 @@ def copy_speed(device: torch.device) -> float:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Launch what is launched inside on this device, whichever is current."""
+    """Launch the work inside on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""From changes on a device to the bytes of a part: those that a host would write."""
+"""From changes on a device to the bytes of a part, the same that a host would write."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ from pulsesync.format.index import FrequencyTable
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.predict import CodedTile
 
-FEW = 1 << 13  # changes of a tile up to which they are brought to the host together with those of others
+FEW = 1 << 13  # up to this number of changes, those of a tile are copied to the host together with those of others
 
 
 def encode_changes(
@@ -33,10 +33,10 @@ def encode_changes(
     stream: DeviceStream,
     allocate: Allocate | None = None,
 ) -> tuple[EncodedPart, DeviceTransition]:
-    """Encode what leads on from a state, in the current stream, which is also the one given.
+    """Encode changes of a state, in the current stream, which must be the given one.
 
-    runs: those of a dtype together. memories: what is remembered of the epoch; nothing in its first patch. allocate:
-    memory for the part, pinned if not given.
+    runs: grouped by dtype. memories: the history of the epoch; empty in its first patch. allocate: returns memory for
+    the part; pinned if not given.
     """
     allocate = allocate or host_bytes(state.device)
     known = memories if codec in ("auto", "history") else None
@@ -56,7 +56,7 @@ def encode_changes(
     diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
     by = moves(by_block)
     after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
-    # Nearly always all that is coded is also chosen, so that the device finds this while the host writes the file.
+    # Nearly always the coded payloads are also chosen, so the device computes this while the host writes the file.
     likely = _cuts_of(coded.items())
     remembering = state.begin_remember(memories, likely, runs, set(after), hot)
     done = patch.finish(state.layout, diffs, state, shared, coded, after, codec, allocate=allocate)
@@ -69,7 +69,7 @@ def encode_changes(
 
 
 def host_bytes(device: torch.device) -> Allocate:
-    """What makes memory of the host for finished bytes of a device."""
+    """A function that allocates host memory for finished bytes of a device."""
     return pinned if device.type == "cuda" else new_bytes
 
 
@@ -79,7 +79,7 @@ def _locate(pile: Pile, state: DeviceState) -> PileAddresses:
 
 
 def _cuts_of(tiles: Iterable[tuple[int, CodedTile]]) -> dict[int, int]:
-    """The cuts of those tiles, by ordinal, that are coded with a history."""
+    """The cuts of the tiles that are coded with a history, by ordinal."""
     return {ordinal: tile.cut for ordinal, tile in tiles if tile.codec == Codec.HISTORY}
 
 
@@ -93,7 +93,7 @@ def diffs_of(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":
 
 
 class _Fetched:
-    """The changes of tiles of a run on the host: of tiles that have few, all at once as soon as one is asked for."""
+    """The changes of tiles of a run on the host: those of tiles with few changes are fetched together on first use."""
 
     def __init__(self, run: PileChanges, starts: NDArray[np.int64], stream: DeviceStream) -> None:
         self._run, self._starts, self._stream, self._lock = run, starts, stream, threading.Lock()
@@ -101,7 +101,7 @@ class _Fetched:
         self._few: tuple[NDArray[np.int64], Sequence[NDArray[Any]]] | None = None
 
     def tile(self, i: int) -> Sequence[NDArray[Any]]:
-        """Positions, old and new bits of the changes of a tile; for any thread."""
+        """Positions, old and new bits of the changes of a tile; thread-safe."""
         run, (first, last) = self._run, self._borders[i : i + 2].tolist()
         if last - first > FEW:
             with self._stream():
@@ -113,13 +113,13 @@ class _Fetched:
         return [array[begins[i] : begins[i + 1]] for array in arrays]
 
     def begins(self, i: int) -> NDArray[np.int64]:
-        """Of each change of a tile, where in the tile that begins with which it is coded."""
+        """For each change of a tile, where the weights that are coded with it begin in the tile."""
         pile = self._run.pile
         first, last = pile.first_block[i : i + 2].tolist()
         return np.repeat(pile.host_begins[first:last], np.diff(self._starts[first : last + 1]))
 
     def _fetch_few(self) -> tuple[NDArray[np.int64], Sequence[NDArray[Any]]]:
-        """Where those of each tile begin, and all of them."""
+        """Where the changes of each tile begin, and all changes."""
         counts, run = np.diff(self._borders), self._run
         counts[counts > FEW] = 0
         begins = starts_of(counts)
@@ -130,7 +130,7 @@ class _Fetched:
 
 
 class DeviceDiff(NamedTuple):
-    """What changed in a tile, brought to the host only where something asks for it (see `format.diff.TileChanges`)."""
+    """The changes of a tile, copied to the host only on access (see `format.diff.TileChanges`)."""
 
     tile: Tile
     changed: int

@@ -1,7 +1,7 @@
-"""Bundles whose weights lie in many tensors: gathered into one run of memory by one launch, and written by another.
+"""Bundles whose weights lie in many tensors: gathered into contiguous memory by one launch, and written by another.
 
-What a launch must know of each piece is a table on the device. Its addresses are made again only when a tensor has
-moved, so that thousands of small tensors cost the host nothing while they stay.
+The pieces are described by a table on the device. Its addresses are updated only when a tensor has moved, so that
+thousands of small tensors otherwise cost the host nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ from pulsesync.device.memory import INTEGERS, Tensors, cast, reachable, shared, 
 from pulsesync.kernels import cuda
 
 CHUNK = 4096  # weights that a program copies; as kernels/cuda.py has it
-KEPT = 8  # tables of addresses
+KEPT = 8  # tables of addresses that are kept
 
 
 class PieceTable:
-    """What a launch must know of some pieces beside their addresses.
+    """What a launch needs to know of some pieces besides their addresses.
 
     Args:
         begins: Where each begins in the run.
-        geometry: Of each, its weights, columns, and weights from row to row; 0 for these: it lies in a row.
-        device: Where the tables are.
+        geometry: For each its number of weights, columns, and the distance between rows in weights; 0: it is
+        contiguous. device: Where the tables are.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PieceTable:
         self._first_chunk = to_device(starts_of(chunks), device)
 
     def gather(self, at: torch.Tensor, run: torch.Tensor, in_a_row: bool = False) -> None:
-        """Copy the pieces at some addresses to their places in a run; in_a_row: all of them lie in a row there."""
+        """Copy the pieces at some addresses to their places in a run; in_a_row: all of them are contiguous."""
         cuda.gather_pieces[(self._chunk_piece.numel(),)](
             shared(at), shared(self.sizes), shared(self.columns),
             torch.zeros_like(self.strides) if in_a_row else shared(self.strides), shared(self.begins),
@@ -63,11 +63,11 @@ class Pieces:
 
     Args:
         tiles: The bundles.
-        places: The same, with the pieces in the tensors here, of those groups that are kept; one that has no pieces is
-            its only piece.
-        device: Where the work is done.
+        places: The same, with the pieces in local tensors, of the groups that are local; a tile without pieces is its
+            own only piece.
+        device: The device that does the work.
         starts: Where each tile begins in the run, in weights, and where the last ends; if not given, one after the
-            other, each from a multiple of 8 weights on.
+            other, each at a multiple of 8 weights.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Pieces:
 
     @cached_property
     def table(self) -> PieceTable:
-        """All of them."""
+        """The table of all pieces."""
         return self._table(np.arange(len(self.names)))
 
     def _table(self, numbers: NDArray[np.int64]) -> PieceTable:
@@ -105,11 +105,11 @@ class Pieces:
     def gather(
         self, flats: Mapping[str, torch.Tensor], itemsize: int, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The weights of all bundles where they belong in a run, which is made if none is given.
+        """Gather the weights of all bundles into a run, which is allocated if none is given.
 
-        Masters are cast, unless itemsize is theirs. Of groups that are not kept the weights are zeros.
+        Masters are cast, unless itemsize is theirs. The weights of groups that are not local are zeros.
         """
-        plain, masters, _memory = self._locate(flats, itemsize)  # of copies, held until they are read
+        plain, masters, _memory = self._locate(flats, itemsize)  # copies must live until they are read
         new = torch.zeros if self._partial else torch.empty
         run = new(int(self.starts[-1]), dtype=INTEGERS[itemsize], device=self.device) if into is None else into
         if plain is not None:
@@ -125,7 +125,7 @@ class Pieces:
         return run
 
     def _locate(self, flats: Mapping[str, torch.Tensor], itemsize: int) -> "_Found":
-        """Where the pieces are that are gathered as they are, and those that are cast."""
+        """The addresses of the pieces that are gathered unchanged, and of those that are cast."""
         place, masters = (flats.place, flats.masters) if isinstance(flats, Tensors) else (None, {})
         key = (place, itemsize)
         if place is not None and (known := self._found.get(key)) is not None:
@@ -163,11 +163,12 @@ class _Located(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Where pieces were found: those that are as they are published, those of masters, and the memory they are in."""
+    """The addresses of pieces: those in the published dtype, those of masters, and the memory they are in."""
 
     plain: _Located | None
     masters: _Located | None
-    memory: Sequence[torch.Tensor] = ()  # not where the place of the tensors is known: those hold it who have them
+    # Empty where the place of the tensors is known: the owner of the tensors keeps it alive.
+    memory: Sequence[torch.Tensor] = ()
 
 
 def padded(size: int) -> int:
@@ -176,7 +177,7 @@ def padded(size: int) -> int:
 
 
 def piece_begins(tile: Tile) -> NDArray[np.int64]:
-    """Where the pieces of a bundle begin in it: of those groups that are kept."""
+    """Where the pieces of a bundle begin in it, for the groups that are local."""
     begins = starts_of(np.array([piece.size for piece in tile.pieces or (tile,)], np.int64))[:-1]
     if tile.kept is None:
         return begins

@@ -1,8 +1,8 @@
-"""The blocks of all tiles of a dtype on a device, in one pile: what a launch must know of each.
+"""A pile: the blocks of all tiles of a dtype on a device, and the tables that launches need.
 
-Many small tensors cost no more launches than one large one. A block here is what is coded together: 2^20 weights of a
-tile, or a group of a bundle. A bundle whose weights lie in many tensors is gathered into one run of memory first. A
-large model has several piles of a dtype, so that the memory that coding takes does not grow with the model.
+Many small tensors cost no more launches than one large one. A block here is a set of weights that are coded together:
+2^20 weights of a tile, or a group of a bundle. A bundle whose weights lie in many tensors is gathered into contiguous
+memory first. A large model has several piles of a dtype, so that the memory for coding does not grow with the model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,17 +24,17 @@ CHUNK = 4096  # weights; as kernels/cuda.py has it
 WORDS = CHUNK // 32  # of a bitmap, in a chunk
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-KEPT = 8  # places where a pile was found
-PARTS = 64  # of a pile
-MOST = 1 << 33  # weights of a dtype on a device up to which they are one pile ...
-EACH = 1 << 31  # ... and of a pile where there are more, unless a tile has more
+KEPT = 8  # sets of addresses that a pile keeps
+PARTS = 64  # partial piles that a pile keeps
+MOST = 1 << 33  # up to this number of weights, a dtype on a device has one pile ...
+EACH = 1 << 31  # ... and with more, a pile has this number, unless a tile is larger
 
 
 @dataclass(frozen=True, eq=False)
 class Pile:
     """Tiles of one dtype that have weights, in the order of their ordinals, and their blocks one after the other.
 
-    places: where each lies in the tensors at hand; a bundle whose weights lie in many of them has the pieces there.
+    places: the coordinates of each in the local tensors; a bundle in many tensors has its pieces there.
     """
 
     tiles: Sequence[Tile]
@@ -75,7 +75,7 @@ class Pile:
 
     @cached_property
     def _coded(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Of each tile, where what is coded together begins, and how many weights that has."""
+        """For each tile, where the groups of weights that are coded together begin, and their sizes."""
         return [_coded_together(tile) for tile in self.tiles]
 
     @cached_property
@@ -92,10 +92,13 @@ class Pile:
         return np.array(list(self.index), np.int64)
 
     def find_blocks(self, per_tile: NDArray[np.int64], positions: NDArray[np.int64]) -> "FoundBlocks":
-        """Find the block of each position; they are given tile after tile, ascending, and each tile has so many."""
+        """Find the block of each position; positions are given tile after tile, ascending.
+
+        per_tile: how many each tile has.
+        """
         offsets, begins, ends = self._laid_out
         where = positions + np.repeat(offsets, per_tile)
-        first = np.searchsorted(where, begins)  # a fifth of the time that it takes to look for every position
+        first = np.searchsorted(where, begins)  # a fifth of the time of a search for every position
         counts = (np.searchsorted(where, ends) if self._has_gaps else np.append(first[1:], where.size)) - first
         inside = None
         if counts.sum() < where.size:
@@ -105,19 +108,19 @@ class Pile:
 
     @cached_property
     def _laid_out(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Where tiles begin, all laid end to end, and where blocks begin and end then."""
+        """Where tiles begin if they are concatenated, and where blocks then begin and end."""
         offsets = starts_of(np.array([tile.size for tile in self.tiles], np.int64))[:-1]
         begins = offsets[self.tile_of] + self.host_begins
         return offsets, begins, begins + self.host_sizes
 
     @cached_property
     def _has_gaps(self) -> bool:
-        """Whether there are weights in no block: of bundles, groups that are not kept."""
+        """Whether some weights are in no block: groups of bundles that are not local."""
         return any(tile.kept is not None for tile in self.tiles)
 
     @cached_property
     def kept_streams(self) -> NDArray[np.int64]:
-        """Which of the streams of all tiles, one after the other, are blocks here: of bundles, those that are kept."""
+        """Which of the streams of all tiles, in order, are blocks of this pile: of bundles, the local groups."""
         firsts = starts_of(np.array([tile.borders.size - 1 for tile in self.tiles], np.int64)).tolist()
         all_ = (np.arange(tile.borders.size - 1) if tile.kept is None else np.array(tile.kept) for tile in self.tiles)
         return np.concatenate([first + some for first, some in zip(firsts, all_, strict=False)])
@@ -152,7 +155,7 @@ class Pile:
 
     @cached_property
     def nothing_known(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a history without any tile says: cuts of tiles, where the bytes of each block begin, and the bytes."""
+        """The tables of an empty history: cuts of tiles, where the bytes of each block begin, and the bytes."""
         cuts = torch.zeros(len(self.tiles), dtype=torch.int32, device=self.device)
         starts = torch.zeros(self.blocks + 1, dtype=torch.int64, device=self.device)
         wait([self.device])  # other streams use them
@@ -160,7 +163,7 @@ class Pile:
 
     @cached_property
     def geometry(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each tile, in the tensors at hand: its first weight, columns, and weights from row to row."""
+        """For each tile, in the local tensors: first weight, columns, and distance between rows in weights."""
         starts = np.array([place.start for place in self.places], np.int64)
         columns = np.array([place.size if place.contiguous else place.columns for place in self.places], np.int64)
         strides = np.array([0 if place.contiguous else place.tensor.columns for place in self.places], np.int64)
@@ -168,10 +171,10 @@ class Pile:
 
     @cached_property
     def indices(self) -> BlockIndices:
-        """Of its blocks, in the tensors of the run."""
+        """The indices of its blocks, in the tensors of the run."""
         return BlockIndices(self.tiles, self.tile_of, self.host_begins, self.host_sizes, self.device)
 
-    # Stretches of memory
+    # Contiguous stretches of memory
 
     @cached_property
     def stretches(self) -> "Stretches":
@@ -192,7 +195,7 @@ class Pile:
 
     @cached_property
     def _parts(self) -> "dict[tuple[int, ...], Pile]":
-        """Those made last: most versions touch the same tiles."""
+        """The partial piles made last: most versions touch the same tiles."""
         return {}
 
     def split(self, size_bytes: int) -> "list[Pile]":
@@ -214,7 +217,7 @@ class Pile:
         return [self._some(cut) for cut in cuts]
 
     def _some(self, blocks: Mapping[int, Sequence[int]]) -> "Pile":
-        """The pile of some blocks of tiles, by the tile's number; of a bundle all."""
+        """The pile of some blocks of tiles, by the tile's number; of a bundle all blocks."""
         tiles = [
             self.tiles[i] if self.tiles[i].groups else replace(self.tiles[i], kept=tuple(some))
             for i, some in blocks.items()
@@ -222,16 +225,16 @@ class Pile:
         return Pile(tiles, [self.places[i] for i in blocks], self.device)
 
     def blocks_of(self, part: "Pile") -> NDArray[np.int64]:
-        """The numbers here of the blocks of a part."""
+        """The numbers, in this pile, of the blocks of a part."""
         firsts = self.first_block[[self.index[tile.ordinal] for tile in part.tiles]]
         return np.arange(part.blocks) + np.repeat(firsts - part.first_block[:-1], np.diff(part.first_block))
 
     def locate(self, flats: Mapping[str, torch.Tensor], itemsize: int | None = None) -> "PileAddresses":
         """Find the blocks in tensors. Bundles in many tensors are gathered, and cast if some of these are masters.
 
-        Tiles that do not lie in a row, or not at a multiple of 8 bytes, are copied.
+        Tiles that are not contiguous, or not at a multiple of 8 bytes, are copied.
 
-        itemsize: of a weight there, if it is another than that of the dtype: masters, which are left as they are.
+        itemsize: of a weight, if it differs from that of the dtype: masters, which are not cast.
         """
         wide = itemsize or self.kind.itemsize
         plain = self._locate_plain(flats, wide)
@@ -242,7 +245,7 @@ class Pile:
 
     @cached_property
     def first_gathered(self) -> int:
-        """The first tile whose weights lie in many tensors; the later ones do as well, because bundles are the last."""
+        """The first tile whose weights lie in many tensors; all later ones do, too, because bundles are last."""
         return next((i for i, place in enumerate(self.places) if place.pieces), len(self.places))
 
     @cached_property
@@ -255,8 +258,8 @@ class Pile:
     def blocks_in_run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of the blocks of these tiles: where each begins, in weights, once they are gathered, and its pieces.
 
-        That is the piece its first weight is in, and the one after that of its last: of tiles larger than a block, a
-        piece may be in two of them.
+        The pieces are given by the piece of its first weight and the one after the piece of its last weight: in tiles
+        larger than a block, a piece may be in two blocks.
         """
         assert self.pieces is not None
         first = int(self.first_block[self.first_gathered])
@@ -266,7 +269,7 @@ class Pile:
         return to_device(begins, self.device), to_device(low, self.device), to_device(high, self.device)
 
     def _locate_plain(self, flats: Mapping[str, torch.Tensor], wide: int) -> "PileAddresses":
-        """The same of the tiles that are in one tensor each."""
+        """The same for the tiles that are in one tensor each."""
         names, tensor_of, starts, in_a_row = self._lying
         key: tuple[object, ...] | None = None
         if isinstance(flats, Tensors):
@@ -297,19 +300,19 @@ class Pile:
         return PileAddresses(at, (*copies, *memory))
 
     def elsewhere(self, places: Mapping[int, Tile]) -> "Pile":
-        """The same tiles as they lie in other tensors."""
+        """The same tiles in other tensors."""
         others = [places[tile.ordinal] for tile in self.tiles]
         same = all(a == b and a.pieces == b.pieces for a, b in zip(others, self.places, strict=True))
         return self if same else Pile(self.tiles, others, self.device)
 
     def located(self, tiles: Sequence[torch.Tensor]) -> "PileAddresses":
-        """The blocks of tiles that are each in memory of its own."""
+        """The blocks of tiles, each of which has its own memory."""
         bases = np.array([tile.data_ptr() for tile in tiles], np.int64)
         at = bases[self.tile_of] + self.host_begins * self.kind.itemsize
         return PileAddresses(to_stream(at, self.device), tuple(tiles))
 
     def copy(self, weights: "PileAddresses") -> list[torch.Tensor]:
-        """The weights of each tile, in memory of its own; of groups that are not here, zeros."""
+        """Copy the weights of each tile; those of groups that are not local are zeros."""
         sizes = np.array([tile.size for tile in self.tiles], np.int64)
         starts = starts_of(-(-sizes // 8) * 8)
         table = PieceTable(
@@ -323,12 +326,12 @@ class Pile:
 
     @cached_property
     def _found(self) -> dict[tuple[object, ...], torch.Tensor]:
-        """Addresses of the blocks, by the size of a weight and where the tensors are: which seldom move."""
+        """Addresses of the blocks, by the size of a weight and the addresses of the tensors, which seldom change."""
         return {}
 
     @cached_property
     def _lying(self) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Names of the tensors; of each tile which of them it is in, where it begins, and whether it lies in a row."""
+        """Names of the tensors; for each tile its tensor, where it begins, and whether it is contiguous."""
         places = self.places[: self.first_gathered]
         names = list(dict.fromkeys(place.tensor.name for place in places))
         number = {name: i for i, name in enumerate(names)}
@@ -340,17 +343,17 @@ class Pile:
 class FoundBlocks(NamedTuple):
     """Where positions in tiles are in the blocks of a pile."""
 
-    inside: NDArray[np.int64] | None  # which of them are in a block: of a bundle, those in groups that are kept
-    counts: NDArray[np.int64]  # how many of those each block has
+    inside: NDArray[np.int64] | None  # which of them are in a block: of a bundle, those in local groups
+    counts: NDArray[np.int64]  # number of these in each block
     positions: NDArray[np.int32]  # in the blocks
 
     def of(self, some: NDArray[Any]) -> NDArray[Any]:
-        """From what is said of all positions to what is said of those in a block."""
+        """Select the entries of the positions that are in a block."""
         return some if self.inside is None else some[self.inside]
 
 
 class Stretches:
-    """The stretches of memory of a pile, of at most 2^20 weights each: the blocks of its tiles, and whole bundles."""
+    """The contiguous stretches of a pile, of at most 2^20 weights each: blocks of its tiles, and whole bundles."""
 
     def __init__(self, pile: Pile) -> None:
         self._pile = pile
@@ -372,23 +375,23 @@ class Stretches:
 
     @cached_property
     def tiles(self) -> torch.Tensor:
-        """The tile of each."""
+        """The tile of each stretch."""
         return to_device(self._tile_of.astype(np.int32), self._pile.device)
 
     @cached_property
     def blocks(self) -> torch.Tensor:
-        """The block that each begins with, and the end of the last."""
+        """The first block of each stretch, and the end of the last."""
         return to_device(np.append(self._first, self._pile.blocks), self._pile.device)
 
     def addresses(self, weights: "PileAddresses") -> torch.Tensor:
-        """Where each is, given where the blocks are."""
+        """The address of each stretch, given those of the blocks."""
         if self.are_blocks:
             return weights.at
         return weights.at[self.blocks[:-1]] - self._before
 
     @cached_property
     def _before(self) -> torch.Tensor:
-        """How many bytes of each are before its first block: the groups of a bundle that are not here."""
+        """The number of bytes of each before its first block: groups of a bundle that are not local."""
         before = self._pile.host_begins[self._first] - self._begins
         return to_device(before * self._pile.kind.itemsize, self._pile.device)
 
@@ -398,19 +401,19 @@ class PileAddresses:
     """The addresses of a pile's blocks, and the memory they are in."""
 
     at: torch.Tensor
-    memory: tuple[object, ...]  # held while the addresses are used
+    memory: tuple[object, ...]  # kept alive while the addresses are used
 
     def of(self, whole: Pile, part: Pile) -> "PileAddresses":
-        """Those of a part of the pile."""
+        """The addresses of a part of the pile."""
         if part is whole:
             return self
         return PileAddresses(self.at[to_stream(whole.blocks_of(part), whole.device)], self.memory)
 
 
 def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mapping[str, torch.device]) -> list[Pile]:
-    """Piles of the tiles that have a place here, in the order of dtypes, and then of tiles.
+    """Piles of the local tiles, in the order of dtypes, and then of tiles.
 
-    devices: those that work on the tensors, by name; a bundle is worked on where its first tensor is.
+    devices: the devices that work on the tensors, by name; for a bundle, that of its first tensor.
     """
     groups: dict[tuple[str, torch.device], list[Tile]] = {}
     for tile in tiles:
@@ -423,7 +426,7 @@ def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mappi
 
 
 def _split(tiles: Sequence[Tile]) -> list[list[Tile]]:
-    """Tiles in a row as piles."""
+    """Split consecutive tiles into piles."""
     if sum(tile.size for tile in tiles) <= MOST:
         return [list(tiles)]
     out: list[list[Tile]] = []
@@ -438,12 +441,12 @@ def _split(tiles: Sequence[Tile]) -> list[list[Tile]]:
 
 
 def order(pile: Pile) -> tuple[str, int]:
-    """By which piles are sorted: those of a dtype are together."""
+    """The sort key of piles: those of a dtype are together."""
     return pile.tiles[0].tensor.dtype, pile.tiles[0].ordinal
 
 
 def parts_of(pile_of: Mapping[int, Pile], ordinals: Iterable[int]) -> list[tuple[Pile, Pile]]:
-    """The piles of some tiles, each with the pile of those alone, in order."""
+    """The piles of some tiles, each with the pile of only these tiles, in order."""
     found: dict[Pile, list[int]] = {}
     for ordinal in sorted(ordinals):
         found.setdefault(pile_of[ordinal], []).append(ordinal)
@@ -451,13 +454,13 @@ def parts_of(pile_of: Mapping[int, Pile], ordinals: Iterable[int]) -> list[tuple
 
 
 def place_of(place: TileStorage) -> Tile:
-    """A tile where it lies in tensors here; one that lies in many of them with its pieces there."""
+    """A tile in the coordinates of the local tensors; one in many tensors has its pieces there."""
     assert place.tile is not None
     return replace(place.tile, pieces=tuple(place.local)) if isinstance(place, BundledTile) else place.tile
 
 
 def _coded_together(tile: Tile) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where what is coded together begins in a tile, and its weights: of a bundle, groups that are kept."""
+    """Where weights that are coded together begin in a tile, and how many there are: of a bundle, the local groups."""
     begins, sizes = tile.borders[:-1], np.diff(tile.borders)
     if tile.kept is None:
         return begins, sizes
@@ -466,7 +469,7 @@ def _coded_together(tile: Tile) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def keep(some: dict[Key, Value], key: Key, value: Value, most: int) -> None:
-    """Remember a thing, and forget the oldest beyond so many; from any thread."""
+    """Store a value, and drop the oldest if there are more than `most`; thread-safe."""
     for old in list(some)[: max(len(some) - most + 1, 0)]:
         some.pop(old, None)
     some[key] = value
@@ -481,7 +484,7 @@ def rectangle(flat: torch.Tensor, place: Tile) -> torch.Tensor:
 
 
 def stretch(flat: torch.Tensor, place: Tile, begin: int, end: int) -> torch.Tensor:
-    """Weights begin to end of a tile, row by row: in place where they lie so in its tensor, else a copy."""
+    """Weights begin to end of a tile, row by row: a view if they are contiguous in its tensor, else a copy."""
     if place.contiguous:
         return flat[place.start + begin : place.start + end]
     first, last = begin // place.columns, -(-end // place.columns)

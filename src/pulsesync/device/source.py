@@ -1,4 +1,4 @@
-"""Sources on a device: a module's or a mapping's tensors as they are published, read where they lie."""
+"""Sources on a device: a module's or a mapping's tensors as they are published, read in place."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,33 +19,33 @@ class DeviceSource:
 
     views: Mapping[str, DeviceView]
     dtypes: Mapping[str, str]  # of tensors that are cast
-    place: object | None = None  # as long as it is the same, the tensors are where they were; None: that is not known
+    place: object | None = None  # while it is the same object, the tensors have not moved; None: not known
 
     def without_weights(self) -> "DeviceSource":
-        """The same without what keeps the memory of the weights alive."""
+        """The same without references to the memory of the weights."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         return replace(self, views={name: replace(view, tensor=nothing) for name, view in self.views.items()})
 
     def again(self, tensors: Mapping[str, Any]) -> "DeviceSource":
-        """The same with the weights of a source that has the marks of the one that this was made of."""
+        """The same with the weights of a source that has the marks of this one's source."""
         return replace(self, views=_LaterDeviceViews(self.views, tensors))
 
     def detached(self) -> "DeviceSource":
-        """The same with the memory that the tensors have now, whatever they are assigned later."""
+        """The same with the tensors' current memory, even if other memory is assigned to them later."""
         if not isinstance(self.views, _LaterDeviceViews):
             return self
         return replace(self, views=self.views.detached())
 
     @property
     def written(self) -> list[int]:
-        """How often torch has written each tensor in place; not by kernels of others, nor through `.data`."""
+        """How often torch has written each tensor in place; writes by other kernels or through `.data` do not count."""
         views = self.views
         tensors = views.tensors if isinstance(views, _LaterDeviceViews) else [one.tensor for one in views.values()]
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
     @property
     def tensors(self) -> Tensors:
-        """The tensors as they are, flat; those that are cast are masters."""
+        """The tensors, flat and not cast; those to be cast are masters."""
         return Tensors(_Flats(self.views), self.place, self.dtypes)
 
     def spec(self, name: str) -> TensorSpec:
@@ -53,12 +53,12 @@ class DeviceSource:
         return TensorSpec(name, self.dtypes[name], spec.shape) if name in self.dtypes else spec
 
     def cast(self, name: str) -> torch.Tensor:
-        """A tensor, flat, as it is published: a copy where it is cast or not contiguous."""
+        """A tensor, flat, as it is published: a copy if it is cast or not contiguous."""
         return self.tensors.published(name)
 
 
 class _LaterDeviceViews(Mapping[str, DeviceView]):
-    """Views of tensors of which all but the memory is known: made when they are asked for."""
+    """Views of tensors whose metadata is known: made on first access."""
 
     def __init__(self, known: Mapping[str, DeviceView], tensors: Mapping[str, Any]) -> None:
         self._known, self._tensors = known, tensors
@@ -82,7 +82,7 @@ class _LaterDeviceViews(Mapping[str, DeviceView]):
 
 
 class _Flats(Mapping[str, torch.Tensor]):
-    """The tensors of views, flat: made when they are asked for."""
+    """The tensors of views, flat: made on access."""
 
     def __init__(self, views: Mapping[str, DeviceView]) -> None:
         self._views = views
@@ -98,12 +98,12 @@ class _Flats(Mapping[str, torch.Tensor]):
 
 
 class SourceReader:
-    """Reads sources on a device; one that has the memory of the last at about 1 µs a tensor."""
+    """Reads sources on a device; a source with the same memory as the last takes about 1 µs a tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._devices: Mapping[str, torch.device] = {}  # that work on the tensors
-        self.in_host_memory = False  # some of the last source
+        self._devices: Mapping[str, torch.device] = {}  # the devices that work on the tensors
+        self.in_host_memory = False  # whether some tensors of the last source are
         self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # without the weights
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
@@ -138,7 +138,7 @@ def read_shards(tensors: Mapping[str, Any], cast: Mapping[str, str], device: tor
     """Read tensors, some of them on a device, as shards. The caller keeps the result until a tensor moves.
 
     Raises:
-        StateError: one cannot be read there; see `check_reach`.
+        StateError: a tensor cannot be read on the device; see `check_reach`.
     """
     shards = SourceReader(device).read(tensors, cast)
     if all(view.shared for view in shards.published.views.values()):

@@ -1,7 +1,7 @@
-"""Live weights on a GPU: the backend of torch and Triton. Only records and streams cross to the host and back.
+"""Live weights on a GPU: the backend of torch and Triton. Only records and streams are copied to the host and back.
 
-Patches are committed one by one: the kernels that decode the second one read weights from memory, so what the first
-one changes must be there, and a copy with its changes in it would be a second copy of the weights (gpu.md).
+Patches are committed one by one: the kernels that decode the second one read weights from memory, so the changes of the
+first one must be written there, and a copy with these changes would be a second copy of the weights (gpu.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ from pulsesync.state.slices import Slices, TileStorage
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import named
 
-TOGETHER = 32  # blocks of an anchor that are decoded, brought up and counted at a time
+TOGETHER = 32  # blocks of an anchor that are decoded, copied to the device and counted at a time
 
 
 class DeviceTransition(Transition[Changes, DeviceHistory]):
@@ -59,11 +59,11 @@ class DeviceTransition(Transition[Changes, DeviceHistory]):
 class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     """The tensors of one process on a GPU, in the layout of a run.
 
-    A tensor on a GPU is worked on there, so that a module may be spread over several. One in pinned host memory is read
-    and written by a GPU: that of `workers`, by name, else `device`.
+    Each tensor on a GPU is processed there, so that a module may be spread over several GPUs. A tensor in pinned host
+    memory is read and written by a GPU: that of `workers`, by name, else `device`.
     """
 
-    overlays = False  # kernels read weights from memory alone
+    overlays = False  # kernels read weights from memory only
     widens = False  # kernels address weights in the dtype of the run
 
     def __init__(
@@ -87,7 +87,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                 "with a grid that has borders there",
                 tensor=name,
             )
-        self._tiles = {ordinal: place_of(place) for ordinal, place in places.items()}  # in the tensors here
+        self._tiles = {ordinal: place_of(place) for ordinal, place in places.items()}  # in the local tensors
         tiles = list(layout.tiles)
         for ordinal, tile in self._tiles.items():
             if tile.kept is not None:
@@ -98,10 +98,10 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         holding = [memory.worker_of(other, self.device) for other in tied.values()]
         self.devices = list(dict.fromkeys((self.device, *(pile.device for pile in self.piles), *holding)))
         self._pile_of = {tile.ordinal: pile for pile in self.piles for tile in pile.tiles}
-        self.tensors = Tensors(flats, object())  # they stay where they are: see `holds`
-        self._written: dict[tuple[Pile, int], WriteAddresses] = {}  # by pile, and which of the memories of a tensor
-        self.stream: DeviceStream | None = None  # of a publisher's base, which nothing else uses
-        self.readers: list[Point] = []  # ends of comparisons with it: nothing is written before they are over
+        self.tensors = Tensors(flats, object())  # they do not move: see `holds`
+        self._written: dict[tuple[Pile, int], WriteAddresses] = {}  # by pile, and the number of the memory of a tensor
+        self.stream: DeviceStream | None = None  # used only for a publisher's base
+        self.readers: list[Point] = []  # ends of comparisons with it: nothing is written before them
         super().__init__(layout, flats, copies, slices, places, sums)
 
     @staticmethod
@@ -131,14 +131,14 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     # Reading
 
     def block(self, tile: Tile, number: int) -> Bits:
-        """Bring one block to the host."""
+        """Copy one block to the host."""
         with self.aside():
             bits = self._read(tile, number)
             copied = bits.clone() if bits.device.type == "cpu" else bits
             return to_host(copied)[0].view(tile.tensor.kind.bits)
 
     def _read(self, tile: Tile, number: int) -> torch.Tensor:
-        """A block where it lies, or a copy; of groups of a bundle that are not here, zeros."""
+        """A block, as a view or a copy; groups of a bundle that are not local are zeros."""
         place = self._tiles[tile.ordinal]
         if place.pieces:
             pile = self._pile_of[tile.ordinal].part([tile.ordinal])
@@ -175,7 +175,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         return bits
 
     def aside(self) -> AbstractContextManager[None]:
-        """Do what is launched inside where a trainer does not wait for it, nor it for the trainer."""
+        """Launch the work inside in a stream that neither delays the trainer nor waits for it."""
         return self.stream() if self.stream is not None else nullcontext()
 
     def batches(self) -> Iterable[Sequence[Tile]]:
@@ -207,7 +207,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
                     checks.append(decoded.checks)
                     if history is not None and decoded.hot.pile is pile and pile in self._small:
                         hot[pile] = decoded.hot.without_list()
-                    del decoded  # it takes memory while the next pile is decoded
+                    del decoded  # frees memory before the next pile is decoded
                 for pile, numbers in self._by_pile([tile for tile, *_ in opened.plain]):
                     with memory.on(pile.device):
                         runs += decode.decode_plain(pile, [opened.plain[n] for n in numbers], located(pile))
@@ -226,13 +226,13 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
     @cached_property
     def _small(self) -> set[Pile]:
-        """The piles that have a dtype on their device to themselves: of others little is kept in memory at a time."""
+        """The piles that are the only one of a dtype on their device: for others, less is kept in memory at a time."""
         keys = [(pile.kind, pile.device) for pile in self.piles]
         return {pile for pile, key in zip(self.piles, keys, strict=True) if keys.count(key) == 1}
 
     @cached_property
     def _wanted(self) -> Mapping[int, Tile]:
-        """The tiles of a part that are decoded, by ordinal: of a whole state all, so that every entry is checked."""
+        """The tiles of a part that are decoded, by ordinal: for a whole state all, so that every entry is checked."""
         return dict(enumerate(self.layout.tiles)) if self.whole else self.tiles
 
     def _decode(
@@ -241,7 +241,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         memories: DeviceHistory | None,
         located: Callable[[Pile], PileAddresses],
     ) -> Iterator[tuple[Pile, DecodedTiles]]:
-        """Decode the tiles that are coded against their old weights; of each pile those of a table."""
+        """Decode the tiles that are coded against their old weights; for each pile and table."""
         for number, coded in opened.coded.items():
             table = opened.tables[number]
             known = memories if memories is not None and table.frequencies.shape[1] > 1 else DeviceHistory()
@@ -255,7 +255,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         return self._pile_of[ordinal]
 
     def parts(self, ordinals: Iterable[int]) -> list[tuple[Pile, Pile]]:
-        """The piles of some local tiles, each with the pile of those alone, in order."""
+        """The piles of some local tiles, each with the pile of only these tiles, in order."""
         return parts_of(self._pile_of, ordinals)
 
     def _by_pile(self, tiles: Sequence[Tile]) -> Iterable[tuple[Pile, list[int]]]:
@@ -274,16 +274,16 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         hot: Mapping[Pile, HotWeights] | None = None,
         located: Callable[[Pile], PileAddresses] | None = None,
     ) -> Callable[[], DeviceHistory]:
-        """Begin to find the history after changes of the tiles that were touched. Returns what waits for it.
+        """Begin to compute the history after changes of these tiles. Returns a function that waits for it.
 
         cuts: of those tiles that were coded with a history.
 
-        hot: what was found on the way; it serves where the cuts are these, and what is remembered was looked up, which
-        a patch coded without a history does not do. located: where piles were found.
+        hot: the hot weights that are already known; they are used if they have these cuts and the history was looked
+        up, which a patch coded without a history does not do. located: the addresses of piles.
         """
 
         def find() -> Iterator[HotWeights]:
-            """Of one pile after the other, because they take memory."""
+            """One pile after the other, to limit memory."""
             for pile in self.piles:
                 new = np.array([cuts.get(ordinal, 0) for ordinal in pile.index], np.int64)
                 then = np.where([n in touched for n in pile.index], np.maximum(memories.cuts(pile), new), 0)
@@ -339,7 +339,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         return max(1 + len(self.copies.get(name, ())) for name in names)
 
     def _addresses_of(self, pile: Pile, n: int) -> WriteAddresses:
-        """The addresses of the n-th memory that each tensor has, or of the last."""
+        """The addresses of the n-th memory of each tensor, or of its last."""
         if (known := self._written.get((pile, n))) is None:
             first = pile.first_gathered
             flats = [self.memory(place.tensor.name, n) for place in pile.places[:first]]
@@ -353,11 +353,11 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         return known
 
     def memory(self, name: str, n: int) -> torch.Tensor:
-        """The n-th memory that a tensor has, or the last."""
+        """The n-th memory of a tensor, or its last."""
         others = self.copies.get(name, ())
         return others[min(n, len(others)) - 1] if n and others else self.flats[name]
 
-    # Tiles that come as a whole
+    # Whole tiles
 
     def write_blocks(self, blocks: Sequence[WholeBlock]) -> None:
         for _ in self._write_decoded(blocks):
@@ -392,12 +392,12 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         return out
 
     def _bring_up(self, blocks: Sequence[WholeBlock]) -> tuple[list[Bits], list[torch.Tensor]]:
-        """Decode blocks on the host, and bring each up once."""
+        """Decode blocks on the host, and copy each to the device once."""
         decoded = spread(WholeBlock.decode, blocks)
         return decoded, [to_stream(bits, self.device) for bits in decoded]
 
     def _has(self, block: WholeBlock, bits: torch.Tensor) -> bool:
-        """Whether to write a block would change nothing; of a bundle that is not looked for."""
+        """Whether writing a block would change nothing; False for a bundle, which is not compared."""
         place = self._tiles[block.tile.ordinal]
         if place.pieces:
             return False
@@ -406,7 +406,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         return all(torch.equal(run, bits.to(run.device)) for run in runs)
 
     def _copies_of(self, place: Tile) -> int:
-        """How many times a tensor of a tile is in memory, at most."""
+        """The most memories that a tensor of a tile has."""
         return 1 + max(len(self.copies.get(name, ())) for name in place.names)
 
     def _sums_of(self, blocks: Sequence[WholeBlock], here: Sequence[torch.Tensor]) -> list[BlockSums]:
@@ -418,7 +418,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         return [BlockSums(sums[n], of_local.get(n, sums[n])) for n in range(len(blocks))]
 
     def _kept_of(self, tile: Tile, bits: torch.Tensor) -> torch.Tensor:
-        """The weights of a bundle, with zeros for those of groups that are not here."""
+        """The weights of a bundle, with zeros for groups that are not local."""
         out = torch.zeros_like(bits)
         for n in self._tiles[tile.ordinal].kept or ():
             out[tile.groups[n] : tile.groups[n + 1]] = bits[tile.groups[n] : tile.groups[n + 1]]
@@ -444,19 +444,19 @@ def count_pile(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[int, Sum]:
 
 
 def count_located(pile: Pile, weights: PileAddresses) -> dict[int, Sum]:
-    """The same of weights that were found."""
+    """The same for weights that are located already."""
     return dict(as_sums(pile, begin_count(pile, weights)()[0]))
 
 
 def begin_count(pile: Pile, weights: PileAddresses) -> Callable[[], list[NDArray[Any]]]:
-    """Begin to count them. Returns what waits for the two sums of each tile."""
+    """Begin to count them. Returns a function that waits for the two sums of each tile."""
     sums = torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=pile.device)
     _count(pile.indices, weights.at, sums)
     return fetch(sums)
 
 
 def count_blocks(blocks: Sequence[WholeBlock], weights: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Count the digests of blocks of tiles, given their weights on the device: two sums of each."""
+    """Count the digests of blocks of tiles, given their weights on the device: two sums for each."""
     sums = torch.zeros((len(blocks), 2), dtype=torch.int64, device=device)
     widths = np.array([block.tile.tensor.kind.itemsize for block in blocks])
     for wide in np.unique(widths).tolist():

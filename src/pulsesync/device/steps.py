@@ -1,6 +1,6 @@
 """Which entries of an update are sent, and how large they are, coded on a device: the bytes of `loco.steps`.
 
-There is one tile, whose old weights are what everybody knows of each entry, as BF16 bits.
+There is one tile, whose old weights are the descriptions of the entries, which all trainers know, as BF16 bits.
 """
 
 from functools import cache, lru_cache
@@ -26,7 +26,7 @@ HALF = 1 << 15
 
 
 class _Described:
-    """What everybody knows of each entry, as weights that are brought to the host block by block."""
+    """The descriptions of the entries, as weights that are copied to the host block by block."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._flat = flat
@@ -39,11 +39,11 @@ class _Described:
 
 @cache
 def _fetching(device: torch.device) -> DeviceStream:
-    """The stream in which threads fetch what a codec that is seldom tried asks for."""
+    """The stream in which threads fetch data for codecs that are seldom tried."""
     return DeviceStream(device)
 
 
-@lru_cache(maxsize=64)  # the pieces of a fragment, one a trainer, and a few fragments
+@lru_cache(maxsize=64)  # the pieces of a fragment, one per trainer, for a few fragments
 def _pile_of(size: int, device: torch.device) -> tuple[Layout, Pile]:
     layout = layouts.make([TensorSpec(NAME, "BF16", (size,))])
     return layout, Pile(layout.tiles, layout.tiles, device)
@@ -59,7 +59,7 @@ def encode_steps(
     flats = {NAME: described}
     weights, before = pile.locate(flats), count_pile(pile, flats)
     old = described[positions]
-    up = (old < 0) == (negative != 0)  # the near way
+    up = (old < 0) == (negative != 0)  # towards the nearest border
     new = _unordered(_ordered(old) + torch.where(up, sizes, -sizes))
     borders = torch.arange(pile.blocks + 1, device=pile.device) * BLOCK
     starts = torch.searchsorted(positions, borders)
@@ -74,10 +74,10 @@ def encode_steps(
 def decode_steps(
     described: torch.Tensor, data: memoryview, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Positions, sizes, and whether each is negative, of so many entries.
+    """Positions, sizes, and whether each is negative, of this number of entries.
 
     Raises:
-        FormatError: and its branches, for whatever is wrong with the bytes.
+        FormatError and subclasses: bad bytes.
     """
     if not count:
         if len(data):
@@ -107,12 +107,12 @@ def decode_steps(
 
 
 def _ordered(bits: torch.Tensor) -> torch.Tensor:
-    """Where 16-bit patterns stand in the order of their values."""
+    """The rank of 16-bit patterns in the order of their values."""
     wide = bits.to(torch.int64) & 0xFFFF
     return wide ^ torch.where(bits < 0, 0xFFFF, 0x8000)
 
 
 def _unordered(places: torch.Tensor) -> torch.Tensor:
-    """The 16-bit patterns that stand there, modulo the circle, as int16."""
+    """The 16-bit patterns with these ranks, modulo 2^16, as int16."""
     wide = places & 0xFFFF
     return (wide ^ torch.where(wide >= HALF, HALF, 0xFFFF)).to(torch.int16)

@@ -1,8 +1,8 @@
 """A base in pinned host memory that is read piece by piece, while the trainer computes.
 
 The copy engine brings a piece into one of two buffers on the device while the one before it is compared in the other.
-So the bus is always busy and no multiprocessor waits for it; kernels that read the base over the bus would keep those
-of the trainer waiting.
+So the bus is always busy and no multiprocessor waits for it; kernels that read the base over the bus would delay those
+of the trainer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ PIECE = 1 << 28  # bytes of a buffer; there are two
 
 
 class BasePiece:
-    """Some blocks of a pile in a row: where they lie in the base, and where in a buffer.
+    """Consecutive blocks of a pile: where they lie in the base, and where in a buffer.
 
     Args:
         pile: The blocks.
-        first: The number of the first of them in the pile that they are of.
+        first: The number of the first block in the whole pile.
     """
 
     def __init__(self, pile: Pile, first: int) -> None:
@@ -33,7 +33,7 @@ class BasePiece:
         starts = starts_of(-(-(self._ends - self._begins) // 8) * 8)  # in the buffer: kernels read words of eight bytes
         self._starts, self.size_bytes = starts[:-1], int(starts[-1]) * wide
         self._offsets = ((self._starts - self._begins)[pile.tile_of] + pile.host_begins) * wide
-        self._located: dict[int, torch.Tensor] = {}  # by where a buffer begins
+        self._located: dict[int, torch.Tensor] = {}  # by address of a buffer
 
     def copy(self, flats: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
         """Launch the copies of the base into a buffer."""
@@ -59,24 +59,24 @@ def cut(pile: Pile) -> list[BasePiece]:
 
 
 class BaseStream:
-    """Brings the pieces of a base to a device. For one thread at a time."""
+    """Copies the pieces of a base to a device. For one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # What reads a piece is short, and would otherwise wait behind every large kernel of the trainer
+        # Kernels that read a piece are short, and would otherwise wait for every large kernel of the trainer
         self._copies, self._reads = DeviceStream(device), DeviceStream(device, first=True)
         self._buffers: list[torch.Tensor] = []  # two, once they are needed
 
     @contextmanager
     def after(self, point: Point) -> Iterator[None]:
-        """Launch what is launched inside in the stream in which pieces are read, after a point; wait for its end."""
+        """Launch the work inside in the stream that reads pieces, after a point, and wait for its end."""
         with self._copies(), self._reads([point]):
             yield
 
     def bring(
         self, pieces: Sequence[BasePiece], flats: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[BasePiece, PileAddresses]]:
-        """Each piece in a buffer, for what is launched in this stream (`after`) before the next piece is asked for."""
+        """Each piece in a buffer, valid for launches in this stream (`after`) before the next piece is requested."""
         buffers = self._room_for(max(piece.size_bytes for piece in pieces))
         ready: Point = StreamPoint(self._device)  # the memory may have had another use in this stream
         free = [ready, ready]
@@ -96,7 +96,7 @@ class BaseStream:
             free[n % 2] = StreamPoint(self._device)
 
     def _room_for(self, size_bytes: int) -> list[torch.Tensor]:
-        """The two buffers, which are kept: where pieces are in them is then known."""
+        """The two buffers, which are kept so that the addresses of pieces in them can be cached."""
         if not self._buffers or self._buffers[0].numel() < size_bytes:
             self._buffers = [empty(size_bytes, torch.uint8, self._device) for _ in range(2)]
         return self._buffers

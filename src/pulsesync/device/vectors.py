@@ -1,9 +1,9 @@
 """Vectors of a LoCo fragment on a device, with the bits that `loco.vectors` has in host memory.
 
-`kernels.gpu.rounds` lists the conditions under which the bits are equal. torch's own operators round every result by
-themselves, with one exception that is avoided: on a GPU, a tensor over a number of Python is multiplied by the
-reciprocal, which is rounded twice (pytorch/pytorch#191495). And no sum of FP32 values is left to torch, whose order
-differs between machines.
+`kernels.gpu.rounds` lists the conditions under which the bits are equal. torch's own operators round every result
+separately, with one exception that is avoided: on a GPU, dividing a tensor by a Python number multiplies it by the
+reciprocal, which rounds twice (pytorch/pytorch#191495). And no sum of FP32 values is left to torch, whose order differs
+between machines.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,16 +26,16 @@ from pulsesync.kernels import cuda
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-CHUNK = 1 << 25  # entries that are worked on together: what is computed of them on the way takes 128 MB a vector
+CHUNK = 1 << 25  # entries that are processed together: temporary results occupy 128 MB a vector
 SPAN = 1024  # entries of a program
-UPPER = 1 << 15  # what the upper 16 bits of an FP32 number can be without the sign
-EXACT = {"enable_fp_fusion": False}  # of a launch: no product and sum are rounded together
+UPPER = 1 << 15  # number of values of the upper 16 bits of an FP32 number without the sign
+EXACT = {"enable_fp_fusion": False}  # option of a launch: products and sums are rounded separately
 DTYPES: dict[type, torch.dtype] = {np.float32: torch.float32, np.int64: torch.int64}
 
 
 @cache
 def vectors_on(device: torch.device) -> "DeviceVectors":
-    """The vectors of a device: all trainers of a process that have some there compute in one stream."""
+    """The vectors of a device: all trainers of a process on this device compute in one stream."""
     return DeviceVectors(device)
 
 
@@ -46,7 +46,7 @@ def _pile_of(name: str, dtype: str, size: int, device: torch.device) -> Pile:
 
 
 class DeviceVectors:
-    """As `loco.vectors.Vectors` describes them. What is launched is launched in the current stream.
+    """As `loco.vectors.Vectors` describes them. Everything is launched in the current stream.
 
     Args:
         device: Where the vectors are.
@@ -60,20 +60,20 @@ class DeviceVectors:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        with on(self.device), torch.inference_mode(False):  # what is made here is written in place later
+        with on(self.device), torch.inference_mode(False):  # tensors made here are written in place later
             launched = StreamPoint(self.device)
             with self._stream([launched]):
                 yield
 
     def spread(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        with on(self.device):  # threads of a pool would have other streams
+        with on(self.device):  # threads of a pool would use other streams
             return [work(item) for item in items]
 
     def each(self, work: Callable[[slice], Result], size: int) -> list[Result]:
         chunk = self.chunk
         return self.spread(work, (slice(at, min(at + chunk, size)) for at in range(0, size, chunk)))
 
-    # What there is
+    # Making and moving vectors
 
     def empty(self, size: int) -> torch.Tensor:
         return empty(size, torch.float32, self.device)
@@ -100,7 +100,7 @@ class DeviceVectors:
         return torch.from_numpy(values).to(self.device)
 
     def fetch(self, values: torch.Tensor) -> NDArray[Any]:
-        return values.cpu().numpy()  # not by way of pinned memory, which torch would keep
+        return values.cpu().numpy()  # not through pinned memory, which torch would keep
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().reshape(-1)
@@ -114,10 +114,10 @@ class DeviceVectors:
     def hand_out(self, values: torch.Tensor) -> torch.Tensor:
         return shared(values)
 
-    # What is found in it
+    # Searching and counting
 
     def _measure(self, values: torch.Tensor) -> tuple[int, int]:
-        """How many are not zero, and the largest bit pattern without the sign."""
+        """The number of values that are not zero, and the largest bit pattern without the sign."""
 
         def measure(here: slice) -> list[int]:
             piece = values[here]
@@ -130,7 +130,7 @@ class DeviceVectors:
         return sum(one[0] for one in done), max((one[1] for one in done), default=0)
 
     def _results(self, kinds: int, programs: int) -> torch.Tensor:
-        """Zeros for what programs find; rows begin at multiples of 16 bytes, for which kernels are compiled once."""
+        """Zeros for the results of programs; rows begin at multiples of 16 bytes, so that kernels are compiled once."""
         return torch.zeros((kinds, -(-programs // 4) * 4), dtype=torch.int32, device=self.device)
 
     def largest(self, values: torch.Tensor) -> np.float32:
@@ -169,7 +169,7 @@ class DeviceVectors:
         with on(self.device):
             return count_pile(_pile_of(name, dtype, values.numel(), self.device), {name: values.view(bits)})[0]
 
-    # What is computed
+    # Computing
 
     def advance(
         self,
@@ -262,7 +262,7 @@ class DeviceVectors:
             with on(self.device):
                 cuda.add_at[(-(-count // SPAN),)](total, positions, values, count, SPAN=SPAN, **EXACT)
 
-    # What is sent
+    # Encoding
 
     def in_units(self, values: torch.Tensor, unit: int) -> torch.Tensor:
         return values.to(torch.float64) * 2.0**-unit
@@ -299,12 +299,12 @@ class DeviceVectors:
 
 
 def _rounded(number: float) -> float:
-    """A number as FP32 has it: what a kernel is given."""
+    """A number rounded to FP32, as it is passed to a kernel."""
     return float(np.float32(number))
 
 
 def _joined(found: torch.Tensor) -> list[int]:
-    """What programs found, joined: first how many there are, then the largest of everything else."""
+    """The results of programs, joined: the sum of the first row, then the maximum of all others."""
     most = found[1:].amax(dim=1).to(torch.int64)
     out: list[int] = to_host(torch.cat((found[0].sum(dtype=torch.int64).view(1), most)))[0].tolist()
     return out
