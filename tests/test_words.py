@@ -161,10 +161,15 @@ ROWS = [
 
 # What is clean already. Extend it as folders are rewritten.
 CLEAN = [
-    "src/pulsesync/errors.py",
     "src/pulsesync/__init__.py",
     "src/pulsesync/cli",
+    "src/pulsesync/core",
+    "src/pulsesync/device",
+    "src/pulsesync/errors.py",
+    "src/pulsesync/group",
+    "src/pulsesync/loco",
     "src/pulsesync/run",
+    "src/pulsesync/state",
 ]
 
 

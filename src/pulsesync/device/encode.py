@@ -97,7 +97,7 @@ class _StreamPlan:
     lanes: NDArray[np.int64]
     decisions: NDArray[np.int64]
     spans: tuple[torch.Tensor, torch.Tensor]  # the begin and end of the decisions of each block
-    tables: tuple[torch.Tensor, ...]  # order and firsts of `warps_of`, lanes, where changes begin, and where rooms do
+    tables: tuple[torch.Tensor, ...]  # order and firsts of `warps_of`, lanes, where changes begin, and where buffers do
     rooms: NDArray[np.int64]
 
     @classmethod
@@ -358,7 +358,7 @@ class _Streams:
     """Streams in separate buffers, each at the end of its buffer."""
 
     stream: torch.Tensor
-    ends: torch.Tensor  # of rooms
+    ends: torch.Tensor  # of the buffers
     used: torch.Tensor  # words
 
 

@@ -129,7 +129,7 @@ def find_hot(
 ) -> Callable[[], HotWeights]:
     """Begin to find the hot weights, and to list them if there is space. Returns a function that waits for the result.
 
-    changed: changes, to count how many of them are of hot weights. rooms: the expected number of hot weights of each
+    changed: changes, to count how many of them are of hot weights. `rooms`: the expected number of hot weights of each
     block, 0 for blocks that are not listed; if one has more, all are listed again. contexts: the rows of the tables.
 
     Raises:

@@ -232,7 +232,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
     @cached_property
     def _wanted(self) -> Mapping[int, Tile]:
-        """The tiles of a part that are decoded, by ordinal: for a whole state all, so that every entry is checked."""
+        """The tiles of a part to decode, by ordinal: for a complete state all, so that every entry is checked."""
         return dict(enumerate(self.layout.tiles)) if self.whole else self.tiles
 
     def _decode(

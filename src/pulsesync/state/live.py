@@ -285,7 +285,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
     def _digest(self, sums: Mapping[int, Sum]) -> str:
         if self._digested is None or self._digested[0] is not sums:  # sums are replaced, never changed
-            local = (sums[ordinal] for ordinal in self.places)  # the other tiles of a whole state have no weights
+            local = (sums[ordinal] for ordinal in self.places)  # the other tiles of a complete state have no weights
             self._digested = sums, digest.state_digest(self.layout.tables, local)
         return self._digested[1]
 
@@ -334,7 +334,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         return sums
 
     def _zero_sums(self) -> dict[int, Sum]:
-        """A sum for each tile in the digest: of a whole state, also for tiles without weights."""
+        """A sum for each tile in the digest: of a complete state, also for tiles without weights."""
         return {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self.whole or tile.ordinal in self.places}
 
     def find_untied(self) -> str | None:
