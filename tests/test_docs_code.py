@@ -87,6 +87,13 @@ with pulse.Publisher("bucket/run") as publisher:
         weights["w"][step] = 1
         publisher.publish(weights, step=step)
 """,
+    ("docs/theory.md", ""): """
+import torch
+from pathlib import Path
+from safetensors.torch import save_file
+Path("checkpoint").mkdir()
+save_file({"w": (torch.randn(1 << 16) * 0.02).bfloat16()}, "checkpoint/model.safetensors")
+""",
     ("docs/study.md", ""): MODEL
     + """
 import shutil
@@ -126,6 +133,7 @@ ELSEWHERE = {
     ("docs/integrations/huggingface.md", "accelerator.prepare"): "tests/integrations/hf/test_page.py",
     ("docs/integrations/jax.md", "jax.grad(loss)"): "tests/integrations/jax/test_page.py",
     ("docs/integrations/keras.md", "trainer.compile("): "tests/integrations/keras/test_page.py",
+    ("docs/integrations/torch.md", "mp.spawn(run"): "tests/group/test_broadcast.py",
     ("docs/integrations/ray.md", "ray.kill("): "tests/integrations/test_ray.py",
     ("docs/integrations/ray.md", "PPOConfig()"): "tests/integrations/test_ray.py",
     **{
