@@ -188,6 +188,8 @@ COMPILED = {
         "docs/integrations/torch.md",
         "TORCH_NCCL_BLOCKING_WAIT",
     ): "needs NCCL: make gpu-test runs tests/device/test_nccl.py",
+    ("docs/metrics.md", "wandb.init("): "needs wandb; the page says with which version it was run",
+    ("docs/metrics.md", "trackio.init("): "needs trackio; the page says with which version it was run",
     ("docs/integrations/vllm.md", "attach(llm"): "needs vLLM: make test-vllm attaches to one",
 }
 

@@ -149,8 +149,8 @@ def export(
 
     Args:
         port: The port; 0 takes a free one, which the returned object names.
-        host: The address to listen on; `0.0.0.0` for all of this machine. There is no password: everybody who can reach
-            the port reads the locations of runs, their versions and sizes.
+        host: The address to listen on; `0.0.0.0` for all of this machine. There is no password: any client that can
+            reach the port reads the locations of runs, their versions and sizes.
         registry: A Prometheus registry that has other metrics too; a registry of their own if not given.
 
     Raises:

@@ -100,8 +100,10 @@ def _if_moved(field: str) -> Callable[[Synced], float | None]:
     return lambda event: getattr(event, field) if event.path else None
 
 
-def _lag(event: Synced) -> float | None:
-    return None if event.newest is None else max(0.0, event.newest - event.version)
+def _lag(event: Synced | SyncFailed) -> float | None:
+    if event.newest is None or event.version is None:
+        return None
+    return max(0.0, event.newest - event.version)
 
 
 def _ratio(event: VersionPublished) -> float | None:
@@ -134,7 +136,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "gauge",
         "",
         "The newest version of the run that this process knows: published, found by a sync, or served.",
-        ((VersionPublished, "version"), (Synced, "newest")),
+        ((VersionPublished, "version"), (Synced, "newest"), (SyncFailed, "newest")),
     ),
     Instrument(
         "versions",
@@ -157,8 +159,8 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "pulse_lag_versions",
         "gauge",
         "",
-        "Versions between the newest one and the weights, after the last sync.",
-        ((Synced, _lag),),
+        "Versions between the newest one and the weights, when the last sync completed or failed.",
+        ((Synced, _lag), (SyncFailed, _lag)),
     ),
     Instrument(
         "publishing",

@@ -58,7 +58,7 @@ def make_app(store: Store, token: str | None = None, *, open_metrics: bool = Fal
 
     Args:
         store: What to serve.
-        token: What clients have to show; anybody may read if there is none.
+        token: What clients must send; without one, no token is required.
         open_metrics: Whether `/metrics` needs no token. `/healthz` never does.
 
     Raises:
@@ -83,7 +83,7 @@ def make_app(store: Store, token: str | None = None, *, open_metrics: bool = Fal
 
 
 class _Service:
-    """The application behind the routes."""
+    """The application that answers."""
 
     def __init__(self, store: Store, token: str | None, open_metrics: bool = False) -> None:
         self._store = store
@@ -119,7 +119,7 @@ class _Service:
         return JSONResponse(body, 200 if up else 503, {"Cache-Control": "no-store"})
 
     async def metrics(self, request: "Request") -> "Response":
-        """Return what was counted, to those who show the token unless anybody may see it."""
+        """Return what was counted, to clients that send the token, unless none is required for it."""
         from starlette.responses import Response
 
         if not self._open_metrics and not self._may_read(request.headers.get("authorization", "")):
