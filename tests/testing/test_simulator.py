@@ -387,11 +387,11 @@ CREATE_MOVE, FOLLOW = pointing._create, FollowTarget.find
 
 
 def advance_the_base_before_the_commit(
-    self: RunWriter, base: RankBase, reports: Sequence[RankReport], step: int
+    self: RunWriter, base: RankBase, reports: Sequence[RankReport], version: PendingVersion, clock: Any
 ) -> CoordinatorMessage:
     assert self._draft is not None
     base.state.commit(self._draft.transition)
-    return CREATE(self, base, reports, step)
+    return CREATE(self, base, reports, version, clock)
 
 
 def write_the_record_before_the_body(self: RunWriter, part: EncodedPart) -> PartRef:
