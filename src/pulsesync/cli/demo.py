@@ -30,7 +30,7 @@ from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.lab.demo.view import Line, RunStory
 
 SMOLLM2 = Path(".models", "smollm2")  # in the current folder
-OWN = ("port", "secret")  # settings that are new at every start of a run
+OWN = ("port", "secret", "metrics")  # settings that are new at every start of a run
 FILES = "settings.json, steps.jsonl, summary.json, plots.svg"  # what a run leaves in its folder
 
 app = App(name="demo")
@@ -56,6 +56,7 @@ def demo(
     link: str | None = None,
     model: str = "demo",
     device: str = "cpu",
+    metrics: Count = 0,
     out: Path | None = None,
     recorded: Annotated[bool, Parameter(name="--replay", negative=())] = False,
     as_json: Json = False,
@@ -99,6 +100,8 @@ def demo(
         model: demo; smollm2, which python -m pulsesync.lab.demo.smollm2 .models/smollm2 downloads; or a folder with a
             Hugging Face checkpoint.
         device: Device on which models other than demo compute.
+        metrics: Port of 127.0.0.1 at which the trainer exports its metrics for Prometheus; workers have the ports after
+            it. 0 exports none.
         out: The run's folder: a new one, or that of a run that was interrupted. If not given, a new folder in runs/,
             named by the time.
         recorded: Publish a recorded GRPO run of SmolLM2-135M at 3e-6 instead of training: no torch, a few seconds.
@@ -126,6 +129,7 @@ def demo(
         link=read_link(link),
         model=find_model(model),
         device=device,
+        metrics=metrics,
     )
     return (replay if recorded else run)(settings, out, as_json=as_json)
 
@@ -334,7 +338,7 @@ def _sum_up(folder: Path, story: RunStory, summary: Line, as_json: bool) -> int:
 
 def _contrast(folder: Path, story: RunStory, summary: Line, as_json: bool) -> int:
     """Replay the recorded steps and print both runs side by side; the summary has the replay under a key of its own."""
-    settings = _recorded(DemoSettings(workers=story.settings.workers))
+    settings = _recorded(DemoSettings(workers=story.settings.workers, metrics=story.settings.metrics))
     if not as_json:
         print(f"\n{view.tell(story, summary)}\n\n{contrast.announce(settings)}", flush=True)
     place, shown = open_folder(folder / "replay", settings)

@@ -30,7 +30,7 @@ __all__ = ["INSTRUMENTS", "Instrument", "Measurement", "measurements", "scalars"
 
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal["", "seconds", "bytes", "ratio"]
-Section = Literal["versions", "publishing", "syncing", "groups", "LoCo rounds", "servers", "the exporter"]
+Section = Literal["versions", "publishing", "syncing", "engines", "groups", "LoCo rounds", "servers", "the exporter"]
 Value = str | Callable[[Any], float | None]  # a field of the event; or a function of it, None: nothing to record
 
 # Upper bounds of histograms, in seconds: from a pause on a GPU to the upload of an anchor.
@@ -397,7 +397,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         ((TransferProgress, "total_bytes"),),
     ),
     Instrument(
-        "syncing",
+        "engines",
         "pulse_engine_updates",
         "counter",
         "",
@@ -405,7 +405,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         ((EngineUpdated, _one),),
     ),
     Instrument(
-        "syncing",
+        "engines",
         "pulse_engine_update_failures",
         "counter",
         "",
@@ -414,7 +414,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         ("location", "retryable"),
     ),
     Instrument(
-        "syncing",
+        "engines",
         "pulse_engine_pause",
         "histogram",
         "seconds",
@@ -422,7 +422,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         ((EngineUpdated, "pause_s"),),
     ),
     Instrument(
-        "syncing",
+        "engines",
         "pulse_engine_update_duration",
         "histogram",
         "seconds",
@@ -430,7 +430,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         ((EngineUpdated, "seconds"),),
     ),
     Instrument(
-        "syncing",
+        "engines",
         "pulse_engine_fetched",
         "counter",
         "bytes",

@@ -39,6 +39,7 @@ def main() -> int:
     torch.set_num_threads(1)  # several processes share the machine; and sums come out the same every time
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
+        DemoSettings.load(folder).export_metrics(role)
         warm_up()
         _process(folder, role).run()
     except PulseError as e:

@@ -194,6 +194,7 @@ def main() -> int:
     folder, role = Path(sys.argv[1]), sys.argv[2]
     settings = DemoSettings.load(folder)
     try:
+        settings.export_metrics(role)
         warm_up()
         publish(folder, settings) if role == "trainer" else follow(folder, settings, int(role))
     except PulseError as e:

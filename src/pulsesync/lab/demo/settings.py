@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from pulsesync import metrics
+
 
 @dataclass(frozen=True)
 class DemoSettings:
@@ -32,11 +34,18 @@ class DemoSettings:
     checkpoint_every: int = 5  # steps
     port: int = 0
     secret: str = ""
+    metrics: int = 0  # port at which the first trainer exports its metrics, others at those after it; 0: none does
 
     @property
     def span(self) -> int:
         """Steps between two versions that trainers can make: one, or a round of several trainers."""
         return self.sync_every if self.trainers > 1 else 1
+
+    def export_metrics(self, role: str) -> None:
+        """Export the metrics of a process, if that is wanted: trainers have the first ports, and workers follow."""
+        if self.metrics:
+            name, _, number = role.partition("-")
+            metrics.export(self.metrics + (int(number or 0) if name == "trainer" else self.trainers + int(name)))
 
     def meeting(self, folder: Path) -> str:
         """Where several trainers meet: beside the run's store."""

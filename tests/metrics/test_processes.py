@@ -1,0 +1,168 @@
+"""A trainer, a worker and a server as processes of their own, scraped over loopback."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.commands import start
+from tests.metrics.scraping import Scraped, scrape
+from tests.server.test_server import running
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("starlette")
+pytest.importorskip("granian")
+
+VERSIONS = 6
+
+TRAINER = f"""
+import sys
+import numpy as np
+import pulsesync as pulse
+from pulsesync import metrics
+
+exporter = metrics.export(port=0)
+weights = {{"w": np.zeros((64, 64), np.float32)}}
+with pulse.Publisher(sys.argv[1]) as publisher:
+    for step in range({VERSIONS}):
+        weights["w"][step] += 1
+        publisher.publish(weights, step=10 * step)
+        publisher.flush()
+print(exporter.url, flush=True)
+sys.stdin.read()
+"""
+
+WORKER = """
+import sys
+import numpy as np
+import pulsesync as pulse
+from pulsesync import metrics
+
+exporter = metrics.export(port=0)
+model = {"w": np.zeros((64, 64), np.float32)}
+worker = pulse.Subscriber(sys.argv[1])
+for version in (2, None, None):
+    worker.sync(model, version=version)
+worker.verify()
+print(exporter.url, flush=True)
+for line in sys.stdin:
+    model["w"][0, 0] += 1  # something else writes to the weights
+    try:
+        worker.verify()
+    except pulse.VerificationError:
+        print("found", flush=True)
+"""
+
+
+@contextmanager
+def process(program: str, place: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, place], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def line_of(started: subprocess.Popen[str]) -> str:
+    assert started.stdout is not None
+    return started.stdout.readline().strip()
+
+
+@pytest.mark.timeout(120)
+def test_a_trainer_a_worker_and_a_server_can_be_scraped(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with ExitStack() as stack:
+        server = stack.enter_context(running("serve", folder))
+        trainer = stack.enter_context(process(TRAINER, str(folder)))
+        published = scrape(line_of(trainer))
+        worker = stack.enter_context(process(WORKER, server.url))
+        address = line_of(worker)
+        synced, served = scrape(address), scrape(f"{server.url}/metrics")
+        assert worker.stdin is not None
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+        assert line_of(worker) == "found"
+        damaged = scrape(address)
+
+    place = str(folder)
+    assert published.value("pulse_newest_version", location=place) == VERSIONS - 1
+    assert published.value("pulse_step", location=place) == 10 * (VERSIONS - 1)
+    assert published.value("pulse_versions_published_total", location=place) == VERSIONS
+    assert published.value("pulse_full_bytes", location=place) == 64 * 64 * 4
+    assert published.value("pulse_changed_ratio", location=place) == 1 / 64
+    assert published.value("pulse_publish_blocked_seconds_count", location=place) == VERSIONS
+    assert published.value("pulse_publish_failures_total", location=place, retryable="true") == 0
+    stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    in_versions = published.value("pulse_published_bytes_total", location=place)
+    in_anchors = published.value("pulse_anchor_bytes_total", location=place)
+    assert in_versions is not None
+    assert in_anchors is not None
+    assert 0 < in_versions < stored  # small parts are in the records
+    assert abs(time.time() - (published.value("pulse_last_publish_timestamp_seconds", location=place) or 0)) < 120
+
+    assert synced.value("pulse_version", location=server.url) == VERSIONS - 1
+    assert synced.value("pulse_newest_version", location=server.url) == VERSIONS - 1
+    assert synced.value("pulse_lag_versions", location=server.url) == 0
+    assert synced.value("pulse_syncs_total", location=server.url) == 3
+    assert synced.value("pulse_sync_pause_seconds_count", location=server.url) == 2  # the third found nothing new
+    assert synced.value("pulse_recounts_total", location=server.url) == 1
+    assert synced.value("pulse_recount_mismatches_total", location=server.url) == 0
+    assert synced.value("pulse_weights_torn", location=server.url) == 0
+
+    assert served.value("pulse_store_up", location=place) == 1
+    assert served.value("pulse_newest_version", location=place) == VERSIONS - 1
+    assert served.value("pulse_store_failures_total", location=place) == 0
+    assert served.total("pulse_requests_total", location=place, method="GET", status="206") > VERSIONS
+    fetched = synced.value("pulse_fetched_bytes_total", location=server.url)
+    assert fetched is not None
+    assert 0 < fetched <= served.total("pulse_served_bytes_total", location=place)
+
+    assert damaged.value("pulse_recount_mismatches_total", location=server.url) == 1
+    assert damaged.value("pulse_recounts_total", location=server.url) == 2
+
+
+def scrape_while(running_: subprocess.Popen[str], url: str) -> Scraped | None:
+    """The last page that a process gave before it ended."""
+    page = None
+    while running_.poll() is None:
+        with suppress(urllib.error.URLError, ConnectionError):
+            page = scrape(url)
+        time.sleep(0.02)
+    return page
+
+
+@pytest.mark.timeout(120)
+def test_a_demo_can_be_scraped(tmp_path: Path, free_ports: int) -> None:
+    out = tmp_path / "demo"
+    with start(
+        "demo", "--replay", "--steps", 4, "--workers", 1, "--metrics", free_ports, "--out", out, "--json"
+    ) as demo:
+        page = scrape_while(demo, f"http://127.0.0.1:{free_ports + 1}/metrics")
+        assert demo.stdout is not None
+        summary = json.loads(demo.stdout.read().splitlines()[-1])
+    assert page is not None
+    assert summary["event"] == "summary"
+    assert page.total("pulse_syncs_total") >= 1
+    assert 0 <= page.total("pulse_version") <= 4
+    assert page.total("pulse_recount_mismatches_total") == 0
+
+
+@pytest.fixture
+def free_ports() -> int:
+    """The first of two ports in a row that are free."""
+    import socket
+
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            port = int(one.getsockname()[1])
+            with suppress(OSError, OverflowError), socket.create_server(("127.0.0.1", port + 1)):
+                return port
