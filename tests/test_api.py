@@ -118,6 +118,7 @@ def test_the_public_names_are_these() -> None:
         "open_store",
         "read_fleet",
         "read_pointers",
+        "show_progress",
         "tensor_parallel",
         "warm_up",
     ]

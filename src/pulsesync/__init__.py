@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from pulsesync import loco
     from pulsesync.core import events
     from pulsesync.core.events import listen
+    from pulsesync.core.progress import show_progress
     from pulsesync.format.pointer import Pointer
     from pulsesync.format.signature import Delegation, SigningKey
     from pulsesync.group.broadcast import Broadcast, BroadcastReport
@@ -120,6 +121,7 @@ __all__ = [
     "open_store",
     "read_fleet",
     "read_pointers",
+    "show_progress",
     "tensor_parallel",
     "warm_up",
 ]
@@ -147,6 +149,7 @@ _HOMES = {
     "open_store": "store",
     "read_fleet": "run.fleet",
     "read_pointers": "run.pointers",
+    "show_progress": "core.progress",
     "tensor_parallel": "state.sharding",
     "warm_up": "publish.warmup",
 }

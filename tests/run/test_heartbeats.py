@@ -1,19 +1,26 @@
 """Heartbeats: what a record may hold, who writes it and when, and that none of it is in the way of a sync."""
 
+import gc
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pulsesync.core.events import EngineUpdated, Event, Recounted, Synced, SyncFailed
-from pulsesync.errors import FormatError, StoreError
+import pulsesync
+from pulsesync import Publisher, Subscriber
+from pulsesync.errors import FormatError, NothingPublishedError, StoreError
+from pulsesync.run import heartbeats
 from pulsesync.run.heartbeats import (
     MAX_BYTES,
     Heartbeat,
@@ -29,29 +36,6 @@ from pulsesync.store.keys import is_heartbeat
 RECORD = Heartbeat(worker="rollout-3", host="node", pid=7, package="0.1", time_s=1e9, version=4, step=40, newest=5)
 
 
-def synced(version: int = 4, **facts: Any) -> Synced:
-    made: dict[str, Any] = {
-        "location": "memory://run",
-        "version": version,
-        "step": 10 * version,
-        "from_version": None,
-        "newest": version,
-        "path": ("patch",),
-        "changed": 3,
-        "fetched_bytes": 100,
-        "replanned": 0,
-        "fetch_s": 0.1,
-        "prepare_s": 0.1,
-        "pause_s": 0.01,
-        "repaired": (),
-    }
-    return Synced(**(made | facts))
-
-
-def failed(error: str = "digest mismatch", torn: bool = False) -> SyncFailed:
-    return SyncFailed(location="memory://run", version=4, error=error, retryable=False, torn=torn)
-
-
 def wait_until(is_so: Callable[[], bool], timeout_s: float = 10.0) -> None:
     until = time.monotonic() + timeout_s
     while not is_so():
@@ -64,6 +48,7 @@ class CountingStore(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__()
+        super().put("head", b"4")
         self.puts, self.refuses = 0, False
 
     def put(self, key: str, data: bytes | memoryview) -> None:
@@ -100,9 +85,9 @@ def test_the_longest_record_is_within_the_limit() -> None:
     wide = "\N{GRINNING FACE}"
     writer = HeartbeatWriter(MemoryStore(), "w" * 64, follows="p" * 64)
     writer._record = replace(writer.record, host=wide * 64, step=1 << 53, newest=1 << 53)
-    writer.note(synced(1 << 53, step=1 << 53, fetched_bytes=1 << 52, pause_s=1 / 3))
-    writer.note(Recounted(location="", version=1, equal=False, seconds=1.0))
-    writer.note(failed(wide * 1000))
+    writer.synced(1 << 53, 1 << 53, newest=1 << 53, fetched_bytes=1 << 52, pause_s=1 / 3)
+    writer.recounted(False)
+    writer.failed(ValueError(wide * 1000), 1 << 53, torn=True)
     writer.close()
     data = writer.record.build()
     assert len(data) <= MAX_BYTES
@@ -234,12 +219,12 @@ def test_a_store_without_heartbeats_has_none() -> None:
 def test_the_first_event_is_written_at_once_and_later_ones_soon() -> None:
     store = CountingStore()
     with closing(HeartbeatWriter(store, "rollout-3", soonest_s=0.05)) as writer:
-        writer.note(synced(4))
+        writer.synced(4, 40, newest=4, pause_s=0.01, fetched_bytes=100)
         wait_until(lambda: store.puts == 1)
         first = store.heartbeat()
         assert (first.version, first.step, first.pid, first.pause_s) == (4, 40, os.getpid(), 0.01)
         assert abs(first.time_s - time.time()) < 10
-        writer.note(synced(5, newest=9))
+        writer.synced(5, 50, newest=9, fetched_bytes=100)
         wait_until(lambda: store.heartbeat().version == 5)
         assert (store.heartbeat().newest, store.heartbeat().fetched_bytes) == (9, 200)
 
@@ -248,7 +233,7 @@ def test_events_within_the_shortest_time_are_one_record() -> None:
     store = CountingStore()
     with closing(HeartbeatWriter(store, "rollout-3", soonest_s=0.5)) as writer:
         for version in range(100):
-            writer.note(synced(version))
+            writer.synced(version, 40, newest=version, pause_s=0.01, fetched_bytes=100)
             time.sleep(0.001)
         wait_until(lambda: store.puts == 2)
         assert store.heartbeat().version == 99
@@ -258,9 +243,9 @@ def test_looks_that_find_nothing_new_are_written_at_the_long_interval_alone() ->
     store = CountingStore()
     with closing(HeartbeatWriter(store, "rollout-3", soonest_s=0.0, every_s=0.4)) as writer:
         began = time.monotonic()
-        writer.note(synced(4))
+        writer.synced(4, 40, newest=4, pause_s=0.01, fetched_bytes=100)
         while time.monotonic() < began + 1.0:
-            writer.note(synced(4, path=(), changed=0, fetched_bytes=10, pause_s=0.0))
+            writer.synced(4, 40, newest=4, fetched_bytes=10)
             time.sleep(0.01)
         assert store.puts <= 4
         assert store.heartbeat().pause_s == 0.01  # of the sync that wrote
@@ -268,7 +253,7 @@ def test_looks_that_find_nothing_new_are_written_at_the_long_interval_alone() ->
 
 def test_a_worker_that_does_nothing_is_seen_all_the_same() -> None:
     store = CountingStore()
-    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.05)) as writer:
+    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.05, soonest_s=0.05)) as writer:
         writer.start(newest=7)
         wait_until(lambda: store.puts >= 3)
         assert (store.heartbeat().version, store.heartbeat().newest) == (None, 7)
@@ -276,38 +261,37 @@ def test_a_worker_that_does_nothing_is_seen_all_the_same() -> None:
 
 def test_an_error_stays_until_a_sync_succeeds() -> None:
     writer = HeartbeatWriter(MemoryStore(), "rollout-3")
-    writer.note(failed("disk\x1b[2J full", torn=True))
+    writer.failed(ValueError("disk\x1b[2J full"), 4, torn=True)
     assert (writer.record.error, writer.record.torn) == ("disk\N{REPLACEMENT CHARACTER}[2J full", True)
-    writer.note(Recounted(location="", version=4, equal=False, seconds=1.0))
+    writer.recounted(False)
     assert (writer.record.recount_equal, writer.record.torn) == (False, True)
-    writer.note(synced(5))
+    writer.synced(5, 40, newest=5, pause_s=0.01, fetched_bytes=100)
     assert (writer.record.error, writer.record.torn, writer.record.recount_equal) == (None, False, False)
     writer.close()
 
 
-def test_an_engine_and_events_of_no_concern_are_noted() -> None:
-    writer = HeartbeatWriter(MemoryStore(), "rollout-3")
-    writer.note(Event())
-    assert not writer.is_started
-    writer.note(
-        EngineUpdated(
-            location="", version=3, step=1, from_version=2, changed=1, fetched_bytes=5, pause_s=0.5, seconds=1.0
-        )
-    )
-    assert (writer.record.version, writer.record.pause_s, writer.record.fetched_bytes) == (3, 0.5, 5)
-    writer.close()
+def test_nothing_is_written_where_there_is_no_run() -> None:
+    store = CountingStore()
+    store.delete("head")
+    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.05, soonest_s=0.0)) as writer:
+        writer.failed(NothingPublishedError("there is no run", location="typo"), None)
+        time.sleep(0.3)
+        assert store.puts == 0
+        MemoryStore.put(store, "head", b"0")
+        wait_until(lambda: store.puts > 0)
+        assert store.heartbeat().error == "there is no run"
 
 
 def test_a_closed_worker_says_so_and_writes_nothing_more() -> None:
     store = CountingStore()
     writer = HeartbeatWriter(store, "rollout-3", soonest_s=60.0)
-    writer.note(synced(4))
+    writer.synced(4, 40, newest=4, pause_s=0.01, fetched_bytes=100)
     wait_until(lambda: store.puts == 1)
-    writer.note(synced(5))
+    writer.synced(5, 40, newest=5, pause_s=0.01, fetched_bytes=100)
     writer.close()
     writer.join(10)
     assert (store.heartbeat().ended, store.heartbeat().version) == (True, 5)
-    writer.note(synced(6))
+    writer.synced(6, 40, newest=6, pause_s=0.01, fetched_bytes=100)
     writer.close()
     assert (writer.record.version, store.puts) == (5, 2)
 
@@ -316,7 +300,7 @@ def test_a_store_that_refuses_is_logged_once(caplog: pytest.LogCaptureFixture) -
     store = CountingStore()
     store.refuses = True
     with caplog.at_level(logging.WARNING), closing(HeartbeatWriter(store, "rollout-3", every_s=0.01)) as writer:
-        writer.note(synced(4))
+        writer.synced(4, 40, newest=4, pause_s=0.01, fetched_bytes=100)
         wait_until(lambda: store.puts >= 3)
     assert [record.message for record in caplog.records if "heartbeat of rollout-3" in record.message] == [
         "The heartbeat of rollout-3 cannot be written, so pulse status will not show this worker; syncs go on: "
@@ -328,20 +312,160 @@ def test_a_store_that_hangs_keeps_no_event_waiting() -> None:
     class Hanging(MemoryStore):
         release = threading.Event()
 
-        def put(self, key: str, data: bytes | memoryview) -> None:
+        def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
             self.release.wait(20)
+            raise StoreError("it is away", key=key)
 
     with closing(HeartbeatWriter(Hanging(), "rollout-3")) as writer:
         began = time.monotonic()
         for version in range(1000):
-            writer.note(synced(version))
+            writer.synced(version, 40, newest=version, pause_s=0.01, fetched_bytes=100)
         assert time.monotonic() - began < 2
     Hanging.release.set()
 
 
 def test_the_record_of_a_folder_is_a_file_of_the_run(tmp_path: Any) -> None:
+    LocalStore(tmp_path / "run").put("head", b"4")
     writer = HeartbeatWriter(LocalStore(tmp_path / "run"), "rollout-3")
-    writer.note(synced(4))
+    writer.synced(4, 40, newest=4, pause_s=0.01, fetched_bytes=100)
     writer.close()
     writer.join(10)
     assert parse((tmp_path / "run/heartbeats/rollout-3").read_bytes(), "rollout-3").ended
+
+
+# Of a subscriber
+
+
+def follower(store: Any, **options: Any) -> tuple[Subscriber, dict[str, Any]]:
+    return Subscriber(store, heartbeat="rollout-3", **options), {"w": np.zeros(1000, np.float32)}
+
+
+def publish(store: Any, steps: int) -> None:
+    weights = {"w": np.zeros(1000, np.float32)}
+    with Publisher(store) as publisher:
+        for step in range(steps):
+            weights["w"][:10] += 1
+            publisher.publish(weights, step=step)
+
+
+def test_a_subscriber_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "SOONEST_S", 0.05)
+    store = MemoryStore()
+    publish(store, 3)
+    pulsesync.move_pointer(store, "stable", 1)
+    subscriber, weights = follower(store, follow="stable")
+    with subscriber:
+        subscriber.sync(weights)
+        wait_until(lambda: read(store) is not None)
+        found = read(store)
+        assert found is not None
+        assert (found.version, found.step, found.newest, found.follows) == (1, 1, 1, "stable")
+        assert found.fetched_bytes > 0
+        assert found.pause_s is not None
+        subscriber.verify()
+        assert subscriber.events.heartbeat is not None
+        assert subscriber.events.heartbeat.record.recount_equal is True
+        weights["w"][5] = 99
+        with pytest.raises(pulsesync.VerificationError):
+            subscriber.verify()
+        assert subscriber.events.heartbeat.record.recount_equal is False
+        (worker,) = pulsesync.read_fleet(store).workers
+        assert (worker.name, worker.lag) == ("rollout-3", 0)
+    wait_until(lambda: bool(read(store).ended))  # type: ignore[union-attr]
+
+
+def test_a_sync_that_fails_is_shown_until_one_succeeds() -> None:
+    store = MemoryStore()
+    publish(store, 2)
+    subscriber, weights = follower(store)
+    with subscriber:
+        with pytest.raises(pulsesync.StateError):
+            subscriber.sync({"other": np.zeros(3, np.float32)})
+        assert subscriber.events.heartbeat is not None
+        assert "is missing here" in str(subscriber.events.heartbeat.record.error)
+        subscriber.sync(weights)
+        assert subscriber.events.heartbeat.record.error is None
+
+
+def test_a_read_only_store_costs_a_subscriber_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    store = CountingStore()
+    publish(store, 2)
+    store.refuses = True
+    subscriber, weights = follower(store)
+    with subscriber:
+        assert subscriber.sync(weights).version == 1
+        wait_until(lambda: "heartbeat of rollout-3" in caplog.text)
+        assert subscriber.sync(weights).version == 1
+
+
+def test_a_watch_that_idles_is_seen_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "EVERY_S", 0.1)
+    store = MemoryStore()
+    publish(store, 1)
+    subscriber, weights = follower(store)
+    times = set()
+
+    def watch() -> None:
+        for _ in subscriber.watch(weights, interval_s=60, max_interval_s=60):
+            pass
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    until = time.monotonic() + 10
+    while len(times) < 4 and time.monotonic() < until:
+        if found := read(store):
+            times.add(found.time_s)
+        time.sleep(0.01)
+    subscriber.close()
+    thread.join(10)
+    assert len(times) >= 4
+
+
+def test_a_subscriber_that_is_forgotten_ends_its_heartbeat() -> None:
+    store = MemoryStore()
+    publish(store, 1)
+    subscriber, weights = follower(store)
+    subscriber.sync(weights)
+    wait_until(lambda: read(store) is not None)
+    del subscriber
+    gc.collect()
+    wait_until(lambda: bool(read(store).ended))  # type: ignore[union-attr]
+
+
+def test_a_bad_name_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="the name of a worker must be"):
+        Subscriber(MemoryStore(), heartbeat="../head")
+
+
+def test_a_worker_that_is_killed_becomes_silent_and_one_that_ends_does_not(tmp_path: Path) -> None:
+    publish(str(tmp_path / "run"), 2)
+    program = (
+        "import sys, time, numpy as np, pulsesync as pulse\n"
+        "sub = pulse.Subscriber(sys.argv[1], heartbeat=sys.argv[2])\n"
+        "sub.sync({'w': np.zeros(1000, np.float32)})\n"
+        "print('synced', flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    workers = {}
+    for name in ("killed", "ended"):
+        workers[name] = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / "run"), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    try:
+        for name, process in workers.items():
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"synced\n"
+            wait_until((tmp_path / "run/heartbeats" / name).exists)
+        assert [one.state for one in pulsesync.read_fleet(str(tmp_path / "run")).workers] == ["ok", "ok"]
+        workers["killed"].kill()
+        workers["ended"].communicate(b"\n", timeout=30)
+        states = {one.name: one.state for one in pulsesync.read_fleet(str(tmp_path / "run"), max_age_s=0).workers}
+        assert states == {"killed": "silent", "ended": "ended"}
+    finally:
+        for process in workers.values():
+            process.kill()
+            process.communicate()
+
+
+def read(store: Any) -> Heartbeat | None:
+    return next((one.heartbeat for one in find_heartbeats(store)), None)

@@ -18,6 +18,7 @@ from pulsesync.cli.options import (
     read_trust,
     size,
 )
+from pulsesync.cli.progress import show_progress
 from pulsesync.errors import NothingPublishedError
 from pulsesync.integrations.delta_folder import DeltaExporter, DeltaImporter, DeltaVersion
 from pulsesync.integrations.delta_folder.deltas import Checksum, Encoding
@@ -57,13 +58,16 @@ def export(
     if first is not None and to is not None and to < first:
         raise UsageError(f"--to must not be before --from; got --to {to} and --from {first}")
     printer, count = Printer(as_json), 0
-    with DeltaExporter(
+    exporter = DeltaExporter(
         open_place(run), folder, first=first, encoding=encoding, checksum=checksum, trust=read_trust(trust)
-    ) as exporter:
+    )
+    with exporter, show_progress(as_json) as bars:
         try:
+            bars.report(count, None, "exporting")
             while (done := exporter.advance(to)) is not None:
                 count += 1
                 _report(printer, "exported", f"version {done.version} as {done.folder}", done)
+                bars.report(count, None, "exporting")
         except NothingPublishedError as e:
             text = f"there is no run at {run}, or none of its versions can be reached yet"
             raise NothingThereError(f"{text}: check the location, or try again later") from e
@@ -102,10 +106,13 @@ def import_(
         PulseError: a folder cannot be read or is damaged, or the run cannot be written.
     """
     printer, count = Printer(as_json), 0
-    with DeltaImporter(folder, open_place(run), base=base, signing_key=read_key(key), spool=spool) as importer:
+    importer = DeltaImporter(folder, open_place(run), base=base, signing_key=read_key(key), spool=spool)
+    with importer, show_progress(as_json) as bars:
+        bars.report(count, None, "importing")
         while (done := importer.advance()) is not None:
             count += 1
             _report(printer, "imported", f"{done.folder} as version {done.version}", done)
+            bars.report(count, None, "importing")
         if importer.incomplete is not None:
             printer.note(
                 "incomplete",

@@ -1,7 +1,9 @@
 """`pulse follow`: keep a folder that other programs load from, or a server, at the newest version."""
 
+import hashlib
 import os
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,10 +24,13 @@ from pulsesync.cli.options import (
     read_trust,
     size,
 )
+from pulsesync.cli.progress import show_progress
+from pulsesync.core.progress import ProgressBars
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.integrations.folder import FolderUpdate, HuggingFaceFolder
 from pulsesync.integrations.sglang import SglangServer
 from pulsesync.integrations.vllm import ServerFollower, UpdateReport, VllmServer
+from pulsesync.run.heartbeats import name_worker
 from pulsesync.run.pointers import is_about_pointer
 
 
@@ -47,6 +52,8 @@ def follow(
     pointer: str | None = None,
     max_staleness: Version = None,
     follow_replaced: Flag = False,
+    heartbeat: str | None = None,
+    no_heartbeat: Flag = False,
     as_json: Json = False,
 ) -> int:
     """Keep a folder, a vLLM server or an SGLang server at the newest version of a run.
@@ -60,6 +67,10 @@ def follow(
     updated while it runs. It fetches and decodes a version while it generates, pauses to write it on all ranks or on
     none, and resumes. Requests in flight are kept. With --sglang, the same is done to a server that was started with
     `python -m sglang.launch_server --model-path MODEL --custom-weight-loader pulsesync.integrations.sglang.load`.
+
+    While it follows, the command leaves a heartbeat in the run, or at the server that it reads the run from, so that
+    pulse status shows this worker with its version and lag. A store that refuses to be written to is no problem: this
+    is logged once.
 
     Args:
         run: The run to follow. A server must reach it at the same location.
@@ -85,6 +96,9 @@ def follow(
             away from the version to follow, so that nothing is loaded from it unnoticed.
         follow_replaced: If the run was replaced by another one or restored from a backup since the folder was written,
             start over from what is there now; without this, that is an error.
+        heartbeat: Name under which pulse status shows this worker; if not given, one made of the host and FOLDER, or of
+            the host and the server.
+        no_heartbeat: Do not let pulse status show this worker, and write nothing to the run.
         as_json: Print one JSON object for every version, for machines.
 
     Raises:
@@ -101,6 +115,9 @@ def follow(
     if folder is None and cache is not None:
         variable = "PULSE_VLLM_CACHE" if vllm is not None else "PULSE_SGLANG_CACHE"
         raise UsageError(f"--cache applies to a folder only; for a server, set {variable} in its environment")
+    if heartbeat is not None and no_heartbeat:
+        raise UsageError("--heartbeat contradicts --no-heartbeat; give one of the two")
+    worker = None if no_heartbeat else heartbeat or _name_worker(folder, vllm, sglang)
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
     server = VllmServer(vllm, api_key=api_key or os.environ.get("PULSE_VLLM_API_KEY")) if vllm is not None else None
     sglang_key = api_key or os.environ.get("PULSE_SGLANG_API_KEY")
@@ -116,10 +133,12 @@ def follow(
                 pointer=pointer,
                 max_staleness=max_staleness,
                 follow_replaced=follow_replaced,
+                heartbeat=worker,
             )
         except ValueError as e:
-            raise UsageError(f"--pointer {pointer}: {e}") from e
-        return _follow_server(follower, printer, once=once, version=version, interval_s=interval_s)
+            raise UsageError(str(e)) from e
+        with closing(follower), show_progress(as_json) as bars:
+            return _follow_server(follower, printer, bars, once=once, version=version, interval_s=interval_s)
     assert folder is not None
     try:
         kept = HuggingFaceFolder(
@@ -131,10 +150,11 @@ def follow(
             follow=pointer,
             max_staleness=max_staleness,
             follow_replaced=follow_replaced,
+            heartbeat=worker,
         )
     except ValueError as e:
-        raise UsageError(f"--pointer {pointer}: {e}") from e
-    with kept:
+        raise UsageError(str(e)) from e
+    with kept, show_progress(as_json):
         if once or version is not None:
             try:
                 flip = kept.update(version)
@@ -168,6 +188,15 @@ def follow(
     return 0
 
 
+def _name_worker(folder: Path | None, vllm: str | None, sglang: str | None) -> str:
+    """A name for this worker: two folders of a host with the same last name have different ones."""
+    if folder is not None:
+        place = folder.resolve()
+        return name_worker(place.name[:24], hashlib.sha256(str(place).encode()).hexdigest()[:6])
+    kind, url = ("vllm", vllm) if vllm is not None else ("sglang", sglang)
+    return name_worker(kind, (url or "").partition("://")[2])
+
+
 def _load_adapter(server: VllmServer, name: str, folder: Path, version: int, printer: Printer) -> None:
     """Have a server load the folder's adapter as soon as the server answers."""
     for wait_s in (1, 2, 4, 8, 16, 32, 60, 0):
@@ -189,11 +218,18 @@ def _reachable(run: str) -> str:
 
 
 def _follow_server(
-    follower: ServerFollower, printer: Printer, *, once: bool, version: int | None, interval_s: float
+    follower: ServerFollower,
+    printer: Printer,
+    bars: ProgressBars,
+    *,
+    once: bool,
+    version: int | None,
+    interval_s: float,
 ) -> int:
     url = follower.server.url
     if once or version is not None:
         try:
+            bars.report(0, None, f"updating {url}")
             report = follower.update(version)
         except NothingPublishedError as e:
             raise NothingThereError(str(e)) from e

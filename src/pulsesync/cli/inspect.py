@@ -8,6 +8,8 @@ from typing import Any
 
 from pulsesync.cli.log import rows, utc
 from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, Version, open_place, read_trust
+from pulsesync.cli.progress import show_progress
+from pulsesync.core.progress import ProgressBars
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format import container, index
 from pulsesync.format import layout as layouts
@@ -41,7 +43,8 @@ def inspect(place: str, *, version: Version = None, trust: Trust = None, as_json
         facts, table = _file(Path(place), read_trust(trust))
     else:
         records = RunReader(open_place(place), read_trust(trust))
-        facts, table = _run(records, place) if version is None else _version(records, place, version)
+        with show_progress(as_json) as bars:
+            facts, table = _run(records, place, bars) if version is None else _version(records, place, version)
     if as_json:
         print(json.dumps(facts))
         return 0
@@ -56,8 +59,8 @@ def inspect(place: str, *, version: Version = None, trust: Trust = None, as_json
     return 0
 
 
-def _run(records: RunReader, place: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    found = find_records(records, SHOWN)
+def _run(records: RunReader, place: str, bars: ProgressBars) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    found = find_records(records, SHOWN, bars.report)
     if not found:
         raise NothingThereError(
             f"there is no run at {place}, or it has no version yet: check the location, or try again later",

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pulsesync.cli.options import Count, Json, NothingThereError, Printer, Trust, no_run, open_place, read_trust
+from pulsesync.cli.progress import show_progress
 from pulsesync.errors import PulseError
 from pulsesync.maintain.verify import FoundRecord, find_records
 from pulsesync.run import keys
@@ -30,7 +31,8 @@ def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = Fal
         PulseError: the run cannot be read.
     """
     store, trusted = open_place(run), read_trust(trust)
-    found = find_records(RunReader(store, trusted), limit or None)[::-1]
+    with show_progress(as_json) as bars:
+        found = find_records(RunReader(store, trusted), limit or None, bars.report)[::-1]
     if not found:
         raise NothingThereError(no_run(run))
     pointed = _pointed(store, trusted)

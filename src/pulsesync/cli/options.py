@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from pulsesync.cli import progress
 from pulsesync.errors import NotFoundError, PulseError
 from pulsesync.format.signature import Delegation, SigningKey
 from pulsesync.store import RetryStore, Store, open_store
@@ -128,6 +129,7 @@ class Printer:
         self.as_json = as_json
 
     def tell(self, event: str, text: str, **facts: Any) -> None:
+        progress.hide()
         print(json.dumps({"event": event, **facts}) if self.as_json else text, flush=True)
 
     def note(self, event: str, text: str, **facts: Any) -> None:
@@ -135,6 +137,7 @@ class Printer:
         if self.as_json:
             self.tell(event, text, **facts)
         else:
+            progress.hide()
             print(f"pulse: {text}", file=sys.stderr, flush=True)
 
     def table(self, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.progress import Progress
-
 from pulsesync.cli.options import Amount, Count, Json, Natural, NothingThereError, Printer, UsageError, read_rate
+from pulsesync.cli.progress import show_progress
 from pulsesync.errors import NotFoundError
 from pulsesync.lab.study.predict import evidence, theory
 from pulsesync.lab.study.predict.evidence import Evidence
@@ -72,7 +70,7 @@ def plan(
     if 2 * every > MOST_STEPS:
         raise UsageError(f"--every must be at most {MOST_STEPS // 2}, because a plan simulates two syncs; got {every}")
     link, step_s = read_rate(bandwidth, "--bandwidth"), _positive(step_time, "--step-time")
-    made = make_plan(_look(model, dtype), training, link, step_s, dtype, cores=cores)
+    made = make_plan(_look(model, dtype, as_json), training, link, step_s, dtype, cores=cores)
     if as_json:
         print(json.dumps(facts(made)))
         return 0
@@ -114,12 +112,10 @@ def _positive(number: float, option: str) -> float:
     return number
 
 
-def _look(path: Path, dtype: str) -> ModelFacts:
+def _look(path: Path, dtype: str, as_json: bool) -> ModelFacts:
     try:
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task(f"reading {path}", total=1.0)
-            return read_model(path, dtype, lambda share: bar.update(task, completed=share))
+        with show_progress(as_json) as bars:
+            return read_model(path, dtype, lambda share: bars.report(int(100 * share), 100, f"reading {path}"))
     except NotFoundError as e:
         raise NothingThereError(str(e), key=str(path)) from e
 

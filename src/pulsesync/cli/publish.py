@@ -4,9 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from pulsesync.cli.options import Amount, Count, Json, Key, Printer, open_place, read_key, size
+from pulsesync.cli.progress import show_progress
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.publisher import Publisher
 from pulsesync.state.checkpoint_files import open_checkpoint
@@ -54,7 +53,8 @@ def publish(
         spool=spool,
         anchor_every=anchor_every,
     )
-    with Console(stderr=True).status(f"publishing {size(opened.size_bytes)} of {checkpoint}"), publisher:
+    with show_progress(as_json) as bars, publisher:
+        bars.report(0, None, f"publishing {size(opened.size_bytes)} of {checkpoint}")
         report = publisher.publish(opened.tensors, step=step)
         publisher.flush()
         anchor_bytes = publisher.anchor_bytes

@@ -41,22 +41,16 @@ def status(
     the run, or send to pulse serve or pulse relay if they read the run from there. Each worker is in one of these
     states:
 
-        ok       its last sync succeeded, and it is not more than --max-lag versions from the version that it follows
+    - `ok`: its last sync succeeded, and it is at most --max-lag versions from the version that it follows.
+    - `joining`: it has not completed its first sync yet.
+    - `behind`: it is more than --max-lag versions away.
+    - `failing`: its last sync failed, or a recount found weights that something else has written.
+    - `torn`: its weights are between two versions and must not be used until a sync succeeds.
+    - `silent`: its last heartbeat is older than --max-age seconds: the process hangs, or was killed.
+    - `ended`: it was closed.
 
-        joining  it has not completed its first sync yet
-
-        behind   it is more than --max-lag versions away
-
-        failing  its last sync failed, or a recount found weights that something else has written
-
-        torn     its weights are between two versions and must not be used until a sync succeeds
-
-        silent   its last heartbeat is older than --max-age seconds: the process hangs, or was killed
-
-        ended    it was closed
-
-    The exit code is 0 if all is well; 1 if a worker is behind, failing, torn or silent; 3 if there is no run. So a
-    monitor needs no more than this:
+    The exit code is 0 if all is well; 1 if a worker is `behind`, `failing`, `torn` or `silent`; 3 if there is no run.
+    So a monitor needs no more than this:
 
         pulse status s3://bucket/run --max-lag 20 || alert
 

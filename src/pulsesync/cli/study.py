@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Literal
 
 from cyclopts import App
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 
 from pulsesync.cli.experiment import experiment
 from pulsesync.cli.options import (
@@ -27,12 +25,12 @@ from pulsesync.cli.options import (
     open_place,
     read_trust,
 )
+from pulsesync.cli.progress import show_progress
 from pulsesync.errors import NotFoundError, StoreError
 from pulsesync.lab.study.recording import Recording
 from pulsesync.lab.study.report import rows, tables
 from pulsesync.lab.study.report.page import write_report
-from pulsesync.lab.study.sources import MeasureSettings, files_at, open_recordings, quietly
-from pulsesync.lab.study.sources import Progress as OnProgress
+from pulsesync.lab.study.sources import MeasureSettings, files_at, open_recordings
 
 WIDTH = 120  # of tables that are not printed to a terminal
 
@@ -96,8 +94,16 @@ def study(
     wanted = StudyOutputs(out, csv, parquet, html, lr)
     if (wanted.csv or wanted.parquet) and wanted.out is None:
         raise UsageError("--csv and --parquet write several files: give a folder for them with --out")
-    with _progress() as on_progress:
-        how = MeasureSettings(dtype, sample, headers, limit, read_trust(trust), open_place, on_progress)
+    with show_progress(as_json) as bars:
+        how = MeasureSettings(
+            dtype,
+            sample,
+            headers,
+            limit,
+            read_trust(trust),
+            open_place,
+            lambda done, of, what: bars.report(done, of, "measuring"),
+        )
         try:
             found = open_recordings(places, how)
         except ValueError as e:
@@ -176,15 +182,3 @@ def _writing() -> Iterator[None]:
         yield
     except OSError as e:
         raise StoreError(f"cannot write {e.filename}: {e.strerror}") from e
-
-
-@contextmanager
-def _progress() -> Iterator[OnProgress]:
-    """Show a progress bar on stderr, if that is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield quietly
-        return
-    with Progress(console=console, transient=True) as bar:
-        task: Any = bar.add_task("looking", total=None)
-        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=escape(what))

@@ -20,6 +20,7 @@ from pulsesync.cli.options import (
     read_trust,
     size,
 )
+from pulsesync.cli.progress import show_progress
 from pulsesync.errors import SignatureError, StoreError
 from pulsesync.maintain.prune import prune as prune_run
 from pulsesync.maintain.squash import Squasher
@@ -60,14 +61,17 @@ def squash(
     count = 0
     while True:
         try:
-            for one in squasher.steps():
-                count += 1
-                printer.tell(
-                    "squashed",
-                    f"versions {one.base} to {one.version} in one: {size(one.size_bytes)} instead of "
-                    f"{size(one.instead_of_bytes)}",
-                    **asdict(one),
-                )
+            with show_progress(as_json) as bars:
+                bars.report(count, None, "squashing")
+                for one in squasher.steps():
+                    count += 1
+                    printer.tell(
+                        "squashed",
+                        f"versions {one.base} to {one.version} in one: {size(one.size_bytes)} instead of "
+                        f"{size(one.instead_of_bytes)}",
+                        **asdict(one),
+                    )
+                    bars.report(count, None, "squashing")
         except SignatureError:
             raise
         except StoreError as e:
@@ -111,7 +115,15 @@ def prune(
     if RunReader(store, keys).newest() is None:
         raise NothingThereError(no_run(run))
     printer = Printer(as_json)
-    report = prune_run(store, keep_versions=keep_versions, keep_hours=keep_hours, grace_hours=grace_hours, trust=keys)
+    with show_progress(as_json) as bars:
+        report = prune_run(
+            store,
+            keep_versions=keep_versions,
+            keep_hours=keep_hours,
+            grace_hours=grace_hours,
+            trust=keys,
+            progress=bars.report,
+        )
     printer.tell(
         "pruned",
         f"versions {report.kept_from} to {report.newest} are kept; {report.versions} versions and {report.records} "

@@ -4,10 +4,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
 from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, no_run, open_place, read_trust
+from pulsesync.cli.progress import hide, show_progress, track
 from pulsesync.errors import NotFoundError
 from pulsesync.format.pointer import Pointer
 from pulsesync.integrations.folder import identify
@@ -40,22 +38,21 @@ def verify(run: str, folder: Path | None = None, *, trust: Trust = None, as_json
 def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
     """Replay a run; exit code 0 if all of it is good, otherwise 1. Raises: PulseError, NothingThereError."""
     printer, counted, bad = Printer(as_json), Counter[str](), 0
-    try:
-        audit = RunVerifier(open_place(run), trust=read_trust(trust))
-    except NotFoundError as e:
-        raise NothingThereError(f"{run}: {e}") from e
-    bar = Console(stderr=True)
-    for one in track(
-        audit.run(), "replaying", len(audit.found), console=bar, transient=True, disable=not bar.is_terminal
-    ):
-        kind = "pointer" if isinstance(one.record, Pointer) else one.record.kind.value if one.record else "record"
-        counted[kind] += 1
-        bad += one.fault is not None
-        facts = {"key": one.key, "ok": one.fault is None, "fault": one.fault}
-        if as_json:
-            printer.tell("checked", "", **facts, version=one.record.version if one.record else None, kind=kind)
-        elif one.fault:
-            print(f"{one.key}: {one.fault}", file=sys.stderr)
+    with show_progress(as_json) as bars:
+        try:
+            audit = RunVerifier(open_place(run), trust=read_trust(trust), progress=bars.report)
+        except NotFoundError as e:
+            raise NothingThereError(f"{run}: {e}") from e
+        for one in track(bars, "replaying", audit.run(), len(audit.found)):
+            kind = "pointer" if isinstance(one.record, Pointer) else one.record.kind.value if one.record else "record"
+            counted[kind] += 1
+            bad += one.fault is not None
+            facts = {"key": one.key, "ok": one.fault is None, "fault": one.fault}
+            if as_json:
+                printer.tell("checked", "", **facts, version=one.record.version if one.record else None, kind=kind)
+            elif one.fault:
+                hide()
+                print(f"{one.key}: {one.fault}", file=sys.stderr)
     counts = ", ".join(f"{count} {kind if count == 1 else _PLURALS[kind]}" for kind, count in counted.items())
     text = f"{counts}: " + ("all good" if not bad else f"{bad} bad")
     printer.tell("summary", text, records=counted.total(), bad=bad, good=counted.total() - bad, **counted)

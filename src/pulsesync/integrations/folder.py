@@ -48,6 +48,7 @@ from pulsesync.format.manifest import FileRef, Manifest
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
+from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader, forgetting
 from pulsesync.run.reporting import SyncReport
@@ -116,8 +117,10 @@ class HuggingFaceFolder:
             `follow` raises where it is further away. None: that is not checked.
         follow_replaced: As for `Subscriber.sync`: if the location has another run than the folder, or was restored from
             a backup, start over from an anchor.
+        heartbeat: As for a `Subscriber`: the name under which this worker is shown by `pulse status`.
 
     Raises:
+        ValueError: heartbeat is not the name of a worker, or follow not that of a pointer.
         StoreError: the folder cannot be written, holds something else, or is in use by another process.
     """
 
@@ -133,6 +136,7 @@ class HuggingFaceFolder:
         follow: str | None = None,
         max_staleness: int | None = None,
         follow_replaced: bool = False,
+        heartbeat: str | None = None,
     ) -> None:
         self._target = FollowTarget(follow, max_staleness)
         self.folder = Path(folder)
@@ -143,10 +147,14 @@ class HuggingFaceFolder:
         self._own_cache = cache is None
         self._cache = Path(cache) if cache is not None else self.folder / CACHE
         self.store: Store = CachedStore(store, self._cache)
+        self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
         self._stack = ExitStack()
         self._stack.enter_context(owned(self.folder))
         self._sides = {name: _Side(self.folder / name) for name in "ab"}
         self._layout: Layout | None = None
+        if self._heartbeat is not None:
+            self._stack.callback(self._heartbeat.join)
+            self._stack.callback(self._heartbeat.close)  # before it
 
     def close(self) -> None:
         self._stack.close()
@@ -187,6 +195,29 @@ class HuggingFaceFolder:
         Raises:
             PulseError: as Subscriber.sync does. `current` is then what it was, and the same call can be repeated.
         """
+        try:
+            done = self._update(version)
+        except Exception as e:
+            if self._heartbeat is not None:
+                self._heartbeat.failed(e, self._version())
+            raise
+        if self._heartbeat is not None:
+            self._beat(self._heartbeat, done)
+        return done
+
+    def _beat(self, heartbeat: HeartbeatWriter, done: FolderUpdate | None) -> None:
+        """Show where the folder is. The copy that became current was recounted before."""
+        current, newest = self.current, self._target.version
+        if done is not None:
+            sync = done.sync
+            heartbeat.synced(
+                sync.version, sync.step, newest=newest, pause_s=sync.apply_s, fetched_bytes=sync.fetched_bytes
+            )
+            heartbeat.recounted(True)
+        elif current is not None:
+            heartbeat.synced(current.version, current.step, newest=newest)
+
+    def _update(self, version: int | None) -> FolderUpdate | None:
         began = time.perf_counter()
         if self._goal(version) is None:
             return None

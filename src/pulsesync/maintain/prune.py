@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
+from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
@@ -55,6 +56,7 @@ def prune(
     keep_hours: float = 24.0,
     grace_hours: float = 1.0,
     trust: Collection[str] | None = None,
+    progress: Report = quietly,
 ) -> PruneReport:
     """Delete what no worker should need: see docs/protocol.md, Retention. All times are the store's.
 
@@ -70,8 +72,8 @@ def prune(
         raise ValueError("at least one version is kept, and times are not negative")
     now_s = _now(store)
     records = RunReader(store, trust)
-    versions = list(_read(store, records, "manifests/"))
-    others = [*_read(store, records, "anchors/"), *_read(store, records, "squashes/")]
+    versions = list(_read(store, records, "manifests/", progress))
+    others = [record for prefix in ("anchors/", "squashes/") for record in _read(store, records, prefix, progress)]
     pointers = _pointers(store, records, versions)
     asked = _first_kept(versions, others, keep_versions, now_s - keep_hours * HOUR, ())
     pointed = [pointer.version for pointer, _ in pointers]
@@ -85,14 +87,14 @@ def prune(
     deleted = set(doomed)
     left = [record for entry, record in (*versions, *others) if entry.key not in deleted]
     if gone:
-        _take_out(store, doomed, [record for _, record in gone])
+        _take_out(store, doomed, [record for _, record in gone], progress)
     for pointer, old in moves:
         if old:  # the hint first, so that no reader begins at one that is gone
             store.put(keys.pointer_hint(pointer.name), str(pointer.number).encode())
         for key in old:
             store.delete(key)
     seen = {entry.key for entry, _ in (*versions, *others)}
-    bodies, freed = _delete_bodies(store, left, now_s, grace_hours * HOUR, records, seen)
+    bodies, freed = _delete_bodies(store, left, now_s, grace_hours * HOUR, records, seen, progress)
     _delete_heartbeats(store, now_s)
     if isinstance(store, LocalStore):
         store.sweep()
@@ -108,9 +110,11 @@ def _now(store: Store) -> float:
     return next(entry.modified_s for entry in store.list(PRUNED) if entry.key == CLOCK)
 
 
-def _read(store: Store, records: RunReader, prefix: str) -> Iterator[tuple[ObjectEntry, Manifest]]:
-    for entry in store.list(prefix):
+def _read(store: Store, records: RunReader, prefix: str, progress: Report) -> Iterator[tuple[ObjectEntry, Manifest]]:
+    entries = list(store.list(prefix))
+    for done, entry in enumerate(entries, 1):
         record = records.look(entry.key)
+        progress(done, len(entries), f"reading {prefix}")
         if record is not None:  # else somebody else deleted it just now
             yield entry, record
 
@@ -147,13 +151,14 @@ def _first_kept(
     return max((version for version in anchors if version <= min(wanted)), default=0)
 
 
-def _take_out(store: Store, doomed: list[str], gone: list[Manifest]) -> None:
+def _take_out(store: Store, doomed: list[str], gone: list[Manifest], progress: Report) -> None:
     """Write down what goes, then delete records, oldest versions first, and the hints at them."""
     named = sorted({key for record in gone for key in _bodies(record)})
     numbers = [record.version for record in gone]
     store.put(f"{PRUNED}{min(numbers)}-{max(numbers)}-{secrets.token_hex(8)}", json.dumps(named).encode())
-    for key in doomed:
+    for done, key in enumerate(doomed, 1):
         store.delete(key)
+        progress(done, len(doomed), "deleting records")
     for record in gone:
         start = keys.start_key(record.digest)
         with suppress(NotFoundError):
@@ -180,7 +185,13 @@ def _bodies(record: Manifest) -> Iterator[str]:
 
 
 def _delete_bodies(
-    store: Store, left: list[Manifest], now_s: float, grace_s: float, records: RunReader, seen: Collection[str]
+    store: Store,
+    left: list[Manifest],
+    now_s: float,
+    grace_s: float,
+    records: RunReader,
+    seen: Collection[str],
+    progress: Report,
 ) -> tuple[int, int]:
     """Delete bodies that were taken out of use long enough ago, or never were in use; return how many, and bytes."""
     named = {key for record in left for key in _bodies(record)}
@@ -205,6 +216,7 @@ def _delete_bodies(
         for entry in going:
             store.delete(entry.key)
         deleted += going
+        progress(min(first + some, len(doomed)), len(doomed), "deleting bodies")
     for entry in lists:
         if entry.modified_s <= now_s - grace_s:
             store.delete(entry.key)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import ChecksumError, MissingLinkError, NotFoundError, PulseError, StoreError, VerificationError
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import Manifest, RecordKind
@@ -43,7 +44,7 @@ class FoundRecord:
     fault: str | None = None
 
 
-def find_records(records: RunReader, limit: int | None = None) -> list[FoundRecord]:
+def find_records(records: RunReader, limit: int | None = None, progress: Report = quietly) -> list[FoundRecord]:
     """The newest versions of a run, or all, oldest first, and the anchors and squashed patches that belong to them.
 
     A record that is bad, or that nobody who is trusted signed, is among them with its fault.
@@ -55,11 +56,13 @@ def find_records(records: RunReader, limit: int | None = None) -> list[FoundReco
     if newest is None:
         return []
     listed = _listed(records.store)
+    what = "reading records"
     if listed is None:
-        versions = list(_walk_back(records, newest, limit))
+        versions = list(_counted(_walk_back(records, newest, limit), limit or newest.version + 1, what, progress))
     else:
         named = [key for key in listed if key.startswith("manifests/")]
-        versions = [_look(records, key) for key in (named[-limit:] if limit else named)]
+        named = named[-limit:] if limit else named
+        versions = list(_counted((_look(records, key) for key in named), len(named), what, progress))
     versions = [found for found in versions if found.record or found.fault]  # else it was pruned just now
     good = [found.record for found in versions if found.record]
     first = min((record.epoch for record in good), default=0)
@@ -70,6 +73,12 @@ def find_records(records: RunReader, limit: int | None = None) -> list[FoundReco
     oldest = min((record.version for record in good), default=0) if limit else 0
     others = [found for found in others if found.fault or (found.record and found.record.version >= oldest)]
     return sorted([*versions, *others], key=_order)
+
+
+def _counted(found: Iterator[FoundRecord], of: int, what: str, progress: Report) -> Iterator[FoundRecord]:
+    for done, one in enumerate(found, 1):
+        yield one
+        progress(done, of, what)
 
 
 def _look(records: RunReader, key: str) -> FoundRecord:
@@ -146,6 +155,7 @@ class RunVerifier:
         location: A path or URL of the run, or a store.
         trust: As for a `Subscriber`.
         epoch_patches: As for a `Subscriber`.
+        progress: Called with how many records were read, of how many, and what is done, while they are read.
 
     Raises:
         NotFoundError: there is no run; StoreError; FormatError: its newest version cannot be read.
@@ -157,11 +167,12 @@ class RunVerifier:
         *,
         trust: str | Collection[str] | None = None,
         epoch_patches: int = EPOCH_PATCHES,
+        progress: Report = quietly,
     ) -> None:
         self.store = open_store(location) if isinstance(location, str) else location
         self.trust = trusted(trust)
         self._records = RunReader(self.store, self.trust, epoch_patches=epoch_patches)
-        self.found = find_records(self._records)  # all that will be looked at
+        self.found = find_records(self._records, progress=progress)  # all that will be looked at
         if not self.found:
             raise NotFoundError("there is no run here: no version is published", key="manifests/")
         self._state: HostState | None = None

@@ -77,6 +77,7 @@ class QuantizedSubscriber:
         follow: Name of a pointer of the run to follow; None: the newest version.
         confirm: Called in every sync that writes, before the first of the worker's tensors is written. What it raises
             ends the sync with the tensors as they were.
+        heartbeat: As for `Subscriber`: the name under which `pulse status` shows this worker.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class QuantizedSubscriber:
         verify_every: int = 0,
         follow: str | None = None,
         confirm: Callable[[], None] | None = None,
+        heartbeat: str | None = None,
     ) -> None:
         if plain not in ("device", "host"):
             raise ValueError(f"plain must be 'device' or 'host'; got {plain!r}")
@@ -100,9 +102,10 @@ class QuantizedSubscriber:
         self.verify_every = verify_every
         self._plain, self._confirm = plain, confirm
         # The mirror can be one sync ahead of the tensors: if the caller did not confirm, or if writing failed.
-        self._subscriber = Subscriber(location, trust=trust, cache=cache, undo=undo + 1 if undo else 0, follow=follow)
+        kept = undo + 1 if undo else 0
+        self._subscriber = Subscriber(location, trust=trust, cache=cache, undo=kept, follow=follow, heartbeat=heartbeat)
         self._subscriber.events.muted = True  # a sync is complete when the worker's tensors are written
-        self.events = SyncEvents(self._subscriber.events.location)
+        self.events = SyncEvents(self._subscriber.events.location, self._subscriber.events.heartbeat)
         self._mirror: dict[str, torch.Tensor] = {}
         self._derived: DerivedWeights | None = None
         self._version: int | None = None

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
-from pulsesync.core.events import EngineUpdated, Event, Recounted, Synced, SyncFailed
 from pulsesync.core.version import __version__
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.run import keys
@@ -93,7 +92,8 @@ def check_worker(name: str) -> str:
 
 def name_worker(*parts: str) -> str:
     """A name for a worker of this host, made of parts of any characters."""
-    text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join((socket.gethostname(), *parts)))
+    host = socket.gethostname().partition(".")[0][:32]
+    text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join((host, *parts)))
     return check_worker(text.strip("-._")[:64] or "worker")
 
 
@@ -183,15 +183,16 @@ def _find(store: Store, worker: str, written_s: float) -> FoundHeartbeat | None:
 class HeartbeatWriter:
     """Writes the heartbeat of a worker, on a thread of its own: no sync waits for it or fails by it.
 
-    The first record is written when the first event is noted, later ones soon after an event, and every 30 s without
-    one, until `close`. A store that refuses is logged once, and asked again less and less often.
+    The first record is written when there is something to show, later ones soon after something has changed, and every
+    30 s in any case, until `close`; none while there is no run at the location. A store that refuses is logged once,
+    and asked again less and less often.
 
     Args:
         store: The store of the run.
         worker: Its name: letters, digits, `.`, `_` and `-`.
         follows: The pointer that the worker follows, if it follows one.
-        every_s: Seconds between two records while nothing happens.
-        soonest_s: The fewest seconds between two records.
+        every_s: Seconds between two records while nothing happens; None: EVERY_S.
+        soonest_s: The fewest seconds between two records; None: SOONEST_S.
 
     Raises:
         ValueError: the name is not one.
@@ -203,10 +204,12 @@ class HeartbeatWriter:
         worker: str,
         *,
         follows: str | None = None,
-        every_s: float = EVERY_S,
-        soonest_s: float = SOONEST_S,
+        every_s: float | None = None,
+        soonest_s: float | None = None,
     ) -> None:
-        self._store, self._every_s, self._soonest_s = store, every_s, soonest_s
+        self._store = store
+        self._every_s = EVERY_S if every_s is None else every_s
+        self._soonest_s = SOONEST_S if soonest_s is None else soonest_s
         # Replaced, never changed: no lock is needed, and a signal handler may close this at any moment.
         self._record = Heartbeat(
             worker=check_worker(worker),
@@ -235,26 +238,44 @@ class HeartbeatWriter:
         """Show that the worker is there, and which version it goes to; it has none yet, or an older one."""
         self._replace(newest=self._record.newest if newest is None else newest)
 
-    def note(self, event: Event) -> None:
-        """Take what an event says of this worker into its record. This neither waits nor raises."""
-        now = self._record
-        if isinstance(event, Synced | EngineUpdated):
-            newest = event.newest if isinstance(event, Synced) else event.version
-            wrote = event.version != now.version or event.changed > 0
-            self._replace(
-                version=event.version,
-                step=event.step,
-                newest=now.newest if newest is None else newest,
-                synced_s=event.time_s,
-                pause_s=event.pause_s if wrote else now.pause_s,
-                fetched_bytes=now.fetched_bytes + event.fetched_bytes,
-                error=None,
-                torn=False,
-            )
-        elif isinstance(event, SyncFailed):
-            self._replace(error=printable(event.error, _ERROR_CHARACTERS) or "unknown", torn=event.torn)
-        elif isinstance(event, Recounted):
-            self._replace(recounted_s=event.time_s, recount_equal=event.equal)
+    def synced(
+        self,
+        version: int,
+        step: int,
+        *,
+        newest: int | None = None,
+        pause_s: float | None = None,
+        fetched_bytes: int = 0,
+    ) -> None:
+        """Take a sync that succeeded into the record. This neither waits nor raises.
+
+        Args:
+            version: The version that the weights are at.
+            step: The trainer's, of that version.
+            newest: The version that is to be followed, as far as the worker knows.
+            pause_s: How long weights were written; None: there was nothing new.
+            fetched_bytes: By this sync.
+        """
+        before = self._record
+        self._replace(
+            version=version,
+            step=step,
+            newest=before.newest if newest is None else newest,
+            synced_s=time.time(),
+            pause_s=before.pause_s if pause_s is None else pause_s,
+            fetched_bytes=before.fetched_bytes + fetched_bytes,
+            error=None,
+            torn=False,
+        )
+
+    def recounted(self, equal: bool) -> None:
+        """Take a recount of all weights into the record. This neither waits nor raises."""
+        self._replace(recounted_s=time.time(), recount_equal=equal)
+
+    def failed(self, error: Exception, version: int | None, *, torn: bool = False) -> None:
+        """Take an error into the record, and the version that the weights are at. This neither waits nor raises."""
+        text = printable(str(error), _ERROR_CHARACTERS) or type(error).__name__
+        self._replace(version=version, error=text, torn=torn)
 
     def close(self) -> None:
         """Write a last record, in the background, and end. Any thread and any signal handler may call this."""
@@ -262,8 +283,8 @@ class HeartbeatWriter:
         _open(self._end)
         _open(self._gate)
 
-    def join(self, timeout_s: float) -> None:
-        """Wait until the last record was written, after `close`."""
+    def join(self, timeout_s: float = EXIT_S) -> None:
+        """After `close`, wait until the last record was written, or the time has passed."""
         if self._thread is not None and self._record.pid == os.getpid():
             self._thread.join(timeout_s)
 
@@ -279,6 +300,8 @@ class HeartbeatWriter:
             _open(self._gate)
 
     def _run(self) -> None:
+        if self._record.version is None and self._record.error is None:
+            self._gate.acquire(timeout=self._soonest_s)  # most first syncs are over by then, and are one record less
         while True:
             self._gate.acquire(blocking=False)  # what came until now is in this record
             record = replace(self._record, time_s=time.time())
@@ -298,7 +321,11 @@ class HeartbeatWriter:
 
     def _write(self, record: Heartbeat) -> None:
         try:
+            # Nothing is left where there is no run: the location may be wrong, or the run was just removed.
+            self._store.get(keys.HEAD, 0, 1)
             self._store.put(keys.heartbeat_key(record.worker), record.build())
+        except NotFoundError:
+            return
         except Exception as e:  # noqa: BLE001 - a heartbeat is a hint; whatever a store raises, the worker goes on
             if not self._refused and not record.ended:
                 logger.warning(

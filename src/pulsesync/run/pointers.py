@@ -79,11 +79,11 @@ class FollowTarget:
         self.name = None if name is None else check_name(name)
         self.max_staleness = max_staleness
         self._seen: Pointer | None = None
-        self._version: int | None = None  # as it was last found
+        self.version: int | None = None  # the version to follow, as it was last found
 
     def forget(self) -> None:
         """Start over: the run was replaced, or restored from a backup."""
-        self._seen = self._version = None
+        self._seen = self.version = None
 
     def find(self, records: RunReader, local: int | None) -> Manifest | None:
         """Return the record of the version to follow; None if the local one is the newest, or if there is no version.
@@ -97,7 +97,7 @@ class FollowTarget:
             found: Manifest | None = self._find_pointed(records, self.name)
         else:
             found = records.newest(-1 if local is None else local)
-        self._version = found.version if found else local
+        self.version = found.version if found else local
         return found
 
     def _find_pointed(self, records: RunReader, name: str) -> Manifest:
@@ -168,7 +168,7 @@ class FollowTarget:
         Raises:
             StaleWeightsError: by more than `max_staleness`, or there is no local version.
         """
-        version, limit = self._version, self.max_staleness
+        version, limit = self.version, self.max_staleness
         if version is None or limit is None:
             return 0
         away = limit + 1 if local is None else abs(version - local)

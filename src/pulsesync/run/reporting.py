@@ -14,6 +14,7 @@ from pulsesync.core.events import (
     emit,
     has_listeners,
 )
+from pulsesync.run.heartbeats import HeartbeatWriter
 
 PROGRESS_S = 0.25  # the shortest time between two events on the progress of a transfer
 
@@ -74,10 +75,11 @@ class SyncEvents:
 
     Args:
         location: The location of the run, without credentials.
+        heartbeat: Shows where this subscriber is to people; None: nothing does.
     """
 
-    def __init__(self, location: str) -> None:
-        self.location = location
+    def __init__(self, location: str, heartbeat: HeartbeatWriter | None = None) -> None:
+        self.location, self.heartbeat = location, heartbeat
         self.newest: int | None = None  # version that was seen; with a pointer to follow, the one that it names
         self.muted = False  # True: syncs and their failures are not reported, because they are part of something else
 
@@ -87,6 +89,14 @@ class SyncEvents:
             return
         if report.path:
             logger.info("Synced from %s: %s.", self.location, report)
+        if self.heartbeat is not None:
+            self.heartbeat.synced(
+                report.version,
+                report.step,
+                newest=self.newest,
+                pause_s=report.apply_s if report.path else None,
+                fetched_bytes=report.fetched_bytes,
+            )
         if has_listeners():
             emit(
                 Synced(
@@ -108,7 +118,12 @@ class SyncEvents:
 
     def failed(self, error: Exception, version: int | None) -> None:
         """Emit that a sync failed, with the version that the weights are at. It is not logged: the caller has it."""
-        if not self.muted and has_listeners():
+        if self.muted:
+            return
+        torn = bool(getattr(error, "torn", False))
+        if self.heartbeat is not None:
+            self.heartbeat.failed(error, version, torn=torn)
+        if has_listeners():
             emit(
                 SyncFailed(
                     location=self.location,
@@ -116,7 +131,7 @@ class SyncEvents:
                     newest=self.newest,
                     error=describe_error(error),
                     retryable=bool(getattr(error, "retryable", False)),
-                    torn=bool(getattr(error, "torn", False)),
+                    torn=torn,
                 )
             )
 
@@ -125,11 +140,15 @@ class SyncEvents:
         seconds = time.perf_counter() - began
         if equal:
             logger.info("Recounted the weights of version %d in %.2f s: they are as published.", version, seconds)
+        if self.heartbeat is not None:
+            self.heartbeat.recounted(equal)
         if has_listeners():
             emit(Recounted(location=self.location, version=version, equal=equal, seconds=seconds))
 
     def transfer(self, what: str, total_bytes: int | None) -> "Transfer":
         """Begin to emit the progress of a transfer; None: it is too short to be shown."""
+        if self.heartbeat is not None and total_bytes is not None:
+            self.heartbeat.start(self.newest)
         return Transfer(self.location, what, total_bytes)
 
 

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -47,6 +48,7 @@ from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import fetch_body, stream_bodies
+from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.planner import Position
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
@@ -181,6 +183,10 @@ class Subscriber:
             the first weight is written. If it raises, the sync ends with the weights unchanged. Several workers that
             must update together vote here.
         executor: Fetches bodies; None: a pool of threads for each sync. It is not shut down by the subscriber.
+        heartbeat: The name of this worker, such as "rollout-3": 1 to 64 letters, digits, '.', '_' or '-'. A small
+            record at `heartbeats/<name>` in the run, or at the server that serves it, then shows `pulse status` where
+            the worker is. It is written in the background, at least every 30 s, and syncs do not depend on it. None:
+            no such record is written.
         epoch_patches: How many patches make an epoch of the run. The format fixes it; only tests and measurements pass
             another number, and then to all readers and writers of the run.
     """
@@ -199,6 +205,7 @@ class Subscriber:
         max_staleness: int | None = None,
         confirm: Callable[[], None] | None = None,
         executor: Executor | None = None,
+        heartbeat: str | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
         if verify_every < 0:
@@ -224,7 +231,10 @@ class Subscriber:
         self._damage: str | None = None  # found by a scrub
         self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
         self._syncs = 0
-        self.events = SyncEvents(location_of(store))
+        beats = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
+        self.events = SyncEvents(location_of(store), beats)
+        if beats is not None:
+            weakref.finalize(self, beats.close)
         self._process: int | None = None  # the process that syncs
         self._closed = _Flag()
         self._busy = threading.Lock()  # while a sync runs
@@ -241,6 +251,8 @@ class Subscriber:
             return
         self._closed.set()
         self._release()
+        if self.events.heartbeat is not None:
+            self.events.heartbeat.close()
 
     def __enter__(self) -> "Subscriber":
         return self

@@ -10,8 +10,10 @@ from http.client import HTTPException
 from typing import Any
 
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
+from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import trusted
 from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport
+from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
 from pulsesync.store import Store
@@ -135,6 +137,10 @@ class ServerFollower:
         max_staleness: How many versions the server may be away from the version to follow if it cannot be updated;
             `follow` raises where it is further away. None: that is not checked.
         follow_replaced: As for `Subscriber.sync`.
+        heartbeat: As for a `Subscriber`: the name under which the server is shown by `pulse status`.
+
+    Raises:
+        ValueError: heartbeat is not the name of a worker, or pointer not that of a pointer.
     """
 
     def __init__(
@@ -148,6 +154,7 @@ class ServerFollower:
         pointer: str | None = None,
         max_staleness: int | None = None,
         follow_replaced: bool = False,
+        heartbeat: str | None = None,
     ) -> None:
         self.server, self.location = server, location
         self._store, self._trust = store, trusted(trust)
@@ -158,6 +165,14 @@ class ServerFollower:
         }
         self._target = FollowTarget(pointer, max_staleness)
         self._version: int | None = None  # that the server had when it was last asked
+        self._is_torn = False  # what it said then
+        self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=pointer)
+
+    def close(self) -> None:
+        """End the heartbeat, if there is one. The server stays as it is."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat.join()
 
     def update(self, version: int | None = None) -> UpdateReport | None:
         """Bring the server to the version to follow, or to one; return None if it is there already.
@@ -165,9 +180,32 @@ class ServerFollower:
         Raises:
             NothingPublishedError: there is no version yet; PulseError: as `EngineServer.update`.
         """
+        try:
+            report, goal = self._update(version)
+        except Exception as e:
+            if self._heartbeat is not None:
+                self._heartbeat.failed(e, self._version, torn=self._is_torn)
+            raise
+        if self._heartbeat is not None:
+            if report is not None:
+                self._heartbeat.synced(
+                    report.version,
+                    report.step,
+                    newest=self._target.version,
+                    pause_s=report.pause_s,
+                    fetched_bytes=report.fetched_bytes,
+                )
+            elif goal is not None:
+                self._heartbeat.synced(goal.version, goal.step, newest=self._target.version)
+        return report
+
+    def _update(self, version: int | None) -> tuple[UpdateReport | None, Manifest | None]:
+        """Return what was done, None if the server is there already, and the record that says which version that is."""
         status = self.server.status()
+        self._is_torn = bool(status["broken"])
         self._version = status["version"] if status["location"] == self.location else None
         reader = RunReader(self._store, self._trust)
+        goal = None
         if version is None:
             goal = self._target.find(reader, None)
             if goal is None:
@@ -175,10 +213,10 @@ class ServerFollower:
             version = goal.version
         whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
         if version == self._version and whole:
-            return None
+            return None, goal
         report = self.server.update(self.location, version, **self._options)
         self._version = report.version
-        return report
+        return report, goal
 
     def follow(
         self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import NotFoundError, StateError
 from pulsesync.lab.study.checkpoints import find_checkpoints
 from pulsesync.lab.study.recorder import Recorder
@@ -23,13 +24,8 @@ from pulsesync.state.checkpoint_files import open_checkpoint
 from pulsesync.state.views import view_bits
 from pulsesync.store import Store, open_store
 
-Progress = Callable[[int, int, str], None]  # done, of how many, what
 CONTRAST = ("BF16", "F16", "F8_E4M3", "F32")  # what FP32 checkpoints are seen in
 _RANK = re.compile(r"-rank\d+(?=\.jsonl$)")  # what the files of one run's ranks differ in
-
-
-def quietly(done: int, of: int, what: str) -> None:
-    """Tell nobody."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +38,11 @@ class MeasureSettings:
     limit: int = 0  # the newest steps, 0 for all
     trust: Collection[str] | None = None
     open: Callable[[str], Store] = open_store
-    progress: Progress = quietly
+    progress: Report = quietly
 
 
 def open_recording(
-    places: Sequence[str], *, trust: Collection[str] | None = None, progress: Progress = quietly
+    places: Sequence[str], *, trust: Collection[str] | None = None, progress: Report = quietly
 ) -> Recording:
     """The recording of one run, from whatever there is of it.
 
@@ -152,7 +148,7 @@ def _measure_run(store: Store, how: MeasureSettings) -> Recording:
     return _recorded(recorder, steps, versions.others)
 
 
-def _look(recorder: Recorder, reached: ReplayedVersion, progress: Progress) -> Step | None:
+def _look(recorder: Recorder, reached: ReplayedVersion, progress: Report) -> Step | None:
     step = recorder.feed(reached.tensors, reached.step, **reached.facts)
     progress(reached.number, reached.of, f"version {reached.facts['version']}")
     return None if step is None else replace(step, sizes=_with_real(step, reached.real))
@@ -183,7 +179,7 @@ def _measure_checkpoints(places: Sequence[str], how: MeasureSettings) -> Recordi
     return _recorded(recorder, steps, {} if exact else other_dtypes(specs, dtype))
 
 
-def _told(found: Sequence[tuple[int, Path]], progress: Progress) -> Iterator[tuple[int, Path]]:
+def _told(found: Sequence[tuple[int, Path]], progress: Report) -> Iterator[tuple[int, Path]]:
     for number, (step, path) in enumerate(found, 1):
         yield step, path
         progress(number, len(found), path.name)
