@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from pulsesync import Publisher, PulseError, SigningKey, StoreError, VerificationError
+from pulsesync import Publisher, PulseError, SigningKey, StoreError, VerificationError, events, listen
 from pulsesync.errors import (
     ChecksumError,
     FormatError,
@@ -838,6 +838,29 @@ def test_a_server_that_is_not_there_or_not_ready_for_this_says_what_to_do(traini
     assert PATH == "/v1/pulse"
 
 
+def test_an_engine_that_is_updated_over_http_is_emitted_by_its_server_and_by_its_client(training: Training) -> None:
+    training.publish()
+    received: list[events.Event] = []
+    engine = TwoRanks(training.versions[0])
+    with served(engine) as url, listen(received.append):
+        report = VllmServer(url).update(str(training.location), 1)
+        with pytest.raises(NothingPublishedError):
+            VllmServer(url).update(str(training.location), 9)
+    updated = [event for event in received if isinstance(event, events.EngineUpdated)]
+    assert len(updated) == 2  # both are in this process
+    for event in updated:
+        assert event.location == str(training.location)
+        for name in ("version", "step", "from_version", "changed", "fetched_bytes", "pause_s", "seconds"):
+            assert getattr(event, name) == getattr(report, name), name
+    assert report.pause_s > 0
+    failed = [event for event in received if isinstance(event, events.EngineUpdateFailed)]
+    assert len(failed) == 2
+    assert all(event.error.startswith("NothingPublishedError: version 9") for event in failed)
+    assert not any(event.torn for event in failed)
+    ranks = [event for event in received if isinstance(event, events.Synced)]
+    assert [event.version for event in ranks] == [1, 1]
+
+
 class OfflineLLM:
     """The part of `vllm.LLM` that an offline follower asks for, on the engine above."""
 
@@ -857,5 +880,8 @@ def test_an_offline_llm_follows_a_run(training: Training) -> None:
     llm = OfflineLLM(engine)
     follower = OfflineFollower(llm, {"location": str(training.location)})
     assert follower.status()["version"] is None
-    assert follower.update().version == 1
+    received: list[events.Event] = []
+    with listen(received.append):
+        assert follower.update().version == 1
+    assert [event.version for event in received if isinstance(event, events.EngineUpdated)] == [1]
     assert (follower.version, llm.dropped, engine.have(training.versions[1])) == (1, 1, True)
