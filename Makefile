@@ -9,6 +9,7 @@ TRL := .venv-trl
 JAX := .venv-jax
 VERL := .venv-verl
 SGLANG := .venv-sglang
+DIST := .venv-dist
 DOCS := .venv-docs
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 PINNED := pyproject.toml constraints.txt
@@ -60,6 +61,15 @@ test-grpo: $(TRL)/.made $(VLLM)/.made  ## run GRPO with TRL and rollouts from a 
 	PULSE_TRL_PYTHON=$(abspath $(TRL))/bin/python $(VLLM)/bin/python -m pytest -q -o faulthandler_timeout=900 \
 		tests/integrations/vllm/test_grpo.py
 
+dist-test: $(VENV)/.dev  ## build wheel and sdist, check them, and use each in an empty environment, as a user installs it
+	@rm -rf dist $(DIST)
+	@$(PYTHON) -m venv $(DIST)/tools && $(DIST)/tools/bin/python -m pip install -qq build twine
+	$(DIST)/tools/bin/python -m build --outdir dist .
+	$(DIST)/tools/bin/python -m twine check --strict dist/*
+	set -e; for file in dist/*.whl dist/*.tar.gz; do echo "In an empty environment: $$file"; \
+	  $(PYTHON) -m venv --clear $(DIST)/user; $(DIST)/user/bin/python -m pip install -qq $$file; \
+	  PULSE_INSTALLED=$(abspath $(DIST))/user/bin $(BIN)/pytest -q tests/test_installed.py; done
+
 gpu-test:  ## run the tests of the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes pytest pytest-timeout hypothesis)
 	$(OWN) -m pytest -q -o timeout=300 -o faulthandler_timeout=600 tests/device tests/state/test_transaction.py \
@@ -95,8 +105,8 @@ chaos: $(VENV)/.dev  ## kill, cut off and replace real processes and stores for 
 fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes
 	$(BIN)/python tests/hostile/fuzz.py --seconds 120
 
-clean:  ## remove .venv, .venv-docs, .venv-jax, .venv-sglang, .venv-trl, .venv-verl, .venv-vllm and everything that can be made again
-	rm -rf $(VENV) $(DOCS) $(JAX) $(SGLANG) $(TRL) $(VERL) $(VLLM) dist site .site-source .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+clean:  ## remove .venv, .venv-dist, .venv-docs, .venv-jax, .venv-sglang, .venv-trl, .venv-verl, .venv-vllm and everything that can be made again
+	rm -rf $(VENV) $(DIST) $(DOCS) $(JAX) $(SGLANG) $(TRL) $(VERL) $(VLLM) dist site .site-source .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Says what is missing and how to get it, and that there is no GPU: nothing may pass because nothing was run.

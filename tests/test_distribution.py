@@ -1,34 +1,20 @@
-"""What is published: the wheel and the sdist, and the wheel in an environment that has only what it declares."""
+"""What is published: the contents of the wheel and the sdist, and what they say of themselves."""
 
-import os
+import re
 import subprocess
 import sys
 import tarfile
-import venv
+import tomllib
 import zipfile
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
+from packaging.metadata import Metadata
 
 import pulsesync
+from tests.distributions import CLEAN, ROOT, build, metadata_of, run, sdist_in, wheel_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # in a new environment the kernels are compiled again
-
-ROOT = Path(__file__).parents[1]
-CLEAN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NUMBA_CACHE_DIR")}
-
-
-def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=CLEAN, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def build(source: Path, to: Path, *targets: str) -> None:
-    chosen = [word for target in targets for word in ("-t", target)]
-    run(sys.executable, "-m", "hatchling", "build", *chosen, "-d", to, cwd=source)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +25,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def wheel_in(folder: Path) -> Path:
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+@pytest.fixture(scope="module")
+def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that is in the sdist."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist_in(built)) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    return source
 
 
 def contents(wheel: Path) -> dict[str, int]:
@@ -63,74 +54,86 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Path)
     } <= found
 
 
-def test_the_wheel_built_from_the_sdist_is_the_wheel_built_from_the_tree(built: Path, tmp_path: Path) -> None:
-    (sdist,) = built.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.iterdir()
-    build(source, tmp_path / "again", "wheel")
-    assert contents(wheel_in(tmp_path / "again")) == contents(wheel_in(built))
-
-
-# -- in an empty environment -----------------------------------------------------------------------------------------
-
-
-def declared(wheel: Path) -> set[str]:
-    """The distributions that a plain install of the wheel brings along: its dependencies, theirs, and so on."""
-    name = wheel.name.removesuffix(".whl").rsplit("-", 3)[0]
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = archive.read(f"{name}.dist-info/METADATA").decode()
-    asked = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist")]
-    found: set[str] = set()
-    while asked:
-        requirement = Requirement(asked.pop())
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            assert not requirement.extras, f"{requirement}: this walk does not follow the extras of a dependency"
-            if requirement.name not in found:
-                found.add(requirement.name)
-                asked += distribution(requirement.name).requires or ()
-    return found
-
-
-def link(name: str, into: Path) -> None:
-    """Show a distribution of this environment to another one, without its scripts."""
-    source = distribution(name)
-    assert source.files is not None
-    for top in {file.parts[0] for file in source.files} - {"..", "__pycache__"}:
-        (into / top).symlink_to(Path(str(source.locate_file(top))))
-
-
-@pytest.fixture(scope="module")
-def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of commands of a new environment: the wheel is installed, its declared dependencies are linked."""
-    environment = tmp_path_factory.mktemp("installed") / "venv"
-    venv.create(environment, symlinks=True, with_pip=False)
-    commands = environment / "bin"
-    wheel = wheel_in(built)
-    options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check"]
-    run(sys.executable, "-m", "pip", "--python", commands / "python", "install", *options, wheel)
-    (packages,) = environment.glob("lib/python*/site-packages")
-    for name in declared(wheel):
-        link(name, packages)
-    return commands
-
-
-def test_an_empty_environment_uses_the_installed_wheel_and_no_more_than_it_declares(
-    installed: Path, tmp_path: Path
+def test_the_wheel_built_from_the_sdist_is_the_wheel_built_from_the_tree(
+    built: Path, unpacked: Path, tmp_path: Path
 ) -> None:
-    program = "import pulsesync; from importlib.util import find_spec; print(pulsesync.__file__, find_spec('pytest'))"
-    file, foreign = run(installed / "python", "-c", program, cwd=tmp_path).split()
-    assert Path(file).is_relative_to(installed.parent)
-    assert foreign == "None"
+    build(unpacked, tmp_path, "wheel")
+    assert contents(wheel_in(tmp_path)) == contents(wheel_in(built))
 
 
-def test_the_installed_command_says_the_version_of_the_source(installed: Path, tmp_path: Path) -> None:
-    assert run(installed / "pulse", "--version", cwd=tmp_path).strip() == pulsesync.__version__
-    program = "from importlib.metadata import version; print(version('pulsesync'))"
-    assert run(installed / "python", "-c", program, cwd=tmp_path).strip() == pulsesync.__version__
+def test_the_sdist_holds_what_git_does_and_nothing_of_local_state(built: Path) -> None:
+    with tarfile.open(sdist_in(built)) as archive:
+        found = {member.name.split("/", 1)[1] for member in archive.getmembers()}
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
+    tracked = {name for name in listed if name and (ROOT / name).is_file()}
+    assert found - tracked == {"PKG-INFO"}
+    places = {name.split("/")[0] for name in found - {"PKG-INFO"}}
+    assert {name for name in tracked if name.split("/")[0] in places} - found == set()
+    assert not any(part.startswith((".venv", ".git/", ".env")) for part in found)
 
 
-def test_the_demo_replays_the_recorded_steps_in_an_empty_environment(installed: Path, tmp_path: Path) -> None:
-    out = run(installed / "pulse", "demo", "--replay", "--steps", "4", "--workers", "1", "--out", "run", cwd=tmp_path)
-    assert len([line for line in out.splitlines() if line.startswith("step ")]) == 4
-    assert "all workers recounted at the end" in out
+def test_a_file_that_lies_in_the_checkout_does_not_get_into_the_sdist(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for name in ("README.md", "LICENSE", "pyproject.toml", "tools", "src/pulsesync/core/version.py"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["cp", "-r", ROOT / name, source / name], check=True)
+    for name in ("notes.txt", ".env", "id_ed25519", "weights/model.safetensors"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("local")
+    build(source, tmp_path / "dist", "sdist")
+    with tarfile.open(sdist_in(tmp_path / "dist")) as archive:
+        names = {member.name.split("/", 1)[1] for member in archive.getmembers()}
+    assert "src/pulsesync/core/version.py" in names
+    assert not {"notes.txt", ".env", "id_ed25519", "weights/model.safetensors"} & names
+
+
+def test_tests_of_the_sdist_run_from_it(unpacked: Path) -> None:
+    """Some that need golden files, pages, tools and the package itself."""
+    some = ["tests/test_pages.py", "tests/test_docs_site.py", "tests/test_layout.py", "tests/format/test_golden.py"]
+    options = ["-q", "-p", "no:cacheprovider", "-k", "not read and not squash and not writing"]  # nor compile kernels
+    program = [sys.executable, "-m", "pytest", *options, *some]
+    env = {**CLEAN, "PYTHONPATH": str(unpacked / "src")}
+    done = subprocess.run(program, cwd=unpacked, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+# -- metadata --------------------------------------------------------------------------------------------------------
+
+
+def test_the_metadata_is_valid_and_says_the_version_of_the_source(built: Path) -> None:
+    metadata = Metadata.from_email(metadata_of(wheel_in(built)), validate=True)
+    assert str(metadata.version) == pulsesync.__version__
+    assert metadata.description_content_type == "text/markdown"
+    assert metadata.license_expression == "Apache-2.0"
+
+
+def test_the_version_is_that_of_the_changelog_and_of_the_citation() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[(\d[^\]]*)\] – (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    citation = dict(re.findall(r"^(version|date-released): (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    assert released[0] == (citation["version"], citation["date-released"])
+    if "dev" not in pulsesync.__version__:
+        assert released[0][0] == pulsesync.__version__
+
+
+def test_the_description_is_the_readme_without_links_that_lead_nowhere(built: Path) -> None:
+    description = Metadata.from_email(metadata_of(wheel_in(built))).description or ""
+    plain = re.sub(r"^```.*?^```$", "", description, flags=re.DOTALL | re.MULTILINE)
+    addresses = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", plain)
+    assert [address for pair in addresses for address in pair if address and not address.startswith("https://")] == []
+    heading = (ROOT / "README.md").read_text().splitlines()[0]
+    assert heading in description
+
+
+def test_every_extra_that_is_named_anywhere_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py"), ROOT / "Containerfile"]
+    named = {
+        extra.strip()
+        for path in sources
+        for found in re.findall(r"pulsesync\[([a-z][a-z0-9, -]*)\]", path.read_text())
+        for extra in found.split(",")
+    }
+    assert named <= set(extras)
+    assert {"torch", "serve"} <= named

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from pulsesync.core.extras import missing
 from pulsesync.core.types import Bits
 from pulsesync.errors import GroupError
 
@@ -128,11 +129,17 @@ class Collective:
         timeout_s: How long to wait for the other ranks, at each message. A group has a timeout of its own: over gloo
             the shorter one counts; over NCCL the group's must be the longer one, or torch's watchdog ends the process
             (see the text at the top of this module).
+
+    Raises:
+        PulseError: torch is not installed.
     """
 
     def __init__(self, group: Any = None, timeout_s: float = 300.0) -> None:
-        import torch
-        from torch import distributed
+        try:
+            import torch
+            from torch import distributed
+        except ModuleNotFoundError as e:
+            raise missing(e, "torch") from e
 
         self.group, self.timeout_s = group, timeout_s
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)

@@ -10,6 +10,8 @@ docs/integrations/quantized.md tells more.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pulsesync.core.extras import missing
+
 if TYPE_CHECKING:
     from pulsesync.quantized.recipes import RECIPES as RECIPES
     from pulsesync.quantized.recipes import Recipe as Recipe
@@ -30,4 +32,8 @@ __all__ = ["RECIPES", "QuantizedReport", "QuantizedSubscriber", "Recipe", "quant
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        module = import_module(f"{__name__}.{_MODULES[name]}")
+    except ModuleNotFoundError as e:
+        raise missing(e, "torch") from e
+    return getattr(module, name)

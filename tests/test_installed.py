@@ -1,0 +1,198 @@
+"""The wheel in an environment of its own, that has only what it declares: no checkout, no extras, no tools.
+
+Dependencies are linked from this environment, which needs no network. `make dist-test` installs the wheel and the sdist
+with pip instead, as a user does, and has these tests use that environment: PULSE_INSTALLED is its folder of commands.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import venv
+from importlib.metadata import distribution
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+
+import pulsesync
+from tests.distributions import CLEAN, ROOT, build, metadata_of, run, wheel_in
+from tests.test_api import MODULES
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def declared(wheel: Path) -> set[str]:
+    """The distributions that a plain install of the wheel brings along: its dependencies, theirs, and so on."""
+    asked = list(Metadata.from_email(metadata_of(wheel)).requires_dist or ())
+    found: set[str] = set()
+    while asked:
+        requirement = asked.pop()
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            assert not requirement.extras, f"{requirement}: this walk does not follow the extras of a dependency"
+            if requirement.name not in found:
+                found.add(requirement.name)
+                asked += map(Requirement, distribution(requirement.name).requires or ())
+    return found
+
+
+def link(name: str, into: Path) -> None:
+    """Show a distribution of this environment to another one, without its scripts."""
+    source = distribution(name)
+    assert source.files is not None
+    for top in {file.parts[0] for file in source.files} - {"..", "__pycache__"}:
+        (into / top).symlink_to(Path(str(source.locate_file(top))))
+
+
+@pytest.fixture(scope="module")
+def installed(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of commands of the environment, in which kernels have been compiled: once, not by every process."""
+    program = "import pulsesync; pulsesync.warm_up('BF16'); pulsesync.warm_up('F16')"
+    run(environment / "python", "-c", program, cwd=tmp_path_factory.mktemp("warm"))
+    return environment
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment: the wheel is installed, its declared dependencies are linked."""
+    if given := os.environ.get("PULSE_INSTALLED"):
+        return Path(given)
+    folder, dist = tmp_path_factory.mktemp("installed") / "venv", tmp_path_factory.mktemp("dist")
+    venv.create(folder, symlinks=True, with_pip=False)
+    commands = folder / "bin"
+    build(ROOT, dist, "wheel")
+    options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check"]
+    run(sys.executable, "-m", "pip", "--python", commands / "python", "install", *options, wheel_in(dist))
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for name in declared(wheel_in(dist)):
+        link(name, packages)
+    return commands
+
+
+def test_an_empty_environment_uses_the_installed_wheel_and_no_more_than_it_declares(
+    installed: Path, tmp_path: Path
+) -> None:
+    program = "import pulsesync; from importlib.util import find_spec; print(pulsesync.__file__, find_spec('pytest'))"
+    file, foreign = run(installed / "python", "-c", program, cwd=tmp_path).split()
+    assert Path(file).is_relative_to(installed.parent)
+    assert foreign == "None"
+
+
+def test_the_installed_command_says_the_version_of_the_source(installed: Path, tmp_path: Path) -> None:
+    assert run(installed / "pulse", "--version", cwd=tmp_path).strip() == pulsesync.__version__
+    program = "from importlib.metadata import version; print(version('pulsesync'))"
+    assert run(installed / "python", "-c", program, cwd=tmp_path).strip() == pulsesync.__version__
+
+
+def test_the_demo_replays_the_recorded_steps_in_an_empty_environment(installed: Path, tmp_path: Path) -> None:
+    out = run(installed / "pulse", "demo", "--replay", "--steps", "4", "--workers", "1", "--out", "run", cwd=tmp_path)
+    assert len([line for line in out.splitlines() if line.startswith("step ")]) == 4
+    assert "all workers recounted at the end" in out
+
+
+PUBLISH = """
+import numpy as np
+from pulsesync import Publisher
+
+weights = {"w": np.linspace(-1, 1, 10_000, dtype=np.float16), "b": np.zeros(7, np.float32)}
+with Publisher("run") as publisher:
+    for step in range(4):
+        weights["w"][step::50] += np.float16(0.01)
+        print(publisher.publish(weights, step=step, coalesce=False).version, flush=True)
+"""
+FOLLOW = """
+import numpy as np
+from pulsesync import Subscriber
+
+weights = {"w": np.zeros(10_000, np.float16), "b": np.ones(7, np.float32)}
+subscriber = Subscriber("run")
+report = subscriber.sync(weights, wait_s=60)
+while report.version < 3:
+    report = subscriber.sync(weights)
+subscriber.verify()
+print(report.version, weights["w"].view(np.uint16).sum(dtype=np.int64), weights["b"].sum())
+"""
+
+
+def test_two_processes_publish_and_follow_a_run(installed: Path, tmp_path: Path) -> None:
+    follower = subprocess.Popen(
+        [installed / "python", "-c", FOLLOW],
+        cwd=tmp_path,
+        env=CLEAN,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert run(installed / "python", "-c", PUBLISH, cwd=tmp_path).split() == ["0", "1", "2", "3"]
+        out, err = follower.communicate(timeout=120)
+    finally:
+        follower.kill()
+    assert follower.returncode == 0, err
+    expected = np.linspace(-1, 1, 10_000, dtype=np.float16)
+    for step in range(4):
+        expected[step::50] += np.float16(0.01)
+    assert out.split() == ["3", str(expected.view(np.uint16).sum(dtype=np.int64)), "0.0"]
+
+
+def test_the_help_lists_the_commands(installed: Path, tmp_path: Path) -> None:
+    out = run(installed / "pulse", "--help", cwd=tmp_path)
+    assert {"demo", "publish", "follow", "serve", "relay"} <= set(re.findall(r"[a-z]+", out))
+
+
+USE = """
+import importlib
+from pulsesync import PulseError
+module = importlib.import_module({module!r})
+for name in module.__all__:
+    try:
+        getattr(module, name)
+    except PulseError as e:
+        print(e)
+"""
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "pulsesync.testing"])
+def test_every_public_module_is_imported_without_extras_or_names_the_one_that_is_missing(
+    module: str, installed: Path, tmp_path: Path
+) -> None:
+    """`pulsesync.testing` has suites for pytest, which brings itself."""
+    for line in run(installed / "python", "-c", USE.format(module=module), cwd=tmp_path).splitlines():
+        assert re.search(r"\w+ is not installed: pip install 'pulsesync\[[a-z]+\]'", line), line
+
+
+WITHOUT = {
+    "import pulsesync; pulsesync.Broadcast()": "torch",
+    "from pulsesync import loco; loco.GroupExchange()": "torch",
+    "from pulsesync.quantized import quantize": "torch",
+    "from pulsesync.server import serve; serve('.')": "serve",
+    "from pulsesync import metrics; metrics.export()": "metrics",
+    "from pulsesync import metrics; metrics.OpenTelemetryMetrics()": "otel",
+    "from pulsesync.integrations.jax import JaxPublisher; JaxPublisher('run').publish({'w': 0})": "jax",
+    "from pulsesync.integrations.ray import RayStore; RayStore('run')": "ray",
+    "from pulsesync.integrations.huggingface import PulseCallback": "hf",
+    "from pulsesync.integrations.keras import KerasCallback": "keras",
+}
+
+
+@pytest.mark.parametrize("program", WITHOUT)
+def test_what_needs_an_extra_names_it(program: str, installed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [installed / "python", "-c", program], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"pip install 'pulsesync[{WITHOUT[program]}]'" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"), [("serve .", "serve"), ("relay http://127.0.0.1:1", "serve"), ("demo", "torch")]
+)
+def test_a_command_that_needs_an_extra_names_it(command: str, extra: str, installed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [installed / "pulse", *command.split()], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("pulse: ")
+    assert f"pip install 'pulsesync[{extra}]'" in done.stderr
