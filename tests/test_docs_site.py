@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tools import docs_cli
-from tools.docs_source import ROOT, BrokenSiteError, SiteSource, nav_pages
+from tools.docs_source import ROOT, BrokenSiteError, SiteSource, for_python_markdown, nav_pages
 
 API = "# Public names\n\n## `package`\n\n| name | what it is |\n|---|---|\n| `Thing` | A thing. |\n"
 NAV = ["index.md", "api.md", "guide.md", "api/package.md"]
@@ -73,3 +73,12 @@ def test_a_link_to_a_missing_file_is_an_error(repository: Path, tmp_path: Path) 
     (repository / "docs" / "guide.md").write_text("# Guide\n\n[x](../none.md)\n")
     with pytest.raises(BrokenSiteError, match=r"^docs/guide.md: no such file: ../none.md$"):
         SiteSource(repository, tmp_path / "site").write(NAV)
+
+
+def test_lists_and_tables_are_written_as_python_markdown_reads_them() -> None:
+    page = "Steps:\n1. One\n   more.\n2. Two:\n   - inner\n\n   ```\n   code\n   ```\nText\n| a | b |\n|---|---|\n"
+    assert for_python_markdown(page) == (
+        "Steps:\n\n1. One\n    more.\n2. Two:\n    - inner\n\n    ```\n    code\n    ```\nText\n\n| a | b |\n|---|---|\n"
+    )
+    fenced = "```\ntext:\n- no list\n| no table |\n```\n"
+    assert for_python_markdown(fenced) == fenced

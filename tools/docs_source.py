@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 SITE_SOURCE = ROOT / ".site-source"
 LINK = re.compile(r"(\]\()([^)\s]+)(\))|(\b(?:src|href)=\")([^\"]+)(\")")
 CODE = re.compile(r"^(```|~~~).*?^\1 *$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+ITEM = re.compile(r" *(?:[-*+]|\d+\.) +(?=\S)")
 API_SECTION = re.compile(r"^## `([^`]+)`$\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 API_NAME = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 # Made at their first use from a class that has all of their code and their description.
@@ -136,7 +137,7 @@ class SiteSource:
                 return match.group()
             return f"{before}{self._link(site_path(path), found)}{hash_}{fragment}{after}"
 
-        return outside_code((self.root / path).read_text(), lambda text: LINK.sub(replace, text))
+        return for_python_markdown(outside_code((self.root / path).read_text(), lambda text: LINK.sub(replace, text)))
 
     def _link(self, page: str, path: str) -> str:
         self._waiting.append(path)
@@ -163,6 +164,38 @@ def outside_code(text: str, change: Callable[[str], str]) -> str:
         parts += [change(text[at : code.start()]), code.group()]
         at = code.end()
     return "".join([*parts, change(text[at:])])
+
+
+def for_python_markdown(text: str) -> str:
+    """Write lists and tables as Python-Markdown reads them, which asks for more than code forges do.
+
+    There must be an empty line between a paragraph and a list or table after it, and what is inside a list item must be
+    indented by four spaces for each level.
+    """
+    lines: list[str] = []
+    levels: list[int] = []  # of the list items around a line: where the text of each begins
+    in_fence = False
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        item = None if in_fence else ITEM.match(line)
+        if line.strip() and not in_fence:
+            while levels and indent < levels[-1] and not (item is None and lines and lines[-1].strip()):
+                levels.pop()
+        starts_block = item is not None or (line.startswith("|") and not in_fence)
+        if starts_block and lines and lines[-1].strip() and not _continues(lines[-1], is_item=item is not None):
+            lines.append("")
+        own = levels[-1] if levels and indent >= levels[-1] else 0
+        lines.append(" " * (4 * len(levels)) + line[own:] if levels and line.strip() else line)
+        if item is not None:
+            levels.append(item.end())
+        if line.lstrip().startswith(("```", "~~~")):
+            in_fence = not in_fence
+    return "\n".join(lines)
+
+
+def _continues(before: str, *, is_item: bool) -> bool:
+    """Whether a list item or a row of a table may follow a line directly."""
+    return bool(ITEM.match(before)) or before.startswith("    ") if is_item else before.startswith("|")
 
 
 def shows_as_page(path: str) -> bool:
