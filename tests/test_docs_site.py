@@ -76,9 +76,8 @@ def test_a_link_to_a_missing_file_is_an_error(repository: Path, tmp_path: Path) 
 
 
 def test_lists_and_tables_are_written_as_python_markdown_reads_them() -> None:
-    page = "Steps:\n1. One\n   more.\n2. Two:\n   - inner\n\n   ```\n   code\n   ```\nText\n| a | b |\n|---|---|\n"
-    assert for_python_markdown(page) == (
-        "Steps:\n\n1. One\n    more.\n2. Two:\n    - inner\n\n    ```\n    code\n    ```\nText\n\n| a | b |\n|---|---|\n"
-    )
+    page = "Steps:\n1. One\n   more.\n2. Two:\n   - inner\n\n   ```\n   code\n   ```\n\nText\n| a | b |\n|---|---|\n"
+    steps = "Steps:\n\n1. One\n    more.\n2. Two:\n    - inner\n\n    ```\n    code\n    ```\n\n"
+    assert for_python_markdown(page) == steps + "Text\n\n| a | b |\n|---|---|\n"
     fenced = "```\ntext:\n- no list\n| no table |\n```\n"
     assert for_python_markdown(fenced) == fenced

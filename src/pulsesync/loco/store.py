@@ -60,12 +60,15 @@ class StoreExchange:
     Args:
         location: Where updates are exchanged: a path, s3://…, or a store. Not the location of a published run.
         trainer: This trainer's name, of letters, digits, - and _; unique among the trainers, and the same after a
-        restart. trainers: How many trainers the first round waits for. quorum: How many trainers a round needs after
-        the deadline; the smallest majority of `trainers` if not given. deadline_s: How long to wait for the trainers
-        that announced themselves, after this one has sent its update. patience_s: A round without a quorum after this
-        time raises a RoundError. poll_s: Seconds between polls of the store. state_every: Rounds between two shared
-        states, with which new trainers begin. Older rounds are deleted. clock: Returns the time in seconds. sleep:
-        Waits for a number of seconds.
+            restart.
+        trainers: How many trainers the first round waits for.
+        quorum: How many trainers a round needs after the deadline; the smallest majority of `trainers` if not given.
+        deadline_s: How long to wait for the trainers that announced themselves, after this one has sent its update.
+        patience_s: A round without a quorum after this time raises a RoundError.
+        poll_s: Seconds between polls of the store.
+        state_every: Rounds between two shared states, with which new trainers begin. Older rounds are deleted.
+        clock: Returns the time in seconds.
+        sleep: Waits for a number of seconds.
 
     Raises:
         ValueError: the trainer's name has other characters, or a number is out of its range.
