@@ -161,7 +161,10 @@ def test_of_a_team_rank_0_emits_versions_and_anchors_and_every_rank_its_failure(
 # Syncing
 
 
-def test_every_sync_is_emitted_also_one_that_finds_nothing_new(tmp_path: Path, received: Received) -> None:
+def test_every_sync_is_emitted_also_one_that_finds_nothing_new(
+    tmp_path: Path, received: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulsesync.run.reporting.IDLE_S", 0.0)
     location = str(tmp_path / "run")
     publish_steps(location, 2)
     sub, held = Subscriber(location), worker()
@@ -178,6 +181,27 @@ def test_every_sync_is_emitted_also_one_that_finds_nothing_new(tmp_path: Path, r
             assert getattr(event, field) == getattr(report, field), field
         assert event.pause_s == report.apply_s
         assert event.repaired == report.repaired
+
+
+def test_of_syncs_that_find_nothing_new_one_a_second_is_emitted(
+    received: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulsesync.run.reporting.IDLE_S", 1000.0)
+    store, training, held = Watched(), Training(), worker()
+    publish_steps(store, 2, training)
+    sub = Subscriber(store)
+    forget(received)
+    sub.sync(held, version=0)
+    for _ in range(3):
+        sub.sync(held)
+    store.fail_at("head")
+    with pytest.raises(StoreError):
+        sub.sync(held)
+    store.fail_at()
+    for _ in range(3):
+        sub.sync(held)
+    synced = [event for event in of(received, events.RunEvent) if isinstance(event, events.Synced | events.SyncFailed)]
+    assert [getattr(event, "path", None) for event in synced] == [("anchor",), ("patch",), None, ()]
 
 
 def test_a_sync_that_fails_is_emitted_with_what_is_needed_to_know_its_lag(received: Received) -> None:

@@ -91,6 +91,31 @@ def test_a_listener_may_emit_and_flush_without_a_deadlock() -> None:
     assert received == [0, 1, 2, 3]
 
 
+def test_a_listener_that_rests_is_woken_by_the_next_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "REST_S", 0.0)
+    monkeypatch.setattr(events, "LOOK_S", 1000.0)  # only what wakes it makes it look
+    arrived = threading.Event()
+    with pulse.listen(lambda event: arrived.set()):
+        for version in range(20):
+            arrived.clear()
+            events.emit(recounted(version))
+            assert arrived.wait(10)
+
+
+def test_events_of_many_threads_are_all_delivered() -> None:
+    received: list[events.Event] = []
+    with pulse.listen(received.append, queued=10_000):
+        threads = [
+            threading.Thread(target=lambda: [events.emit(recounted(version)) for version in range(500)])
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(received) == 4000
+
+
 def test_a_queue_of_no_events_is_refused() -> None:
     with pytest.raises(ValueError, match="queued must be at least 1; got 0"):
         pulse.listen(print, queued=0)

@@ -1,6 +1,7 @@
 """What a sync did: the report for its caller, the log and the events."""
 
 import logging
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pulsesync.core.events import (
 from pulsesync.run.heartbeats import HeartbeatWriter
 
 PROGRESS_S = 0.25  # the shortest time between two events on the progress of a transfer
+IDLE_S = 1.0  # the shortest time between two events on syncs that found nothing new, of which a loop can do thousands
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +83,11 @@ class SyncEvents:
     def __init__(self, location: str, heartbeat: HeartbeatWriter | None = None) -> None:
         self.location, self.heartbeat = location, heartbeat
         self.newest: int | None = None  # version that was seen; with a pointer to follow, the one that it names
+        self._idle_at = -math.inf  # when a sync that finds nothing new is emitted again
         self.muted = False  # True: syncs and their failures are not reported, because they are part of something else
 
     def synced(self, report: SyncReport) -> None:
-        """Log and emit a sync that returned. One that found nothing new is not logged."""
+        """Log and emit a sync that returned. One that found nothing new is not logged, and emitted once a second."""
         if self.muted:
             return
         if report.path:
@@ -97,7 +100,8 @@ class SyncEvents:
                 pause_s=report.apply_s if report.path else None,
                 fetched_bytes=report.fetched_bytes,
             )
-        if has_listeners():
+        if has_listeners() and (report.path or report.changed or time.monotonic() >= self._idle_at):
+            self._idle_at = time.monotonic() + IDLE_S
             emit(
                 Synced(
                     location=self.location,
@@ -124,6 +128,7 @@ class SyncEvents:
         if self.heartbeat is not None:
             self.heartbeat.failed(error, version, torn=torn)
         if has_listeners():
+            self._idle_at = -math.inf
             emit(
                 SyncFailed(
                     location=self.location,
