@@ -39,6 +39,10 @@ class TestCachedStoreWithoutADisk(StoreTests):
         return CachedStore(MemoryStore(), tmp_path / "file" / "cache")
 
 
+NAMED_BY_CONTENT = ("parts/a", "layouts/a", "files/a", "one/parts/a", "several/runs/files/a")
+CHANGING = ("manifests/0", "head", "one/head", "parts/head", "parts/manifests/0", "one/pointers/parts/0", "parts")
+
+
 class Counting(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +56,7 @@ class Counting(MemoryStore):
 @pytest.fixture
 def upstream() -> Counting:
     store = Counting()
-    for key in ("parts/a", "layouts/a", "files/a", "manifests/0", "head"):
+    for key in (*NAMED_BY_CONTENT, *CHANGING):
         store.put(key, LARGE)
     return store
 
@@ -70,14 +74,14 @@ def taken(store: CachedStore) -> int:
     return sum(path.stat().st_size for path in store.folder.iterdir()) if store.folder.exists() else 0
 
 
-@pytest.mark.parametrize("key", ["parts/a", "layouts/a", "files/a"])
+@pytest.mark.parametrize("key", NAMED_BY_CONTENT)
 def test_what_is_named_by_its_content_is_fetched_once(cached: CachedStore, upstream: Counting, key: str) -> None:
     for _ in range(3):
         assert cached.get(key) == LARGE
     assert upstream.gets == [(key, 0, None)]
 
 
-@pytest.mark.parametrize("key", ["head", "manifests/0"])
+@pytest.mark.parametrize("key", CHANGING)
 def test_everything_else_is_fetched_every_time(cached: CachedStore, upstream: Counting, key: str) -> None:
     for _ in range(3):
         assert cached.get(key) == LARGE

@@ -19,7 +19,7 @@ from pulsesync.errors import FormatError, NotFoundError, PulseError, StoreError
 from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
 from pulsesync.server.calls import in_thread
 from pulsesync.server.monitor import SentAnswer, ServerMonitor
-from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, Store, forget, is_near, size_of
+from pulsesync.store.base import WINDOW_BYTES, Store, forget, is_content_addressed, is_near, size_of
 from pulsesync.store.http import LISTING_TYPE, check_token
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
 
@@ -134,7 +134,7 @@ class _Service:
         if request.method == "PUT":
             await (await self._accept(request.path_params["key"], receive))(request.scope, receive, send)
             return
-        if not request.path_params["key"].startswith(CONTENT_ADDRESSED):
+        if not is_content_addressed(request.path_params["key"]):
             places, ahead = self._records, _AHEAD
         elif await self._is_cached(request):
             places, ahead, answer.cache = self._cached, _AHEAD_NEAR, "hit"
@@ -223,7 +223,7 @@ class _Service:
         if head:
             headers["Content-Length"] = str(size())
             return _RangeResponse(200, headers, read, 0, 0, b"")
-        if key.startswith(CONTENT_ADDRESSED) and "no-cache" in asks.get("cache-control", ""):
+        if is_content_addressed(key) and "no-cache" in asks.get("cache-control", ""):
             forget(self._store, key)  # a reader found it bad
         asked = _asked_range(asks.get("range", "")) if asks.get("if-range", tag) == tag else None
         found = _find(read, size, asked or (0, None))
@@ -241,7 +241,7 @@ class _Service:
         headers = {"Accept-Ranges": "bytes", "X-Content-Type-Options": "nosniff"}
         headers["Content-Type"] = "application/octet-stream"
         read, size = partial(self._store.get, key), partial(size_of, self._store, key)
-        if key.startswith(CONTENT_ADDRESSED):
+        if is_content_addressed(key):
             # Behind a token, a cache in between must not hand it to others; "public" would allow just that.
             audience = "public" if self._authorization is None else "private"
             headers["Cache-Control"] = f"{audience}, max-age=31536000, immutable"

@@ -6,9 +6,19 @@ from typing import Protocol
 
 from pulsesync.errors import StoreError
 
-CONTENT_ADDRESSED = ("parts/", "layouts/", "files/")  # what is there once is there unaltered, until it is deleted
+_CONTENT_ADDRESSED = ("parts", "layouts", "files")
 
 WINDOW_BYTES = 1 << 22  # what a server, and whatever measures an object by reading it, reads of one at once
+
+
+def is_content_addressed(key: str) -> bool:
+    """Return whether a key names its content: such an object stays as it is until it is deleted.
+
+    It may begin with the folder of a run, because a server may serve a folder above several. A pointer, or the folder
+    of a run, may have the name of such a kind; their objects change.
+    """
+    *above, kind, name = "", *key.split("/")
+    return kind in _CONTENT_ADDRESSED and name != "head" and above[-1:] != ["pointers"]
 
 
 @dataclass(frozen=True)

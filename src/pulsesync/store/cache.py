@@ -24,7 +24,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from pulsesync.errors import FormatError, StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, WINDOW_BYTES, ObjectEntry, Store, forget, size_of
+from pulsesync.store.base import WINDOW_BYTES, ObjectEntry, Store, forget, is_content_addressed, size_of
 from pulsesync.store.turns import PATIENCE_S, locked
 
 MAX_BYTES = 1 << 34  # of what a cache keeps unless it is given another limit
@@ -79,7 +79,7 @@ class CachedStore:
         self._away_until: dict[str, float] = {}  # by key, when to ask the store again for what was reported as bad
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        if not key.startswith(CONTENT_ADDRESSED):
+        if not is_content_addressed(key):
             return self.store.get(key, begin, end)
         stop = None if end is None else max(end, begin + 1)  # an empty range must find the object, too
         size = self._stored_size(key)
@@ -94,7 +94,7 @@ class CachedStore:
         return b"".join(found)[begin - first : None if end is None else max(0, end - first)]
 
     def size(self, key: str) -> int:
-        if not key.startswith(CONTENT_ADDRESSED):
+        if not is_content_addressed(key):
             return size_of(self.store, key)
         size = self._known_size(key)
         if size is None:
@@ -103,7 +103,7 @@ class CachedStore:
 
     def has(self, key: str, begin: int = 0, end: int | None = None) -> bool:
         """Return whether the size of an object and a range of it are here, so that the store need not be asked."""
-        size = self._known_size(key) if key.startswith(CONTENT_ADDRESSED) else None
+        size = self._known_size(key) if is_content_addressed(key) else None
         if size is None:
             return False
         stop = size if end is None else min(end, size)
@@ -112,7 +112,7 @@ class CachedStore:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self.store.put(key, data)
-        if key.startswith(CONTENT_ADDRESSED):
+        if is_content_addressed(key):
             self._keep_pieces(key, 0, memoryview(data).cast("B"), ended=True)
 
     def create(self, key: str, data: bytes) -> None:
@@ -134,7 +134,7 @@ class CachedStore:
         What is here is replaced piece by piece as each is fetched, and is still given out while the store is away: the
         reader may be wrong, or may want others to go without.
         """
-        if key.startswith(CONTENT_ADDRESSED):
+        if is_content_addressed(key):
             if self._is_right(key):
                 logger.info("A reader reported %s as bad; the copy in %s has the right hash.", key, self.folder)
                 return
@@ -385,7 +385,7 @@ def _name(key: str, what: int | str) -> str:
 
 def _is_named_by(key: str, size: int, pieces: Iterator[bytes]) -> bool:
     """Return whether the content of these pieces is what a content-addressed key names: see docs/protocol.md."""
-    kind, _, name = key.partition("/")
+    kind, name = key.split("/")[-2:]
     sections = [(size, name)]
     front = b""
     if kind == "parts":

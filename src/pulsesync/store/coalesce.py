@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, ObjectEntry, ReadOnlyStore, Store, forget, is_near, size_of
+from pulsesync.store.base import ObjectEntry, ReadOnlyStore, Store, forget, is_content_addressed, is_near, size_of
 from pulsesync.store.keys import check_key, check_prefix
 
 _REMEMBER_S = 1.0
@@ -43,7 +43,7 @@ class CoalescingStore(ReadOnlyStore):
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         check_key(key)
-        if key.startswith(CONTENT_ADDRESSED):
+        if is_content_addressed(key):
             try:
                 return self._once((key, begin, end), lambda: self.store.get(key, begin, end))
             except NotFoundError:

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.store.base import CONTENT_ADDRESSED, ObjectEntry, ReadOnlyStore
+from pulsesync.store.base import ObjectEntry, ReadOnlyStore, is_content_addressed
 from pulsesync.store.deadlines import PIECE_BYTES, Connection, Deadline, Response
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
 
@@ -172,7 +172,7 @@ class HttpStore(ReadOnlyStore):
             self._keep_size(key, size)
 
     def _keep_size(self, key: str, size: int) -> int:
-        if key.startswith(CONTENT_ADDRESSED):
+        if is_content_addressed(key):
             if len(self._sizes) >= _MAX_SIZES:
                 self._sizes.clear()
             self._sizes[key] = size
