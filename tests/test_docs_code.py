@@ -45,6 +45,16 @@ GROUP = """
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 """
 
+RUN = """
+import numpy as np
+import pulsesync as pulse
+weights = {{"w": np.zeros(1000, np.float32)}}
+with pulse.Publisher("bucket/{name}") as publisher:
+    for step in range(6):
+        weights["w"][step] = 1
+        publisher.publish(weights, step=step)
+"""
+
 # What runs before a page, or before the block with this piece: what a reader has already, and a page does not repeat.
 BEFORE = {
     ("README.md", ""): MODEL
@@ -87,6 +97,8 @@ with pulse.Publisher("bucket/run") as publisher:
         weights["w"][step] = 1
         publisher.publish(weights, step=step)
 """,
+    ("docs/operations.md", ""): RUN.format(name="run"),
+    ("docs/tutorials/vllm_fleet.md", ""): RUN.format(name="policy"),
     ("docs/theory.md", ""): """
 import torch
 from pathlib import Path
@@ -207,11 +219,15 @@ PARSED = {
 
 # Other programs that shell blocks name, which no test here can run, and why.
 OTHER_PROGRAMS = {
+    ".": "enters a virtual environment",
     "curl": "asks a vLLM server: make test-vllm sends the same requests",
+    "openssl": "makes a certificate for the example; tests/server makes its own",
     "python -m sglang": "needs SGLang on a GPU",
     "python -m verl": "trains with verl on GPUs: make test-verl runs the checkpoint engine in verl's own workers",
+    "python -m venv": "makes an environment: tests/test_distribution.py installs the wheel into one",
     "ray": "starts a cluster of several machines",
     "vllm": "needs vLLM: make test-vllm starts the same servers",
+    "weed": "is a real S3 server: tests/s3.py starts it",
 }
 # Commands that do not end by themselves, and the tests that run them.
 ENDLESS = {
@@ -315,10 +331,13 @@ class Page:
             assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"{block}: {command}"
         elif program == "pip":
             _check_extras(block, arguments)
+        elif program == "python" and arguments[0] == "-c":
+            exec(compile(arguments[1], str(block), "exec"), {})
         elif program in ("python", "torchrun"):
             scripts = [word for word in arguments if word.endswith(".py")]
             assert scripts, f"{block}: {program} without a script"
-            assert all((ROOT / script).exists() for script in scripts), f"{block}: no such script: {scripts}"
+            missing = [script for script in scripts if not (ROOT / script).exists() and not _is_on_page(block, script)]
+            assert not missing, f"{block}: no such script: {missing}"
         else:
             assert program in OTHER_PROGRAMS, f"{block}: a program that no table lists: {program}"
 
@@ -336,6 +355,14 @@ class Page:
 
     def _local(self, text: str) -> str:
         return text.replace(BUCKET, f"{self.folder}/bucket/")
+
+
+def _is_on_page(block: Block, script: str) -> bool:
+    """Whether the page has the script: a reader saves one of its Python blocks, which run as any other."""
+    return (
+        re.search(rf"Save this as `{re.escape(script)}`[^\n]*\n\n```python\n", (ROOT / block.page).read_text())
+        is not None
+    )
 
 
 def listed(table: dict[tuple[str, str], str], block: Block) -> str | None:
