@@ -1,16 +1,20 @@
 """A trainer, a worker and a server as processes of their own, scraped over loopback."""
 
+import http.client
 import json
 import subprocess
 import sys
 import time
-import urllib.error
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import pulsesync as pulse
+from pulsesync.lab.demo.settings import DemoSettings
+from tests.commands import pulse as pulse_command
 from tests.commands import start
 from tests.metrics.scraping import Scraped, scrape
 from tests.server.test_server import running
@@ -130,30 +134,61 @@ def test_a_trainer_a_worker_and_a_server_can_be_scraped(tmp_path: Path) -> None:
     assert damaged.value("pulse_recounts_total", location=server.url) == 2
 
 
-def scrape_while(running_: subprocess.Popen[str], url: str) -> Scraped | None:
-    """The last page that a process gave before it ended."""
-    page = None
-    while running_.poll() is None:
-        with suppress(urllib.error.URLError, ConnectionError):
-            page = scrape(url)
-        time.sleep(0.02)
-    return page
+@pytest.mark.timeout(120)
+def test_a_follower_can_be_scraped(tmp_path: Path, free_ports: int) -> None:
+    weights = {"w": np.zeros((64, 64), np.float32)}
+    with pulse.Publisher(str(tmp_path / "run")) as publisher:
+        publisher.publish(weights)
+    address = f"127.0.0.1:{free_ports}"
+    with start("follow", tmp_path / "run", tmp_path / "folder", "--metrics", address, "--json") as follower:
+        try:
+            while json.loads(line_of(follower))["event"] != "version":
+                pass
+            page = scrape(f"http://{address}/metrics")
+        finally:
+            follower.kill()
+    assert page.value("pulse_version", location=str(tmp_path / "run")) == 0
+    assert page.value("pulse_lag_versions", location=str(tmp_path / "run")) == 0
+
+
+@pytest.mark.parametrize("address", ["port", "0.0.0.0:", "host:9464x"])
+def test_an_address_for_metrics_that_is_none_is_a_usage_error(address: str, tmp_path: Path) -> None:
+    command = ("follow", tmp_path / "run", tmp_path / "folder", "--metrics", address)
+    assert pulse_command(*command).refused(2, "--metrics must be a port, or a host and a port")
+
+
+def test_a_port_that_is_none_is_an_error_in_a_line(tmp_path: Path) -> None:
+    command = ("follow", tmp_path / "run", tmp_path / "folder", "--metrics", "99999")
+    assert pulse_command(*command).refused(1, "cannot serve metrics on 127.0.0.1 port 99999")
 
 
 @pytest.mark.timeout(120)
-def test_a_demo_can_be_scraped(tmp_path: Path, free_ports: int) -> None:
-    out = tmp_path / "demo"
-    with start(
-        "demo", "--replay", "--steps", 4, "--workers", 1, "--metrics", free_ports, "--out", out, "--json"
-    ) as demo:
-        page = scrape_while(demo, f"http://127.0.0.1:{free_ports + 1}/metrics")
+def test_every_process_of_a_demo_can_be_scraped(tmp_path: Path, free_ports: int) -> None:
+    options = ("--replay", "--steps", 4, "--workers", 1, "--out", tmp_path / "demo", "--json")
+    pages: dict[int, Scraped] = {}
+    with start("demo", *options, "--metrics", free_ports) as demo:
+        while demo.poll() is None:
+            for port in (free_ports, free_ports + 1):
+                with suppress(OSError, http.client.HTTPException):  # it has not begun, or has ended
+                    pages[port] = scrape(f"http://127.0.0.1:{port}/metrics")
+            time.sleep(0.02)
         assert demo.stdout is not None
         summary = json.loads(demo.stdout.read().splitlines()[-1])
-    assert page is not None
-    assert summary["event"] == "summary"
-    assert page.total("pulse_syncs_total") >= 1
-    assert 0 <= page.total("pulse_version") <= 4
-    assert page.total("pulse_recount_mismatches_total") == 0
+    assert (summary["event"], summary["versions"]) == ("summary", 4)
+    assert set(pages) == {free_ports, free_ports + 1}
+    for page in pages.values():
+        assert page.value("pulse_events_dropped_total") == 0
+
+
+def test_the_ports_of_a_demo_are_those_of_its_trainers_and_then_of_its_workers(free_ports: int) -> None:
+    settings = DemoSettings(trainers=2, metrics=free_ports)
+    assert DemoSettings().export_metrics("trainer") is None
+    for role, port in (("trainer", 0), ("trainer-1", 1), ("0", 2), ("3", 5)):
+        assert settings.metrics_port(role) == free_ports + port
+    exporter = settings.export_metrics("trainer-1")
+    assert exporter is not None
+    with exporter:
+        assert scrape(f"http://127.0.0.1:{free_ports + 1}/metrics").samples
 
 
 @pytest.fixture

@@ -1,7 +1,10 @@
 """Events as Prometheus metrics, and the exporter, asked over loopback."""
 
+import subprocess
+import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -127,6 +130,30 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_left_behind() -> None:
         assert scrape(exporter.url).value("pulse_events_dropped_total") == 0
         assert exporter.metrics.registry is before
     assert not has_listeners()
+
+
+@pytest.mark.parametrize(
+    ("module", "make", "extra"),
+    [
+        ("prometheus_client", lambda: metrics.export(port=0), "metrics"),
+        ("opentelemetry.metrics", metrics.OpenTelemetryMetrics, "otel"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_its_extra(
+    module: str, make: Callable[[], object], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(PulseError, match=rf"pip install 'pulsesync\[{extra}\]'"):
+        make()
+
+
+def test_the_table_needs_neither_prometheus_nor_opentelemetry() -> None:
+    program = (
+        "import sys; from pulsesync import metrics; metrics.scalars; "
+        "print([name for name in ('prometheus_client', 'opentelemetry', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_counting_an_event_takes_less_than_a_millisecond() -> None:

@@ -20,6 +20,7 @@ from pulsesync.cli.options import (
     Trust,
     UsageError,
     Version,
+    export_metrics,
     open_place,
     read_trust,
     size,
@@ -54,6 +55,7 @@ def follow(
     follow_replaced: Flag = False,
     heartbeat: str | None = None,
     no_heartbeat: Flag = False,
+    metrics: str | None = None,
     as_json: Json = False,
 ) -> int:
     """Keep a folder, a vLLM server or an SGLang server at the newest version of a run.
@@ -99,6 +101,7 @@ def follow(
         heartbeat: Name under which pulse status shows this worker; if not given, one made of the host and FOLDER, or of
             the host and the server.
         no_heartbeat: Do not let pulse status show this worker, and write nothing to the run.
+        metrics: Export metrics for Prometheus at this port of 127.0.0.1, or at a host and port such as 0.0.0.0:9464.
         as_json: Print one JSON object for every version, for machines.
 
     Raises:
@@ -119,6 +122,7 @@ def follow(
         raise UsageError("--heartbeat contradicts --no-heartbeat; give one of the two")
     worker = None if no_heartbeat else heartbeat or _name_worker(folder, vllm, sglang)
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
+    export_metrics(metrics)
     server = VllmServer(vllm, api_key=api_key or os.environ.get("PULSE_VLLM_API_KEY")) if vllm is not None else None
     sglang_key = api_key or os.environ.get("PULSE_SGLANG_API_KEY")
     followed = SglangServer(sglang, api_key=sglang_key) if sglang is not None else server

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from pulsesync import metrics
 from pulsesync.cli import progress
 from pulsesync.errors import NotFoundError, PulseError
 from pulsesync.format.signature import Delegation, SigningKey
@@ -75,6 +76,16 @@ def _read_switch(variable: str) -> bool:
     if value not in ("0", "1"):
         raise UsageError(f"{variable} must be 0 or 1; got {value!r}")
     return value == "1"
+
+
+def export_metrics(address: str | None) -> None:
+    """Export the metrics of this process until it ends, if --metrics is given. Raises: UsageError, PulseError."""
+    if address is None:
+        return
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise UsageError(f"--metrics must be a port, or a host and a port such as 0.0.0.0:9464; got {address!r}")
+    metrics.export(int(port), host.strip("[]") or "127.0.0.1")
 
 
 def read_trust(text: str | None) -> frozenset[str] | None:

@@ -114,10 +114,11 @@ class MetricsExporter:
         self.metrics = metrics
         try:
             self._server, self._thread = start_http_server(port, host, metrics.registry)
-        except OSError as e:
+        except (OSError, OverflowError) as e:
             metrics.registry.unregister(metrics)
+            cause = getattr(e, "strerror", None) or e
             raise PulseError(
-                f"cannot serve metrics on {host} port {port}: {e.strerror or e}; give another port, or 0 for a free one"
+                f"cannot serve metrics on {host} port {port}: {cause}; give another port, or 0 for a free one"
             ) from e
         self._listening = metrics.listen()
         self.port = int(self._server.server_port)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pulsesync import metrics
+from pulsesync.metrics import MetricsExporter, export
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,14 @@ class DemoSettings:
         """Steps between two versions that trainers can make: one, or a round of several trainers."""
         return self.sync_every if self.trainers > 1 else 1
 
-    def export_metrics(self, role: str) -> None:
-        """Export the metrics of a process, if that is wanted: trainers have the first ports, and workers follow."""
-        if self.metrics:
-            name, _, number = role.partition("-")
-            metrics.export(self.metrics + (int(number or 0) if name == "trainer" else self.trainers + int(name)))
+    def metrics_port(self, role: str) -> int:
+        """Return the port of a process: trainers have the first ones, and workers those after them."""
+        name, _, number = role.partition("-")
+        return self.metrics + (int(number or 0) if name == "trainer" else self.trainers + int(name))
+
+    def export_metrics(self, role: str) -> MetricsExporter | None:
+        """Export the metrics of a process until it ends, if that is wanted."""
+        return export(self.metrics_port(role)) if self.metrics else None
 
     def meeting(self, folder: Path) -> str:
         """Where several trainers meet: beside the run's store."""
