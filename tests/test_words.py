@@ -166,6 +166,7 @@ CLEAN = [
     "src/pulsesync/core",
     "src/pulsesync/device",
     "src/pulsesync/errors.py",
+    "src/pulsesync/format",
     "src/pulsesync/group",
     "src/pulsesync/loco",
     "src/pulsesync/run",

@@ -1,7 +1,7 @@
-"""Which codec a tile is written with: the one asked for, or the smallest of those worth trying.
+"""Which codec a tile is written with: the requested one, or the smallest of those worth trying.
 
-What was coded against old weights is taken as it is, but where that went badly; so most tiles cost a comparison here,
-and their changes may lie anywhere.
+A payload coded against old weights is used as it is unless it is poor; so most tiles cost one comparison here, and
+their changes may stay in any memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ from pulsesync.format.index import FrequencyTable
 from pulsesync.format.predict import PREDICTING, CodedTile
 from pulsesync.format.weights import Overlay, Weights
 
-POOR_BITS = 12  # bits a change beyond which a payload coded against old weights is compared with `gap` and `step`
-FEW = 4096  # changes of a part up to which tables may not pay: `gap` and `step` are tried as well
-SAMPLE = 1 << 16  # weights or changes, the first of a tile, on which a codec is tried that seldom is the smallest
-MANY = 1 << 18  # changes from which threads are worth beginning: fewer are short steps of numpy, which they slow down
+POOR_BITS = 12  # bits per change above which a payload coded against old weights is compared with `gap` and `step`
+FEW = 4096  # up to this number of changes in a part, tables may not pay off: `gap` and `step` are tried as well
+SAMPLE = 1 << 16  # first weights or changes of a tile on which a codec is tried that is seldom the smallest
+MANY = 1 << 18  # from this number of changes on, threads pay off: fewer are short numpy calls, which threads slow down
 
 
 def choose(
@@ -31,10 +31,9 @@ def choose(
 ) -> tuple[list[FrequencyTable], list[CodedTile]]:
     """Choose how each tile is written; return the tables that are still needed, and the choices.
 
-    What was coded against old weights is given by ordinal; a tile that is missing there has another codec.
+    Payloads coded against old weights are given by ordinal; a tile without one gets another codec.
 
-    Blocks and old weights are asked for only where `dense` or `xor` is tried, positions and values where `gap` or
-    `step` is.
+    Blocks and old weights are read only where `dense` or `xor` is tried, positions and values where `gap` or `step` is.
     """
     chosen = _settle_all(diffs, old, coded, codec, threads)
     if codec == "auto" and sum(d.changed for d in diffs) <= FEW:
@@ -47,7 +46,7 @@ def choose(
 def _settle_all(
     diffs: Sequence[TileChanges], old: Weights, coded: Mapping[int, CodedTile], codec: str, threads: int | None
 ) -> list[CodedTile]:
-    """The choice for each tile; threads are begun only where much is to be tried."""
+    """The choice for each tile; threads are used only if there is much to try."""
 
     def is_settled(diff: TileChanges) -> bool:
         found = coded.get(diff.tile.ordinal)
@@ -62,13 +61,13 @@ def _settle_all(
 
 
 def _settle(diff: TileChanges, old: Weights, coded: CodedTile | None, codec: str) -> CodedTile:
-    """The codec asked for, `gap` where the dtype has no exponent to code against; or, for "auto", the smallest.
+    """The requested codec, or `gap` where the dtype has no exponent to code against; for "auto", the smallest.
 
-    `step` yields to `dense` where it would take more bytes than the weights themselves: `auto` uses it on fast links.
+    `step` is replaced by `dense` where it would need more bytes than the weights themselves.
 
     `gap` and `step` are tried only where prediction failed (weights set to one value, say), `xor` only where most
     weights change or the others come near `dense`, and `dense` only where they do. Where a run changes all its weights
-    in every version, most of these tries are in vain, so they begin with a sample.
+    in every version, most of these attempts are in vain, so they begin with a sample.
     """
     if codec in ("dense", "xor"):
         return _dense_after(diff, old) if codec == "dense" else _xor(diff, old)
@@ -108,7 +107,7 @@ def _has_mostly_changed(diff: TileChanges) -> bool:
 
 
 def _smaller(one: CodedTile, *others: CodedTile) -> CodedTile:
-    """The smallest, the first of several."""
+    """The smallest; the first of equals."""
     return min(one, *others, key=lambda c: c.size)
 
 
@@ -126,7 +125,7 @@ def _sparse(diff: TileChanges) -> CodedTile:
 
 
 def _sparse_if_smaller(diff: TileChanges, best: CodedTile) -> CodedTile:
-    """A tile of floats as `step` or `gap`; or best, where that is smaller or the first changes say so."""
+    """A tile of floats as `step` or `gap`; or best, where that is smaller or a sample of the changes predicts it."""
     positions, old, new = diff.positions()[:SAMPLE], diff.old_values()[:SAMPLE], diff.values()[:SAMPLE]
     sample = min(len(step.encode(positions, old, new)), len(gap.encode(positions, new)))
     return best if sample * diff.changed > best.size * positions.size else _smaller(best, _sparse(diff))
@@ -147,7 +146,7 @@ def _xor(diff: TileChanges, old: Weights) -> CodedTile:
 
 
 def _xor_if_smaller(diff: TileChanges, old: Weights, best: CodedTile) -> CodedTile:
-    """The tile as `xor`; or best, where that is smaller or the first weights say so."""
+    """The tile as `xor`; or best, where that is smaller or a sample of the weights predicts it."""
     tile, new = diff.tile, _after(diff, old)
     sample = (old.block(tile, 0) ^ new.block(tile, 0))[:SAMPLE]
     if len(dense.encode([sample])) * tile.size > best.size * sample.size:
@@ -167,7 +166,7 @@ def _whole(tile: Tile, state: Weights) -> CodedTile:
 def _without_tables_if_smaller(
     diffs: Sequence[TileChanges], shared: list[FrequencyTable], chosen: list[CodedTile]
 ) -> tuple[list[FrequencyTable], list[CodedTile]]:
-    """Tiny patches do not pay for tables: do without them where that is smaller with everything counted."""
+    """Tables do not pay off in tiny patches: leave them out where that makes the part smaller."""
     plain = []
     for diff, best in zip(diffs, chosen, strict=True):
         plain.append(_sparse(diff) if best.codec in PREDICTING else best)

@@ -1,7 +1,7 @@
-"""The file of one part: a header of fixed shape, then sections. Section 0 is the index, the others hold payloads.
+"""The file of one part: a header of fixed form, then sections. Section 0 is the index, the others contain payloads.
 
-The header names every section by size and SHA-256; a part's id is the SHA-256 of the header. So a reader that trusts an
-id can check the whole file, or just the sections it fetched, and finds every changed byte.
+The header lists every section by size and SHA-256; a part's id is the SHA-256 of the header. So a reader that trusts an
+id can check the whole file, or just the sections that it fetched, and detects every changed byte.
 """
 
 import hashlib
@@ -18,21 +18,22 @@ from pulsesync.core.threads import spread
 from pulsesync.errors import ChecksumError, FormatError, LimitError
 from pulsesync.format import versions
 
-MAGIC = b"\x89PULSE\n\x1a"  # not text, and spoilt by whatever converts line ends
+MAGIC = b"\x89PULSE\n\x1a"  # not text, and damaged by programs that convert line ends
 HEADER = struct.Struct("<8sBBH32s")  # magic, version, flags, sections, layout
 ENTRY = struct.Struct("<Q32s")  # size, SHA-256 of the stored bytes
 MAX_SECTIONS = 1 << 14
 MAX_SECTION_BYTES = 1 << 40
-ALONE = 1 << 18  # bytes of a part that one thread has hashed before another has begun
-SHORT = 1 << 13  # bytes of a piece that are copied before numpy has begun to, which does so without the GIL
+ALONE = 1 << 18  # bytes of a part that one thread hashes in the time that another needs to start
+# Bytes of a piece that are copied in the time that a numpy call, which releases the GIL, needs to start.
+SHORT = 1 << 13
 
 
-Allocate = Callable[[int], NDArray[np.uint8]]  # so many bytes
+Allocate = Callable[[int], NDArray[np.uint8]]  # allocates this number of bytes
 
 
 @dataclass(frozen=True)
 class PartHeader:
-    """What the fixed part of a file says."""
+    """The header of a file."""
 
     layout: str  # SHA-256, hexadecimal
     sections: tuple[tuple[int, bytes], ...]  # size and SHA-256
@@ -52,7 +53,7 @@ class PartHeader:
         return tuple(accumulate((size for size, _ in self.sections), initial=self.size))
 
     def check_section(self, section: int, data: bytes | memoryview) -> None:
-        """Raises: ChecksumError, if these are not the bytes the header names."""
+        """Raises: ChecksumError, if these bytes do not match the hash in the header."""
         size, digest = self.sections[section]
         if len(data) != size or hashlib.sha256(data).digest() != digest:
             raise ChecksumError(
@@ -74,10 +75,10 @@ def build(
 ) -> tuple[str, memoryview]:
     """Return the id and the bytes of a part, whose sections are given in pieces (of bytes).
 
-    Every piece is copied once, into a file that is allocated whole; the view of it is read-only.
+    Every piece is copied once, into memory that is allocated for the whole file; the returned view is read-only.
 
     Raises:
-        LimitError: it has more sections than a reader takes.
+        LimitError: it has more sections than a reader accepts.
     """
     if len(sections) > MAX_SECTIONS:
         raise LimitError(
@@ -114,18 +115,21 @@ def _threads_for(size: int, threads: int | None) -> int | None:
 
 
 def header_size(data: bytes | memoryview) -> int:
-    """How long a header is, by its first bytes, which may turn out to be none. Raises: FormatError, for too few."""
+    """The length of a header, from its first bytes, which are not checked.
+
+    Raises: FormatError, if there are too few.
+    """
     if len(data) < HEADER.size:
         raise FormatError(f"a part must have at least {HEADER.size} bytes; this has {len(data)}")
     return HEADER.size + ENTRY.size * int(HEADER.unpack_from(data)[3])
 
 
 def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> PartHeader:
-    """Read the header at the front of a file, or of as much of it as was fetched.
+    """Read the header at the beginning of a file, or of the bytes that were fetched of it.
 
     Raises:
-        FormatError: this is no part; UnsupportedError: it is of another format version, or uses flags;
-        LimitError: too many or too large sections; ChecksumError: not the header the id names.
+        FormatError: this is not a part; UnsupportedError: it is of another format version, or uses flags; LimitError:
+        too many or too large sections; ChecksumError: the header does not match the id.
     """
     if len(data) < HEADER.size:
         raise FormatError(f"a part must have at least {HEADER.size} bytes; this has {len(data)}")

@@ -24,7 +24,7 @@ class BlockSteps(NamedTuple):
 
 
 class TileChanges(Protocol):
-    """What changed in a tile, wherever it lies: bringing its blocks or positions to the host may cost something."""
+    """The changes of a tile, in any memory: access to its blocks or positions may copy them to the host."""
 
     @property
     def tile(self) -> Tile: ...
@@ -36,7 +36,7 @@ class TileChanges(Protocol):
     def changed(self) -> int: ...
 
     def positions(self) -> NDArray[np.int64]:
-        """Where in the tile, ascending."""
+        """Positions in the tile, ascending."""
 
     def values(self) -> Bits:
         """The new weights there."""
@@ -47,7 +47,7 @@ class TileChanges(Protocol):
 
 @dataclass(frozen=True)
 class Diff:
-    """What changed in a tile; where its dtype has exponents, also as steps, with a sample of its old weights."""
+    """The changes of a tile; if its dtype has exponents, also as steps, with a sample of its old weights."""
 
     tile: Tile
     blocks: tuple[BlockChange, ...]
@@ -59,7 +59,7 @@ class Diff:
         return sum(block.positions.size for block in self.blocks)
 
     def changed_by_class(self) -> NDArray[np.int64]:
-        """How many changed, by the magnitude class of the old weight."""
+        """The number of changes, by the magnitude class of the old weight."""
         return _total([steps.by_class for steps in self.steps])
 
     def positions(self) -> NDArray[np.int64]:
@@ -88,7 +88,7 @@ def find_changes(tiles: Sequence[Tile], old: Weights, new: Weights, as_steps: bo
 def from_changes(
     tiles: Sequence[Tile], old: Weights, changes: Changes, as_steps: bool, threads: int | None
 ) -> list[Diff]:
-    """The same from changes that are known already, of a state that is old."""
+    """The same from changes that are already known, given the old state."""
 
     def block(job: tuple[Tile, int]) -> _FoundBlock:
         tile, number = job
@@ -129,6 +129,6 @@ def _collect(
 
 
 def _total(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The sum of at least one array; what is alone is not copied."""
+    """The sum of at least one array; a single one is not copied."""
     total: NDArray[np.int64] = counts[0] if len(counts) == 1 else np.sum(counts, axis=0)
     return total

@@ -1,8 +1,8 @@
-"""What both ends remember of an epoch: for each hot weight, the patch that last changed it, and which way.
+"""The history of an epoch, which both ends track: the last patch that changed each hot weight, and the direction.
 
-It is a function of the epoch's patches alone: empty before the first, and after each one, for every tile that a
-`history` payload has reached, one byte per weight whose class is below the tile's cut. No path, anchor or restart can
-make two ends differ, and replaying the epoch rebuilds it.
+It depends only on the epoch's patches: empty before the first, and after each one, for every tile that a `history`
+payload has reached, one byte per weight whose class is below the tile's cut. No path, anchor or restart can make two
+ends differ, and replaying the epoch rebuilds it.
 """
 
 import hashlib
@@ -28,14 +28,14 @@ MAX_INDEX = 127  # patches of an epoch, so that an index fits seven bits
 
 @dataclass(frozen=True)
 class TileHistory:
-    """The bytes of one tile, block by block, and the class below which its weights are remembered."""
+    """The bytes of one tile, block by block, and the class below which its weights are tracked."""
 
     cut: int
     blocks: tuple[Remembered, ...]
 
 
 class TileHistorySummary(NamedTuple):
-    """What the digest of a history says of a tile."""
+    """The part of a history's digest for one tile."""
 
     cut: int
     size: int  # bytes
@@ -48,14 +48,14 @@ class History:
 
     index: int = 0  # patches of the epoch so far
     tiles: Mapping[int, TileHistory] = field(default_factory=dict)
-    counted: dict[int, TileHistorySummary] = field(default_factory=dict, compare=False, repr=False)  # as far as known
+    counted: dict[int, TileHistorySummary] = field(default_factory=dict, compare=False, repr=False)  # if known
 
     @property
     def size_bytes(self) -> int:
         return sum(block.last.size for tile in self.tiles.values() for block in tile.blocks)
 
     def of(self, tile: int, block: int) -> BlockMemory:
-        """What is remembered of one block."""
+        """The history of one block."""
         known = self.tiles.get(tile)
         return (
             BlockMemory(known.cut, known.blocks[block], self.index + 1) if known else BlockMemory(index=self.index + 1)
@@ -67,9 +67,9 @@ class History:
     def after(
         self, patches: Iterable[TilePatch], old: "Mapping[str, Bits] | Weights", threads: int | None = None
     ) -> "History":
-        """Return the history after a patch, given the weights before it. This one stays as it is.
+        """Return the history after a patch, given the weights before it. This one is unchanged.
 
-        Whatever codec carried them, changes of a tile that is remembered are remembered.
+        Changes of a tracked tile are tracked, whatever codec they were written with.
         """
         weights = as_weights(old)
         cuts = {}
@@ -100,25 +100,25 @@ class History:
         tiles: Mapping[int, TileHistory],
         counted: "Mapping[int, TileHistorySummary] | None" = None,
     ) -> "History":
-        """The history after patch `index`, given the tiles that changed and what is known of their digests."""
+        """The history after patch `index`, given the tiles that changed, and their digests as far as they are known."""
         known = {ordinal: one for ordinal, one in self.counted.items() if ordinal not in tiles}
         return History(index, {**self.tiles, **tiles}, {**known, **(counted or {})})
 
     def digest(self, threads: int | None = None) -> str:
-        """Hash cut, length and positional digest of every remembered tile, in order; 64 hexadecimal digits."""
+        """Hash cut, length and positional digest of every tracked tile, in order; 64 hexadecimal digits."""
         return digest_of(self.index, self.counts(self.tiles, threads))
 
     def counts(self, ordinals: Iterable[int], threads: int | None = None) -> dict[int, TileHistorySummary]:
-        """What the digest says of these tiles, as far as they are remembered."""
+        """The parts of the digest for these tiles, as far as they are tracked."""
         known = [ordinal for ordinal in ordinals if ordinal in self.tiles]
         new = [ordinal for ordinal in known if ordinal not in self.counted]
         self.counted.update(zip(new, spread(lambda n: count_tile(self.tiles[n]), new, threads), strict=True))
         return {ordinal: self.counted[ordinal] for ordinal in known}
 
     def to_bytes(self) -> bytes:
-        """Write it down for a restart of the same machine: a line of JSON, then the bytes of all blocks.
+        """Encode it for a restart on the same machine: a line of JSON, then the bytes of all blocks.
 
-        Not part of the format: whoever reads it back holds its digest against the record's.
+        Not part of the format: the reader compares its digest with that in the record.
         """
         tiles = {str(n): [tile.cut, [b.ranks.tolist() for b in tile.blocks]] for n, tile in sorted(self.tiles.items())}
         head = json.dumps({"index": self.index, "tiles": tiles}).encode() + b"\n"
@@ -126,7 +126,7 @@ class History:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "History":
-        """Raises: FormatError, if it was not written by `to_bytes`, whole."""
+        """Read what `to_bytes` wrote. Raises: FormatError."""
         try:
             head = json.loads(data[: (at := data.index(b"\n") + 1)])
             tiles = {}
@@ -143,7 +143,7 @@ class History:
 def advance_block(
     memory: BlockMemory, tile: Tile, number: int, change: BlockChange | None, cut: int, old: Weights
 ) -> Remembered:
-    """Return what is remembered of a block after a patch; the weights before it are read only where that is needed."""
+    """Return the history of a block after a patch; the weights before it are read only if they are needed."""
     if change is None and memory.cut == cut and memory.remembered is not None:
         return memory.remembered
     if change is not None and change.remembered is not None:
@@ -157,7 +157,7 @@ def advance_block(
 def _advance(
     tile: Tile, before: Bits, memory: BlockMemory, cut: int, positions: NDArray[np.uint32], new: Bits
 ) -> Remembered:
-    """The same where the coder has not met the hot weights of the block itself."""
+    """The same where the coder has not found the hot weights of the block."""
     shift = tile.tensor.kind.exponent_shift or 0
     if tile.kept is not None:
         kept = KeptGroups.of(tile)
@@ -177,7 +177,7 @@ def _advance(
 
 
 def count_tile(tile: TileHistory) -> TileHistorySummary:
-    """What the digest of a history says of a tile."""
+    """The part of a history's digest for one tile."""
     size, total = 0, Sum(0, 0)
     for block in tile.blocks:
         total += count_bytes(block.last, size)
@@ -186,7 +186,7 @@ def count_tile(tile: TileHistory) -> TileHistorySummary:
 
 
 def digest_of(index: int, counts: Mapping[int, TileHistorySummary]) -> str:
-    """The digest of a history, from what it says of all its tiles: nobody needs to hold them all."""
+    """The digest of a history, from its parts for all tiles: the tiles themselves are not needed."""
     h = hashlib.sha256(b"pulse history 1\n" + bytes([index]))
     for ordinal, (cut, size, total) in sorted(counts.items()):
         for value in (ordinal, cut, size):

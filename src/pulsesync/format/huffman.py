@@ -1,6 +1,6 @@
 """zstd frames of bytes that do not repeat, such as the exponents of weights: Huffman codes and nothing else.
 
-libzstd always looks for repetitions, which takes it longer than to code such bytes, and has no setting that stops it.
+libzstd always searches for repetitions, which takes longer than coding such bytes, and has no setting to disable it.
 Any zstd decoder reads these frames (RFC 8878): blocks of literals without sequences, which share one Huffman tree.
 """
 
@@ -14,7 +14,7 @@ from pulsesync import kernels
 
 MAX_SYMBOL = 128  # the highest byte that the plain form of a tree can have
 MAX_BITS = 11  # of a code
-MIN_BITS = 1.5  # a byte, on average: what is shorter has repetitions, most likely of one byte, which libzstd finds
+MIN_BITS = 1.5  # per byte, on average: shorter codes mean repetitions, most likely of one byte, which libzstd finds
 BLOCK_BYTES = 1 << 17
 MIN_BYTES = 1 << 12
 RUNS, RUN_BYTES = 16, 1 << 10  # of the bytes that are counted
@@ -23,10 +23,10 @@ _ONE_SEGMENT = 0xA0  # no window, 4 bytes of content size, no checksum
 
 
 def frame(data: NDArray[np.uint8]) -> list[bytes | memoryview] | None:
-    """Code many bytes as one zstd frame, in pieces; None where this is not the way to do it, or not worth it."""
+    """Code many bytes as one zstd frame, in pieces; None where this is not possible, or not worth it."""
     if data.size < MIN_BYTES or data.size % 8 or int(data[:RUN_BYTES].max()) > MAX_SYMBOL:
         return None
-    for estimate in (_estimate, _count):  # the latter only where there are bytes that the former did not expect
+    for estimate in (_estimate, _count):  # the latter only if there are bytes that the former did not expect
         counts = estimate(data)
         lengths = _code_lengths(counts)
         if lengths is None or sum(map(mul, counts, lengths)) < MIN_BITS * sum(counts):
@@ -41,9 +41,9 @@ def frame(data: NDArray[np.uint8]) -> list[bytes | memoryview] | None:
 
 
 def _estimate(data: NDArray[np.uint8]) -> list[int]:
-    """Roughly how often each byte occurs; also those that were not met but are to be expected, in small numbers.
+    """Approximate counts of each byte, with small counts for bytes that were not in the sample but are expected.
 
-    Exponents occur half as often from one to the next lower one, down to the smallest of many; and zero stands apart.
+    Each exponent occurs half as often as the next higher one, down to the smallest; zero is separate.
     """
     step = data.size // RUNS
     counted = _count(data[: RUNS * step].reshape(RUNS, step)[:, :RUN_BYTES].reshape(-1))
@@ -59,11 +59,11 @@ def _count(data: NDArray[np.uint8]) -> list[int]:
 
 
 def _code_lengths(counts: Sequence[int]) -> list[int] | None:
-    """How long the code of each byte is, 0 for none; None where one byte is all there is, or they are too high."""
+    """The code length of each byte, 0 for none; None if there is only one byte value, or a byte is too high."""
     used = [symbol for symbol, times in enumerate(counts) if times]
     if len(used) < 2 or used[-1] > MAX_SYMBOL:
         return None
-    least = sum(counts) >> MAX_BITS  # so that few codes are too long at first
+    least = sum(counts) >> MAX_BITS  # so that few codes are too long at the first attempt
     while True:
         times = {symbol: max(counts[symbol], least) for symbol in used}
         order = sorted(used, key=lambda symbol: times[symbol])
@@ -77,7 +77,7 @@ def _code_lengths(counts: Sequence[int]) -> list[int] | None:
 
 
 def _depths(weights: Sequence[int]) -> list[int]:
-    """How deep each leaf of a Huffman tree is, given their weights in ascending order."""
+    """The depth of each leaf of a Huffman tree, given their weights in ascending order."""
     nodes = [*weights, *([0] * (len(weights) - 1))]  # leaves, then the nodes above them, which ascend as well
     parents = [0] * len(nodes)
     leaf, node = 0, len(weights)
@@ -96,7 +96,7 @@ def _depths(weights: Sequence[int]) -> list[int]:
 
 
 def _pair_codes(lengths: Sequence[int]) -> NDArray[np.uint32]:
-    """The code of each pair of bytes, as the 16-bit number that they are: its bits, shifted by 5, and their number."""
+    """The code of each pair of bytes, by the pair as a 16-bit number: its bits, shifted by 5, and their number."""
     used = [symbol for symbol, length in enumerate(lengths) if length]
     codes, value, before = {}, 0, max(lengths)
     for symbol in sorted(used, key=lambda symbol: -lengths[symbol]):  # the longest first, then the lowest byte
@@ -105,7 +105,7 @@ def _pair_codes(lengths: Sequence[int]) -> NDArray[np.uint32]:
         value += 1
     symbols, long = np.array(used), np.array([lengths[symbol] for symbol in used], np.uint32)
     bits = np.array([codes[symbol] for symbol in used], np.uint32)
-    pairs = np.zeros(1 << 16, np.uint32)  # all, because any pair may be looked up
+    pairs = np.zeros(1 << 16, np.uint32)  # all pairs, because any may be looked up
     both = bits[:, None] << long | bits  # the second byte in memory is coded first, and so in the lower bits
     pairs[symbols[:, None] | symbols << 8] = both << np.uint32(5) | long[:, None] + long
     return pairs
@@ -118,7 +118,7 @@ def _assemble(
     sizes: NDArray[np.int64],
     streams: NDArray[np.uint8],
 ) -> list[bytes | memoryview] | None:
-    """Put headers around streams: four of each block, of which these are the sizes."""
+    """Add headers to streams: four per block, of these sizes."""
     if int(sizes.sum()) + 20 * len(sizes) >= size:
         return None
     pieces: list[bytes | memoryview] = [_MAGIC + bytes([_ONE_SEGMENT]) + size.to_bytes(4, "little")]
@@ -136,7 +136,7 @@ def _assemble(
 
 
 def _tree(lengths: Sequence[int]) -> bytes:
-    """The plain form of a tree: of each byte but the last that has a code, 4 bits that say how much shorter it is."""
+    """The plain form of a tree: for each byte except the last that has a code, 4 bits for how much shorter it is."""
     longest = max(lengths)
     weights = [longest + 1 - length if length else 0 for length in lengths[:-1]]
     weights += [0] * (len(weights) % 2)

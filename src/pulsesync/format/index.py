@@ -1,6 +1,6 @@
 """Section 0 of a part: the tables that its tiles share, and for each tile its codec, place and digest.
 
-Everything a reader must know before it decodes is here, so one fetch of header and index is enough to choose sections.
+Everything that a reader needs before it decodes is here, so one fetch of header and index is enough to choose sections.
 """
 
 import struct
@@ -18,7 +18,7 @@ from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import tables, versions, wire
 from pulsesync.kernels import spec
 
-MAX_INDEX_BYTES = 1 << 24  # and 64 more for each tile of the layout
+MAX_INDEX_BYTES = 1 << 24  # plus 64 for each tile of the layout
 MAX_TABLES = 16
 MAX_AGES = 128
 _CODECS = {int(codec): codec for codec in Codec}
@@ -32,7 +32,7 @@ class FrequencyTable:
     dtype: str
     lo: int  # the class of the first row; lower classes use it too
     frequencies: NDArray[np.int64]  # (classes, ages, symbols)
-    sizes: NDArray[np.uint32] = field(default_factory=lambda: tables.NO_SIZES)  # steps with symbols of their own
+    sizes: NDArray[np.uint32] = field(default_factory=lambda: tables.NO_SIZES)  # steps that have their own symbols
 
     @property
     def highest_cut(self) -> int:
@@ -61,7 +61,7 @@ class TileEntry(NamedTuple):
     tile: int  # ordinal in the layout
     codec: Codec
     section: int
-    size: int  # bytes of its payload; payloads stand one after the other in their section
+    size: int  # bytes of its payload; payloads follow each other in their section
     sum: Sum  # digest of the tile after the patch
 
 
@@ -80,7 +80,7 @@ def build(shared: Sequence[FrequencyTable], entries: Sequence[TileEntry]) -> byt
 
 
 def _steps(before: int, values: Sequence[int]) -> NDArray[np.int64]:
-    """How far each is from the one before it."""
+    """The difference of each to the one before it."""
     array = np.array((before, *values), np.int64)
     return array[1:] - array[:-1]
 
@@ -88,10 +88,10 @@ def _steps(before: int, values: Sequence[int]) -> NDArray[np.int64]:
 def parse(
     section: bytes | memoryview, tiles: int, sections: Sequence[int]
 ) -> tuple[list[FrequencyTable], list[TileEntry]]:
-    """Read the index of a part whose layout has so many tiles and whose sections have these sizes.
+    """Read the index of a part whose layout has this number of tiles and whose sections have these sizes.
 
     Raises:
-        FormatError: it is cut short, too long, out of order, or places payloads where none can be; LimitError.
+        FormatError: it is cut off, too long, out of order, or places payloads outside their sections; LimitError.
     """
     outer = wire.ByteReader(section, "the index")
     reader = wire.ByteReader(outer.plane(outer.number(MAX_INDEX_BYTES + 64 * tiles)), "the index")

@@ -1,8 +1,9 @@
 """The tensor table of a run: names, dtypes, shapes, ties, and its tiles. Written once, referred to by hash.
 
-A grid cuts tensors into pieces. A piece is a tile, or is in a bundle with other small pieces: then the bundle is one.
+A grid cuts tensors into pieces. A piece is a tile, or is in a bundle with other small pieces: then the bundle is a
+tile.
 
-It is a JSON file, because it is read by people as often as by programs and never in a hurry.
+It is a JSON file, because people read it as often as programs, and reading it need not be fast.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from pulsesync.format import versions
 FORMAT = "pulse-layout/1"
 MAX_BYTES = 1 << 27
 MAX_TENSORS = 1 << 20
-MAX_TILES = 1 << 22  # and in proportion to the model: see most_pieces
+MAX_TILES = 1 << 22  # also limited in proportion to the model: see most_pieces
 FREE_TILES, TENSOR_TILES, WEIGHTS_A_TILE = 1 << 12, 512, 1 << 12
 MAX_NAME_BYTES = 1 << 10
 MAX_DIMENSIONS = 8
@@ -45,7 +46,7 @@ class Layout:
 
     @cached_property
     def pieces(self) -> tuple[Tile, ...]:
-        """What the grid cuts tensors into, numbered over tensors in order, rows of the grid before columns."""
+        """The pieces into which the grid cuts tensors, numbered by tensor, row and column."""
         out: list[Tile] = []
         for spec in self.tensors:
             rows, columns = (0, *spec.row_cuts, spec.rows), (0, *spec.column_cuts, spec.columns)
@@ -59,7 +60,7 @@ class Layout:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """Every tile: the pieces that are in no bundle, in order, and then the bundles."""
+        """Every tile: the pieces that are not in a bundle, in order, and then the bundles."""
         if not self.bundles:
             return self.pieces
         bundled = {piece for bundle in self.bundles for group in bundle for piece in group}
@@ -92,7 +93,7 @@ class Layout:
 
     @cached_property
     def _skips(self) -> tuple[int, ...]:
-        """For each piece that is in a bundle, in order, how many before it are in none."""
+        """For each piece that is in a bundle, in order, the number of pieces before it that are in none."""
         bundled = sorted(piece for bundle in self.bundles for group in bundle for piece in group)
         return tuple(piece - i for i, piece in enumerate(bundled))
 
@@ -117,12 +118,12 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """All weights."""
+        """The number of all weights."""
         return sum(spec.size for spec in self.tensors)
 
     @cached_property
     def size_bytes(self) -> int:
-        """What a whole state takes."""
+        """The size of all weights."""
         return sum(spec.size * spec.kind.itemsize for spec in self.tensors)
 
     @cached_property
@@ -141,7 +142,7 @@ class Layout:
 
     @cached_property
     def tables(self) -> bytes:
-        """What the digests of its states have of the tensors; cuts and bundles are not in it."""
+        """The part of state digests for the tensor table; it does not depend on cuts and bundles."""
         return digest.hash_tables(self.tensors)
 
     @cached_property
@@ -161,19 +162,19 @@ def _piece(cuts: Sequence[int], end: int, number: int) -> tuple[int, int]:
 def most_pieces(layout: Layout) -> int:
     """How many pieces a layout of these tensors may have.
 
-    A few kB of cuts can make millions of them, each of which costs a reader about 1 kB and 0.1 ms. So a layout may
-    have one for every 4,096 weights, 4,096 in any case, and not counted among these the first 512 of each tensor, so
-    that any model can be cut by rows for 512 ranks. What one tensor leaves of its 512 is of no use to another.
+    A few kB of cuts can make millions of them, each of which costs a reader about 1 kB and 0.1 ms. So a layout may have
+    one for every 4,096 weights, and at least 4,096. The first 512 of each tensor do not count, so that any model can be
+    cut by rows for 512 ranks; what one tensor does not use of its 512 does not count for another.
     """
     own = sum(min(count_pieces(spec), TENSOR_TILES) for spec in layout.tensors)
     return min(MAX_TILES, FREE_TILES + own + layout.size // WEIGHTS_A_TILE)
 
 
 def make(tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -> Layout:
-    """Put tensors in order and check them as a reader would.
+    """Sort tensors and check them as a reader does.
 
     Raises:
-        FormatError: a name twice, a tie to nothing, cuts that do not ascend; LimitError, UnsupportedError: see there.
+        FormatError: a name twice, a tie to nothing, cuts that do not ascend; LimitError, UnsupportedError.
     """
     layout = Layout(tuple(sorted(tensors, key=lambda s: s.name.encode())), dict(ties or {}))
     _check(layout)
@@ -184,7 +185,7 @@ def bundle(layout: Layout, owners: Mapping[int, int] | None = None) -> Layout:
     """Join the small pieces of a layout into bundles; owners: by piece, the process that will write it.
 
     A bundle has pieces of one dtype and owner, in the same cell of their tensors' grids, up to one block of weights; a
-    group of it has those of one layer or expert: what a process has or has not as a whole.
+    group has the pieces of one layer or expert, of which a process has all or none.
     """
     groups: dict[tuple[Any, ...], list[Tile]] = {}
     for piece in layout.pieces:
@@ -216,7 +217,7 @@ def bundle(layout: Layout, owners: Mapping[int, int] | None = None) -> Layout:
 
 
 def _cell(piece: Tile) -> tuple[int, int, int, int]:
-    """Where a piece is in the grid of its tensor, and how large that is."""
+    """The row and column of a piece in the grid of its tensor, and the size of the grid."""
     rows, columns = piece.tensor.row_cuts, piece.tensor.column_cuts
     return bisect_right(rows, piece.row), bisect_right(columns, piece.column), len(rows), len(columns)
 
@@ -227,7 +228,7 @@ _NUMBERED = re.compile(r"(.*(layer|block|expert|stage)s?_?)?\d+", re.IGNORECASE)
 def part_of_model(name: str) -> str:
     """The layer or expert that a tensor belongs to: its name up to the last component that is a number, or "layers_3".
 
-    The tensors of a model that are in no layer belong together.
+    The tensors of a model that are in no layer are one such part.
     """
     components = re.split(r"([./])", name)
     last = max((i for i, one in enumerate(components) if _NUMBERED.fullmatch(one)), default=-1)
@@ -235,7 +236,7 @@ def part_of_model(name: str) -> str:
 
 
 Cuts = int | Sequence[int]  # how many even pieces, or the borders between them
-Grid = Mapping[str, tuple[Cuts, Cuts]]  # by name pattern, the first that fits counts: rows and columns
+Grid = Mapping[str, tuple[Cuts, Cuts]]  # by name pattern, of which the first that matches is used: rows and columns
 
 
 def cut(spec: TensorSpec, grid: Grid, min_tile: int) -> TensorSpec:
@@ -253,7 +254,7 @@ def cut(spec: TensorSpec, grid: Grid, min_tile: int) -> TensorSpec:
 
 
 def cut_evenly(spec: TensorSpec, rows: int, columns: int, min_tile: int) -> TensorSpec:
-    """Cut a tensor into a grid of so many rows and columns of tiles, or fewer: none gets less than min_tile weights."""
+    """Cut a tensor into a grid of tiles, or a smaller one: no tile gets fewer than min_tile weights."""
     rows, columns = min(rows, max(spec.rows, 1)), min(columns, max(spec.columns, 1))
     while rows * columns > 1 and (spec.rows // rows) * (spec.columns // columns) < min_tile:
         if rows >= columns:
@@ -265,7 +266,7 @@ def cut_evenly(spec: TensorSpec, rows: int, columns: int, min_tile: int) -> Tens
 
 
 def parse(data: bytes, expected_id: str | None = None) -> Layout:
-    """Read a layout file, believing nothing in it.
+    """Read a layout file and check everything in it.
 
     Raises:
         FormatError: it is not one, or says the same name twice; ChecksumError: not the one the id names; LimitError,
@@ -407,7 +408,7 @@ def _check_bundles(layout: Layout) -> None:
 
 
 def _bundle_name(number: int, first: str) -> str:
-    """What a bundle is called in messages and among the tensors of a process."""
+    """The name of a bundle in messages and among the tensors of a process."""
     return f"bundle {number} ({first} and others)"
 
 

@@ -1,7 +1,7 @@
 """The records of a run: what a version, an anchor or a squashed patch is made of, from which base, with which digest.
 
-A record is binary, can be written in one form alone, and ends with a checksum of its own; a signature may follow it. A
-part that is small stands in its record, so that one request brings a small version. A version exists when its record
+A record is binary, has exactly one valid encoding, and ends with a checksum; a signature may follow it. A small part is
+stored in its record, so that one request fetches a small version. A version exists when its record
 does.
 """
 
@@ -20,7 +20,7 @@ from pulsesync.format.wire import ByteReader
 MAGIC = b"\x89PR"  # not text
 MAX_BYTES = 1 << 24
 MAX_PARTS = 1 << 16
-MAX_INLINE_BYTES = 1 << 12  # of all parts that stand in a record, together
+MAX_INLINE_BYTES = 1 << 12  # of all parts that are stored in a record, together
 MAX_VERSION = 1 << 53
 MAX_FILES = 1 << 8
 MAX_FILE_BYTES = 1 << 28
@@ -28,16 +28,16 @@ MAX_NAME_BYTES = 1 << 7
 MAX_EXTENSIONS, MAX_EXTENSION_BYTES, MAX_TAG = 1 << 4, 1 << 12, (1 << 16) - 1  # the bytes: of all together
 CHECK_BYTES = 8
 RUN_BYTES, HASH_BYTES = 16, 32
-_NAMED, _INLINE = 0, 1  # how a record has a part
-_BASE, _HISTORY, _EXTENSIONS = 1, 2, 4  # flags: which fields are there
+_NAMED, _INLINE = 0, 1  # how a part is stored
+_BASE, _HISTORY, _EXTENSIONS = 1, 2, 4  # flags: which fields are present
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class RecordKind(StrEnum):
-    """What a record is for."""
+    """The kind of a record."""
 
     VERSION = "version"
-    ANCHOR = "anchor"  # the whole state at an epoch start
+    ANCHOR = "anchor"  # the full state at an epoch start
     SQUASH = "squash"  # one patch from an epoch start to a later one
 
 
@@ -46,11 +46,11 @@ _KINDS = (RecordKind.VERSION, RecordKind.ANCHOR, RecordKind.SQUASH)  # by their 
 
 @dataclass(frozen=True)
 class PartRef:
-    """A part of a version: by its id (the SHA-256 of its header) and size, or itself, if it stands in the record.
+    """A part of a version: by its id (the SHA-256 of its header) and size, or the part itself, stored in the record.
 
     Attributes:
-        size: Bytes that are stored: of the file, or of the sections alone where they stand in the record.
-        data: The whole file of a part that stands in the record; None for one that is an object of its own.
+        size: Stored bytes: of the file, or of the sections only if they are in the record.
+        data: The whole file of a part that is stored in the record; None for one that is a separate object.
     """
 
     id: str
@@ -59,7 +59,7 @@ class PartRef:
 
 
 def inline_part(data: bytes | memoryview, limit: int) -> PartRef | None:
-    """Return what a record has of a part that is to stand in it; None for one of more bytes than the limit."""
+    """Return the reference of a part that is stored in its record; None if it has more bytes than the limit."""
     size = len(data) - container.header_size(data)
     if size > limit:
         return None
@@ -88,34 +88,34 @@ class FileRef:
 class Manifest:
     """One record: the path to a version, from its base or, for an anchor, from nothing.
 
-    A version without a base is a root: it has no parts, and is reached by an anchor, or is local already.
+    A version without a base is a root: it has no parts, and is reached through an anchor, or is already local.
     """
 
     run: str  # random, 32 hexadecimal digits: versions of two runs never mix
     version: int
-    step: int  # the trainer's own count, which may go back
+    step: int  # the trainer's own count, which may decrease
     epoch: int
     index: int  # patches of the epoch up to this version; 0 for a root
     base: BaseRef | None
     layout: str  # SHA-256 of the layout file
     parts: tuple[PartRef, ...]
     digest: str  # of the state
-    history: str | None  # digest of the history after this patch, where it remembers anything
-    created: int  # seconds since 1970, by the writer's clock: for people
+    history: str | None  # digest of the history after this patch, if it tracks any weights
+    created: int  # seconds since 1970, by the writer's clock: informative only
     kind: RecordKind = RecordKind.VERSION
     anchor: int | None = None  # epoch of the newest anchor before this record, as far as its writer knew
     files: tuple[FileRef, ...] = ()
     epoch_patches: int = epochs.EPOCH_PATCHES  # of the run; not written, because the format fixes it
-    signed_by: str | None = field(default=None, compare=False)  # the key that its signature names, if it was read
+    signed_by: str | None = field(default=None, compare=False)  # the public key in its signature, if it has one
 
     @property
     def size_bytes(self) -> int:
-        """Of all its parts, those that stand in the record included."""
+        """Bytes of all its parts, including those that are stored in the record."""
         return sum(part.size for part in self.parts)
 
     @property
     def object_bytes(self) -> int:
-        """Of its parts that are objects of their own."""
+        """Bytes of its parts that are separate objects."""
         return sum(part.size for part in self.parts if part.data is None)
 
     @property
@@ -176,11 +176,11 @@ def _checksum(record: bytes | memoryview) -> bytes:
 
 
 def split(data: bytes) -> tuple[bytes, bytes]:
-    """Take what is stored apart into the record, its checksum included, and the signature, which may be empty.
+    """Split a stored object into the record, including its checksum, and the signature, which may be empty.
 
     Raises:
         ChecksumError: the record was damaged; UnsupportedError: it is of another format version; LimitError: it has
-        more bytes than a reader accepts; FormatError: it is not a record, or cut short.
+        more bytes than a reader accepts; FormatError: it is not a record, or is cut off.
     """
     if len(data) > MAX_BYTES:
         raise LimitError(f"a record can have {MAX_BYTES} bytes at most; this has {len(data)}", value=len(data))
@@ -202,10 +202,10 @@ def split(data: bytes) -> tuple[bytes, bytes]:
 
 
 def parse(data: bytes, trust: Collection[str] | None = None, epoch_patches: int = epochs.EPOCH_PATCHES) -> Manifest:
-    """Read a record, believing nothing in it; with keys to trust, only one that they signed.
+    """Read a record and check everything in it; with keys to trust, only accept one that they signed.
 
     Raises:
-        SignatureError: no trusted key signed it; FormatError: it is not a record, or not written as it must be;
+        SignatureError: no trusted key signed it; FormatError: it is not a record, or not in its valid encoding;
         ChecksumError, LimitError, UnsupportedError: as `split`.
     """
     record, block = split(data)

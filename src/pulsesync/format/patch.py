@@ -1,7 +1,7 @@
-"""A part of a version: from two states to bytes, and from one state and bytes to what changes.
+"""A part of a version: from two states to bytes, and from one state and bytes to changes.
 
-Encoding reads the old weights once beside the new ones, to find what changed, and blocks with hot changes twice more,
-to count and to code; decoding reads them once. Apart from the result, memory is O(changed) and a buffer per thread.
+Encoding reads the old weights once together with the new ones, to find changes, and blocks with hot changes twice more,
+to count and to code; decoding reads them once. Besides the result it needs O(changed) memory and a buffer per thread.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -29,14 +29,14 @@ from pulsesync.format.weights import Changes, Weights, as_weights
 
 CodecName = Literal["auto", "gap", "step", "context", "history", "dense", "xor"]
 WHOLE = (Codec.DENSE, Codec.XOR, Codec.RAW)  # codecs that write every weight of a tile, changed or not
-AGAINST_OLD = (*PREDICTING, Codec.STEP)  # codecs of what is written as steps from the old weights
+AGAINST_OLD = (*PREDICTING, Codec.STEP)  # codecs that write steps from the old weights
 AnchorCodec = Literal["dense", "raw"]
-SECTION_BYTES = 1 << 20  # a section is closed once it has this much: so many can be hashed at a time
+SECTION_BYTES = 1 << 20  # a section is closed at this size, so that several can be hashed in parallel
 
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """A finished part, and what its writer needs to move its own base along."""
+    """A finished part, and what its writer needs to update its own base."""
 
     id: str
     data: bytes | memoryview
@@ -59,14 +59,14 @@ def find_diff(
     codec: CodecName = "auto",
     threads: int | None = None,
 ) -> list[Diff]:
-    """What takes these tiles from old to new, ready to be encoded. Keeps nothing of new but what differs."""
+    """The changes of these tiles from old to new, ready to be encoded. Keeps nothing of new except the differences."""
     return find_changes(tiles, as_weights(old), as_weights(new), _against_old(codec), threads)
 
 
 def diff_of(
     tiles: Sequence[Tile], old: Weights, changes: Changes, codec: CodecName = "auto", threads: int | None = None
 ) -> list[Diff]:
-    """The same, where the changes are known already."""
+    """The same, if the changes are already known."""
     return from_changes(tiles, old, changes, _against_old(codec), threads)
 
 
@@ -85,7 +85,7 @@ def encode(
     history: History | None = None,
     threads: int | None = None,
 ) -> EncodedPart:
-    """Encode what takes these tiles from old to new: `find_diff` and `encode_diff`."""
+    """Encode the changes of these tiles from old to new: `find_diff` and `encode_diff`."""
     diffs = find_diff(tiles, old, new, codec, threads)
     return encode_diff(layout, diffs, old, sums, codec=codec, history=history, threads=threads)
 
@@ -100,10 +100,10 @@ def encode_diff(
     history: History | None = None,
     threads: int | None = None,
 ) -> EncodedPart:
-    """Encode a diff of the state that is old; sums are its tiles' digests before.
+    """Encode a diff of the old state; sums: the digests of its tiles before the patch.
 
-    `history` codes with the epoch's memory (which must then be given and may be empty), and `auto` does where it is
-    given, and tries other codecs where they may be smaller; `gap` is for dtypes that have no exponent.
+    `history` codes with the epoch's history, which must then be given and may be empty. `auto` does so if it is given,
+    and tries other codecs where they may be smaller; `gap` is for dtypes that have no exponent.
     """
     if codec == "history" and history is None:
         raise ValueError("codec history needs the history of the epoch; none was given")
@@ -141,9 +141,9 @@ def finish(
     threads: int | None = None,
     allocate: container.Allocate = container.new_bytes,
 ) -> FinishedPart:
-    """Make a part of changed tiles, given by ordinal as coded against their old weights, and their digests afterwards.
+    """Make a part of changed tiles, given payloads coded against old weights, by ordinal, and the digests afterwards.
 
-    What is asked for of blocks, old weights, positions and values is what `choose` tries.
+    Blocks, old weights, positions and values are read only for codecs that `choose` tries.
     """
     shared, chosen = choose(diffs, old, shared, coded, codec, threads)
     tiles = [d.tile for d in diffs]
@@ -158,9 +158,9 @@ def encode_whole(
     threads: int | None = None,
     codec: AnchorCodec = "dense",
 ) -> EncodedPart:
-    """Encode these tiles whole: a part of an anchor. Its patches are empty: there is no base.
+    """Encode these tiles whole, as a part of an anchor. The part has no patches, because there is no base.
 
-    codec: `dense`, which a tile that it does not make smaller is not written as either, or `raw`.
+    codec: `dense`, or `raw`, which is also used for tiles that `dense` does not make smaller.
     """
     weights = as_weights(state)
     written = [tile for tile in tiles if tile.size]
@@ -199,7 +199,7 @@ def _assemble(
     threads: int | None,
     allocate: container.Allocate = container.new_bytes,
 ) -> tuple[str, memoryview]:
-    """Lay payloads into sections, at least one and no more than a reader takes; put index and header in front."""
+    """Distribute payloads over sections, at least one and no more than a reader accepts; add index and header."""
     sections: list[list[bytes | memoryview]] = [[]]
     filled = 0
     entries = []
@@ -224,10 +224,10 @@ def decode(
     history: History | None = None,
     threads: int | None = None,
 ) -> DecodedPart:
-    """Check a part and decode all of it against the state it is for. Nothing is changed.
+    """Check a part and decode all of it against its base state. Nothing is changed.
 
     Raises:
-        FormatError: and its branches, for whatever is wrong with the bytes.
+        FormatError and subclasses: bad bytes.
     """
     header, sections = container.open_part(data, expected_id, threads)
     opened = open_index(header, sections[0], layout)
@@ -236,7 +236,7 @@ def decode(
 
 @dataclass(frozen=True)
 class OpenedIndex:
-    """What a part's header and index say: which tiles are where."""
+    """A part's header and index: which tiles are where."""
 
     header: container.PartHeader
     tables: Sequence[FrequencyTable]
@@ -248,7 +248,7 @@ class OpenedIndex:
 
 
 def open_index(header: container.PartHeader, section: bytes | memoryview, layout: Layout) -> OpenedIndex:
-    """Read the index of a part, section 0, whose hash has been checked. Raises: FormatError, and its branches."""
+    """Read the index of a part, section 0, whose hash has been checked. Raises: FormatError and subclasses."""
     if header.layout != layout.id:
         raise FormatError(
             f"expected a part of layout {layout.id[:12]}, but found one of {header.layout[:12]}", part=header.id
@@ -267,12 +267,12 @@ def decode_tiles(
     history: History | None = None,
     threads: int | None = None,
 ) -> DecodedPart:
-    """Decode a part, or of it the tiles that are wanted, from sections whose hashes have been checked.
+    """Decode a part, or the wanted tiles of it, from sections whose hashes have been checked.
 
-    A tile that is wanted may say which of its groups are.
+    A wanted tile may specify which of its groups are wanted.
 
     Raises:
-        FormatError: and its branches, for whatever is wrong with the bytes.
+        FormatError and subclasses: bad bytes.
     """
     weights = as_weights(old)
     jobs: list[list[DecodeTask]] = []  # of each tile
@@ -282,7 +282,7 @@ def decode_tiles(
         jobs.append(open_tile(entry, tiles[entry.tile], body, opened.tables, history))
         entries.append(entry)
     if all(entry.codec in (Codec.GAP, Codec.STEP) for entry in entries):
-        threads = 1  # short steps of numpy, which threads only slow down
+        threads = 1  # short numpy calls, which threads only slow down
     flat = [job for some in jobs for job in some]
     done = iter(spread(lambda job: run_task(job, weights, _memory(job, history), opened.tables), flat, threads))
     patches = []
@@ -298,9 +298,9 @@ def decode_tiles(
 def payloads(
     opened: OpenedIndex, sections: Mapping[int, memoryview], wanted: Collection[int] | None = None
 ) -> Iterable[tuple[TileEntry, memoryview]]:
-    """The tiles that are wanted with their payloads, which stand in their section one after the other.
+    """The wanted tiles with their payloads, which follow each other in their section.
 
-    Sections are asked for in order, each once, and only those with wanted tiles: they may be read from a disk.
+    Sections are read in order, each once, and only those with wanted tiles: they may be on a disk.
     """
     places = [0] * len(opened.header.sections)
     number, section = 0, memoryview(b"")
@@ -314,7 +314,7 @@ def payloads(
 
 
 class DecodeTask(NamedTuple):
-    """One block of a tile coded against old weights, or one whole tile of another codec; a tile has at least one."""
+    """One block of a tile coded against old weights, or a whole tile of another codec; a tile has at least one task."""
 
     codec: Codec
     tile: Tile
@@ -326,10 +326,10 @@ class DecodeTask(NamedTuple):
 def open_tile(
     entry: TileEntry, tile: Tile, body: memoryview, shared: Sequence[FrequencyTable], history: "HistoryLookup | None"
 ) -> list[DecodeTask]:
-    """Read and check the start of a tile's payload; return what is left to do, in the order of its blocks.
+    """Read and check the header of a tile's payload; return the remaining tasks, in the order of its blocks.
 
     Raises:
-        FormatError: and its branches, for whatever is wrong with it.
+        FormatError and subclasses: bad bytes.
     """
     check_tile(entry, tile)
     if entry.codec not in PREDICTING:
@@ -340,7 +340,10 @@ def open_tile(
 
 
 def check_tile(entry: TileEntry, tile: Tile) -> None:
-    """Raises: FormatError, if a tile that a part names has no weights; UnsupportedError, if none of that codec."""
+    """Raises: FormatError, if a tile of a part has no weights.
+
+    UnsupportedError, if its dtype cannot have that codec.
+    """
     if tile.size == 0:
         raise FormatError("the index lists a tile that has no weights", tensor=tile.tensor.name)
     if entry.codec in AGAINST_OLD and tile.tensor.kind.exponent_shift is None:
@@ -348,7 +351,7 @@ def check_tile(entry: TileEntry, tile: Tile) -> None:
 
 
 class HistoryLookup(Protocol):
-    """A history, in whichever memory."""
+    """A history, in host memory or on a GPU."""
 
     @property
     def index(self) -> int: ...
@@ -366,7 +369,7 @@ def check_heads(
     shared: Sequence[FrequencyTable],
     history: HistoryLookup | None,
 ) -> None:
-    """Raises: FormatError, and its branches, if a payload was made with other tables or another history."""
+    """Raises: FormatError and subclasses, if a payload was made with other tables or another history."""
     if table >= len(shared) or shared[table].dtype != tile.tensor.dtype:
         raise FormatError("a tile uses a table that the part does not have", tensor=tile.tensor.name)
     if cut > shared[table].highest_cut:
@@ -386,7 +389,7 @@ def check_heads_of(
     shared: Sequence[FrequencyTable],
     history: HistoryLookup | None,
 ) -> None:
-    """`check_heads` of many payloads: most are alike in all that it looks at. Raises: as that."""
+    """`check_heads` of many payloads: most are equal in all fields that it checks. Raises: the same."""
     seen = set()
     fields = codecs, payloads.tiles, payloads.tables.tolist(), payloads.cuts.tolist()
     for codec, tile, table, cut in zip(*fields, strict=True):
@@ -404,10 +407,10 @@ def _memory(job: DecodeTask, history: History | None) -> context.BlockMemory:
 def run_task(
     job: DecodeTask, old: Weights, memory: context.BlockMemory, shared: Sequence[FrequencyTable]
 ) -> list[BlockChange]:
-    """Decode what a task is about against the old weights and what is remembered of its block.
+    """Decode a task against the old weights and the history of its block.
 
     Raises:
-        FormatError: and its branches; VerificationError: the weights are not those that the history is of.
+        FormatError and subclasses: bad bytes; VerificationError: the weights do not match the history.
     """
     tile = job.tile
     if job.payload is None:
@@ -420,7 +423,7 @@ def run_task(
 
 
 def _run_plain(job: DecodeTask, old: Weights) -> list[BlockChange]:
-    """Decode a tile that is not predicted, and compare with the old weights: only what differs is a change."""
+    """Decode a tile that is not predicted, and compare it with the old weights: only differences are changes."""
     if job.codec in WHOLE:
         return _run_whole(job, old)
     tile, kind = job.tile, job.tile.tensor.kind
@@ -455,9 +458,9 @@ def _run_whole(job: DecodeTask, old: Weights) -> list[BlockChange]:
 
 
 def check_fits(layout: Layout, size_bytes: int) -> None:
-    """Check that the parts of an anchor, which have this many bytes, can hold all weights that a layout describes.
+    """Check that the parts of an anchor, of this total size, can contain all weights that a layout describes.
 
-    For readers that would take memory for a state because a layout says so. No anchor that is valid is refused.
+    For readers that allocate memory for a state by its layout. No valid anchor is refused.
 
     Raises:
         LimitError: they cannot.
@@ -485,7 +488,7 @@ class WholeBlock:
         return min(BLOCK, self.tile.size - self.number * BLOCK)
 
     def decode(self, out: Bits | None = None) -> Bits:
-        """Its weights, in memory of their own or in the contiguous memory that is given.
+        """Its weights, in new memory or in the given contiguous memory.
 
         Raises:
             FormatError; StoreError, if it is read from disk.
@@ -497,7 +500,7 @@ class WholeBlock:
 
 
 def whole_blocks(codec: Codec, tile: Tile, body: memoryview) -> Iterable[WholeBlock]:
-    """The blocks of a tile that is stored as `dense` or `raw`. Raises: FormatError, for another length."""
+    """The blocks of a tile that is stored as `dense` or `raw`. Raises: FormatError, if the length is wrong."""
     decoders = _raw_blocks(tile, body) if codec == Codec.RAW else _dense_blocks(tile, body)
     return (WholeBlock(tile, number, decode) for number, decode in enumerate(decoders))
 
@@ -518,7 +521,7 @@ def anchor_blocks(
     """Yield the blocks of a part of an anchor, which is all `dense` or `raw`, not decoded yet.
 
     Raises:
-        FormatError: a payload is of another codec or length.
+        FormatError: a payload has another codec or the wrong length.
     """
     for entry, body in payloads(opened, sections, wanted):
         tile = layout.tiles[entry.tile]

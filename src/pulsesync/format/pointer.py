@@ -1,7 +1,7 @@
-"""A named pointer of a run: the version that a fleet of workers is to have.
+"""A named pointer of a run: the version that a fleet of workers should have.
 
-Each move of a pointer is an object of its own with the next number: canonical JSON on one line, and perhaps a signature
-behind it. Nothing is overwritten: the move with the highest number counts.
+Each move of a pointer is a separate object with the next number: canonical JSON on one line, optionally followed by a
+signature. Nothing is overwritten: the move with the highest number is valid.
 """
 
 import json
@@ -25,15 +25,15 @@ _RUN = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Pointer:
-    """One move of a pointer: which version it names from then on."""
+    """One move of a pointer: the version that it points to from then on."""
 
     run: str
     name: str
     number: int  # 0 for the record that creates the pointer, and one more with each move
     version: int
     digest: str  # of the state of that version
-    created: int  # seconds since 1970, by the clock of the process that moved it: for people
-    signed_by: str | None = field(default=None, compare=False)  # the key that the signature names
+    created: int  # seconds since 1970, by the clock of the process that moved it: informative only
+    signed_by: str | None = field(default=None, compare=False)  # the public key in the signature
 
     @property
     def table(self) -> dict[str, str | int]:
@@ -54,7 +54,7 @@ class Pointer:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a pointer. Raises: ValueError, for what is none."""
+    """Check and return the name of a pointer. Raises: ValueError."""
     if not NAME.fullmatch(name):
         raise ValueError(
             "the name of a pointer must be 1 to 64 lower-case letters, digits, '.', '_' or '-', the first a letter or "
@@ -64,7 +64,7 @@ def check_name(name: str) -> str:
 
 
 def parse(data: bytes, trust: Collection[str] | None = None) -> Pointer:
-    """Read one move of a pointer, believing nothing in it; with keys to trust, only one that they signed.
+    """Read one move of a pointer and check everything in it; with keys to trust, only accept one that they signed.
 
     Raises:
         SignatureError: no trusted key signed it; FormatError: it is not a pointer, or not in canonical form;

@@ -23,14 +23,15 @@ from pulsesync.format.index import FrequencyTable
 from pulsesync.format.weights import Weights
 
 Pieces = Sequence[bytes | memoryview]  # of a payload, one after the other
-PREDICTING = (Codec.CONTEXT, Codec.HISTORY)  # codecs that read all old weights of a tile; others, those that change
+# Codecs that read all old weights of a tile; others read only those that change.
+PREDICTING = (Codec.CONTEXT, Codec.HISTORY)
 
 
-MOST_KEPT = 1 << 28  # bytes of decisions that are kept until they are coded; and no more than one for each weight
+MOST_KEPT = 1 << 28  # bytes of decisions that are kept until they are coded; at most one for each weight
 
 
 class CodedTile(NamedTuple):
-    """A tile's payload, and what else its codec found out on the way."""
+    """A tile's payload, and other results of its codec."""
 
     codec: Codec
     pieces: Pieces
@@ -43,7 +44,7 @@ class CodedTile(NamedTuple):
 
     @property
     def body(self) -> bytes | memoryview:
-        """The payload in one run of memory."""
+        """The payload in contiguous memory."""
         return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
 
 
@@ -90,7 +91,7 @@ def code_against_old(
 ) -> tuple[list[FrequencyTable], dict[int, CodedTile]]:
     """Code all tiles of float dtypes against their old weights; tables are shared by the tiles of a dtype."""
     floats = [diff for diff in diffs if diff.steps]
-    # short steps of Python: threads would only slow them down
+    # short Python steps, which threads would only slow down
     plans = [_plan(diff, cut) for diff, cut in zip(floats, _choose_cuts(floats, history), strict=True)]
     codec = Codec.CONTEXT if history is None else Codec.HISTORY
     shared: list[FrequencyTable] = []
@@ -112,7 +113,7 @@ def code_against_old(
 
 
 def _list_sizes(plans: Sequence[_CodingPlan], ages: int) -> NDArray[np.uint32]:
-    """The sizes that the table of these tiles lists; steps of these sizes are given symbols of their own."""
+    """The sizes that the table of these tiles lists; steps of these sizes get their own symbols."""
     blocks = [hot for plan in plans for hot in plan.hot.values()]
     if not blocks:
         return tables.NO_SIZES
@@ -121,7 +122,7 @@ def _list_sizes(plans: Sequence[_CodingPlan], ages: int) -> NDArray[np.uint32]:
     sizes = tables.choose_sizes(tables.long_steps(symbols, extras)[1], width, ages)
     if sizes.size:
         listed, at = tables.list_sizes(symbols, extras, sizes, width), 0
-        for hot in blocks:  # in place: each is an array of its own, which the plan has just made
+        for hot in blocks:  # in place: each is a separate array, which the plan has just made
             hot.symbols[:] = listed[at : at + hot.symbols.size]
             at += hot.symbols.size
     return sizes
@@ -146,10 +147,10 @@ def _count(
     history: History | None,
     threads: int | None,
 ) -> tuple[FrequencyTable, list[tuple[_Decided, Remembered]]]:
-    """Make the table of a dtype from its tiles' exact counts; of each job, return decisions and history as well.
+    """Make the table of a dtype from its tiles' exact counts; also return the decisions and the history of each job.
 
-    Decisions are kept for the coder as far as there is room for their rows, two bytes each; the others are counted
-    again when they are coded.
+    Decisions are kept for the coder while there is space for their rows, two bytes each; the others are counted again
+    when they are coded.
     """
     dtype, kind = plans[0].diff.tile.tensor.dtype, plans[0].diff.tile.tensor.kind
     highest = max(1, max(plan.cut for plan in plans))
@@ -157,7 +158,8 @@ def _count(
     ages = history.index + 1 if history is not None else 1
     contexts = tables.Contexts(lo, highest - lo, ages, tables.symbol_count(8 * kind.itemsize) + 2 * sizes.size)
 
-    mine = threading.local()  # each thread counts into a table of its own: with ages they are too large for each block
+    # Each thread counts into its own table: with ages, tables are too large to have one per block.
+    mine = threading.local()
     everyone: list[NDArray[np.int64]] = []
     room = [min(MOST_KEPT, sum(plan.diff.tile.size for plan in plans))]  # bytes of rows
     lock = threading.Lock()

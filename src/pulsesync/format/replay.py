@@ -1,9 +1,8 @@
-"""Several patches of an epoch in a row, decoded block by block: a block goes through all of them before the next does.
+"""Consecutive patches of an epoch, decoded block by block: all patches of one block are decoded before the next block.
 
-So a block is copied once for all patches, not once for each; nothing is composed, because what the patches change
-together is where the copy differs from the live weights in the end; and of each of them nothing is kept but how the
-digests move. Memory is what all patches change together, and for each thread a copy of one block and the histories of
-that block after each patch.
+So a block is copied once for all patches, not once for each; nothing is composed, because the combined changes are the
+differences between the final copy and the live weights; and of each patch only the changes of the digests are kept.
+Memory is O(combined changes), plus for each thread a copy of one block and its history after each patch.
 """
 
 import threading
@@ -28,19 +27,20 @@ from pulsesync.format.patch import DecodeTask, open_tile, payloads, run_task
 from pulsesync.format.weights import Overlay, Weights, compose
 
 PIECE = 1 << 18  # weights compared at a time
-BATCH = 8 * BLOCK  # weights for each thread whose payloads are opened at a time: as few as keep all threads busy
+BATCH = 8 * BLOCK  # weights per thread whose payloads are opened at a time: just enough to keep all threads busy
 NO_MEMORY = BlockMemory()
 
-Keep = Callable[[int, BlockChange], BlockChange | None]  # what of a change of a tile, by ordinal, is local
+Keep = Callable[[int, BlockChange], BlockChange | None]  # the local part of a change of a tile, by ordinal
 
 
 @dataclass
 class ReplayedPatches:
-    """What patches in a row do to a state, as far as they can be decoded."""
+    """The effect of consecutive patches on a state, as far as they can be decoded."""
 
-    moves: list[dict[int, Sum]]  # for each patch: how the digests of all tiles that it names move, by ordinal
+    moves: list[dict[int, Sum]]  # for each patch: how the digests of the tiles in it change, by ordinal
     history: History | None  # after the last
-    history_digests: list[str | None]  # for each patch: of the history after it; None: of nothing, or of some tiles
+    # For each patch: of the history after it; None: there is no history, or it covers only some tiles.
+    history_digests: list[str | None]
     fault: PulseError | None = None  # of the first patch that cannot be decoded; the lists end before it
 
 
@@ -54,18 +54,18 @@ def replay(
     wanted: Mapping[int, Tile] | None = None,
     keep: Keep | None = None,
 ) -> ReplayedPatches:
-    """Decode patches of one epoch, each against the weights that the one before it leaves. Nothing is changed.
+    """Decode patches of one epoch, each against the weights after the one before it. Nothing is changed.
 
     Args:
         patches: The parts of each, in order.
         layout: Of the run.
         live: The weights.
-        changes: Of the live weights: those that come before the first patch. They become those after the last one, so
-            that the two are never in memory together; if there is a fault, they are of no use any more.
-        history: Before the first patch; None: nothing is remembered, as with a squashed patch.
-        wanted: The tiles to decode, by ordinal, which may say which of their groups; None: all. Digests of histories
-            are known only of all.
-        keep: What of a change is local; None: all of it.
+        changes: Changes of the live weights before the first patch. They become those after the last one, so that the
+            two are never in memory together; after a fault they must not be used.
+        history: Before the first patch; None: no history is kept, as with a squashed patch.
+        wanted: The tiles to decode, by ordinal, possibly with some of their groups only; None: all. Digests of
+            histories are known only for all tiles.
+        keep: Returns the local part of a change; None: all of it.
     """
     run = _Run(patches, layout, live, changes, history, wanted, keep)
     for tiles in run.batches():
@@ -74,21 +74,22 @@ def replay(
 
 
 class _TileStep(NamedTuple):
-    """What one patch has for some blocks of a tile."""
+    """The part of one patch for some blocks of a tile."""
 
-    patch: int  # its place in the row
+    patch: int  # its position in the sequence
     codec: Codec
     tasks: Sequence[DecodeTask]
     tables: Sequence[FrequencyTable]
-    cut: int  # below which weights of the tile are remembered after it
-    patch_index: int  # of the patch in its epoch; 0 where nothing is remembered
+    cut: int  # below which weights of the tile are tracked after it
+    patch_index: int  # of the patch in its epoch; 0 where no history is kept
 
 
 class _HistoryTally:
-    """What the digest of the history after each patch says of a tile.
+    """The part of the history digest after each patch for one tile.
 
-    It is positional, and where the bytes of a block begin is known when all blocks before it are done. So each block is
-    counted by the thread that is done with the last of these, and only what is remembered after the last patch is kept.
+    The digest is positional, and where the bytes of a block begin is known only when all blocks before it are done. So
+    each block is counted by the thread that finishes the last of these, and only the history after the last patch is
+    kept.
     """
 
     def __init__(self, patches: int) -> None:
@@ -98,7 +99,7 @@ class _HistoryTally:
         self._lock = threading.Lock()
 
     def add(self, number: int, histories: Sequence[Remembered | None]) -> None:
-        """Count a block, given its bytes after each patch, and those that waited for it."""
+        """Count a block, given its bytes after each patch, and the blocks that waited for it."""
         self._done[number] = histories
         while len(self.blocks) in self._done and self._lock.acquire(blocking=False):
             try:
@@ -113,7 +114,7 @@ class _HistoryTally:
 
 
 class _Job(NamedTuple):
-    """Some blocks of a tile on their way through all patches: one block, or a tile that some patch codes as one."""
+    """The work for some blocks of a tile, over all patches: one block, or the tile if some patch codes it as one."""
 
     tile: Tile
     numbers: Sequence[int]
@@ -122,18 +123,18 @@ class _Job(NamedTuple):
 
 
 class _Passage(NamedTuple):
-    """What a job came to."""
+    """The result of a job."""
 
     moves: list[Sum]  # by step
     fault: PulseError | None  # of the step after the last
 
 
 class _OneBlock:
-    """One block of the live weights as patches change it: a copy of its own from the second change on."""
+    """One block of the live weights as patches change it: a copy is made at the second change."""
 
     def __init__(self, live: Bits, number: int, first: BlockChange | None, copy: Callable[[Bits], Bits]) -> None:
         self._live, self._number, self._copy = live, number, copy
-        self._first = first  # what was changed so far, unless there is a copy
+        self._first = first  # the changes so far, unless there is a copy
         self._own: Bits | None = None
 
     def block(self, tile: Tile, number: int) -> Bits:
@@ -150,7 +151,7 @@ class _OneBlock:
             kernels.active().scatter(self.block(tile, self._number), change.positions, change.new)
 
     def changes(self) -> BlockChange | None:
-        """What takes the live block to this one."""
+        """The changes from the live block to this one."""
         if self._own is None:
             return self._first
         positions, old, new = _compare(self._live, self._own)
@@ -158,7 +159,7 @@ class _OneBlock:
 
 
 def _compare(old: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, Bits]:
-    """Where two blocks differ, and how. In pieces, because the kernel keeps memory for as much as it once was given."""
+    """Where two blocks differ, and how. In pieces, because the kernel keeps memory for the largest input so far."""
     pieces = []
     for begin in range(0, old.size, PIECE):
         positions, before, after = kernels.active().changed(old[begin : begin + PIECE], new[begin : begin + PIECE])
@@ -170,10 +171,10 @@ def _compare(old: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, Bits]:
 
 
 class _WholeTile:
-    """All blocks of a tile as patches change them: O(changed) of memory, but each change is composed with the last."""
+    """All blocks of a tile as patches change them: O(changed) memory, but each change is composed with the last."""
 
     def __init__(self, live: Weights, changes: dict[tuple[int, int], BlockChange]) -> None:
-        self.changes = changes  # what takes the live blocks to these
+        self.changes = changes  # the changes from the live blocks to these
         self._live = live
 
     def block(self, tile: Tile, number: int) -> Bits:
@@ -200,7 +201,7 @@ class _Run:
     ) -> None:
         self.live, self.changes, self.history, self.keep = live, changes, history, keep
         self.tiles_of: Mapping[int, Tile] | Sequence[Tile] = layout.tiles if wanted is None else wanted
-        self.whole = wanted is None  # else the digest of a history is not known
+        self.whole = wanted is None  # otherwise the digest of a history is not known
         self.payloads: list[dict[int, tuple[TileEntry, memoryview, Sequence[FrequencyTable]]]] = [
             {
                 entry.tile: (entry, payload, body.index.tables)
@@ -211,13 +212,13 @@ class _Run:
         ]
         self.moves: list[dict[int, Sum]] = [{} for _ in patches]
         self.counted: list[dict[int, TileHistorySummary]] = [{} for _ in patches]
-        self.tiles: dict[int, TileHistory] = {}  # what is remembered of those that changed, after the last patch
+        self.tiles: dict[int, TileHistory] = {}  # the histories of tiles that changed, after the last patch
         self.good = len(patches)  # patches before the first that cannot be decoded
         self.fault: PulseError | None = None
         self.buffers = threading.local()
 
     def batches(self) -> Iterator[list[Tile]]:
-        """The tiles that are named by some patch, in groups."""
+        """The tiles that are in some patch, in groups."""
         named = sorted(set().union(*self.payloads))
         some: list[Tile] = []
         weights, full = 0, BATCH * default_threads()
@@ -231,13 +232,13 @@ class _Run:
             yield some
 
     def go_through(self, tiles: Sequence[Tile]) -> None:
-        """Take a batch of tiles through all patches."""
+        """Apply all patches to a batch of tiles."""
         jobs = [job for tile in tiles for job in self._open(tile)]
         for job, passage in zip(jobs, spread(self._pass, jobs), strict=True):
             self._take(job, passage)
 
     def _open(self, tile: Tile) -> list[_Job]:
-        """The jobs of a tile: for each of its blocks one, if all patches code these one by one."""
+        """The jobs of a tile: one per block, if all patches code blocks separately."""
         steps: list[_TileStep] = []
         cut = self.history.cut(tile.ordinal) if self.history else 0
         for patch in range(self.good):
@@ -265,7 +266,7 @@ class _Run:
         ]
 
     def _pass(self, job: _Job) -> _Passage:
-        """Take the blocks of a job through all patches."""
+        """Apply all patches to the blocks of a job."""
         return self._pass_block(job) if len(job.numbers) == 1 else self._pass_tile(job)
 
     def _pass_block(self, job: _Job) -> _Passage:
@@ -334,7 +335,7 @@ class _Run:
         return [kept for change in found if (kept := self.keep(task.tile.ordinal, change))]
 
     def _copy(self, bits: Bits) -> Bits:
-        """A copy of a block, in memory that the next block of this thread is copied to as well."""
+        """A copy of a block, in memory that this thread reuses for the next block."""
         if not hasattr(self.buffers, "bytes") or self.buffers.bytes.size < bits.nbytes:
             self.buffers.bytes = np.empty(bits.nbytes, np.uint8)
         copy: Bits = self.buffers.bytes[: bits.nbytes].view(bits.dtype)

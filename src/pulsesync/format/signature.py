@@ -1,4 +1,4 @@
-"""Who wrote a record, or a move of a pointer: Ed25519 over its bytes, in a block that follows them.
+"""Signatures of records and of moves of pointers: Ed25519 over the bytes, in a block that follows them.
 
     key = SigningKey.generate()                        # key.secret goes into a file, key.public to the readers
     data = sign(record, key)
@@ -42,7 +42,7 @@ class SigningKey:
         delegation: The run key's permission, if this is not the run's own key.
 
     Raises:
-        ValueError: the secret is something else.
+        ValueError: the secret has another form.
     """
 
     secret: str
@@ -52,7 +52,7 @@ class SigningKey:
         if not _KEY.fullmatch(self.secret):
             raise ValueError("a signing key must be 64 hexadecimal digits; make one with: pulse keygen")
 
-    def __repr__(self) -> str:  # never in a log
+    def __repr__(self) -> str:  # so that the secret never appears in a log
         return f"SigningKey(public={self.public!r})"
 
     @classmethod
@@ -63,7 +63,7 @@ class SigningKey:
 
     @property
     def public(self) -> str:
-        """What readers are told to trust: 64 hexadecimal digits."""
+        """The public key, for `trust` of readers: 64 hexadecimal digits."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.secret)).public_key().public_bytes_raw().hex()
@@ -79,11 +79,11 @@ class SigningKey:
 
 
 def trusted(keys: str | Collection[str] | None) -> frozenset[str] | None:
-    """The public keys to trust, given as one or several; None accepts records without asking who signed them.
+    """The public keys to trust, given as one or several; None accepts records with any signature, or none.
 
     Raises:
         ValueError: no key is given, or something that is not a public key. An empty setting is a mistake in a
-            configuration, and must not be taken for the wish to accept everybody's records.
+            configuration, and must not mean that all records are accepted.
     """
     if keys is None:
         return None
@@ -101,7 +101,7 @@ def _statement(run: str, public: str) -> bytes:
 
 @dataclass(frozen=True)
 class Signature:
-    """What the block after a record says: who signed it, and perhaps who allowed that."""
+    """The block after a record: the key that signed it, and optionally its delegation."""
 
     key: str
     signature: str
@@ -109,14 +109,14 @@ class Signature:
 
 
 def sign(record: bytes, key: SigningKey) -> bytes:
-    """Return a record, or a move of a pointer, with its signature behind it."""
+    """Return a record, or a move of a pointer, followed by its signature."""
     said = key.delegation
     block = key.public + key.sign(record) + (said.by + said.signature if said else "")
     return record + bytes.fromhex(block)
 
 
 def parse(block: bytes) -> Signature | None:
-    """Return what a block says, without asking whether it fits; None for an empty one.
+    """Parse a block, without checking the signature; None for an empty block.
 
     Raises:
         UnsupportedError: it is longer than any that this release knows; FormatError: it has another length.
@@ -136,16 +136,16 @@ def parse(block: bytes) -> Signature | None:
 
 
 def check(record: bytes, found: Signature | None, trust: Collection[str], squashed_run: str | None = None) -> None:
-    """Check that a trusted key signed a record. Nothing of it needs to have been parsed before that.
+    """Check that a trusted key signed a record. The record need not have been parsed before.
 
     Args:
         record: The bytes that are signed.
         found: What follows them.
         trust: The public keys to trust.
-        squashed_run: The run that the record names, if it is a squashed patch, which a delegate may write.
+        squashed_run: The run in the record, if it is a squashed patch, which a delegate may write.
 
     Raises:
-        SignatureError: there is no signature, it is by another key, or does not fit the record.
+        SignatureError: there is no signature, it is by another key, or it is not valid for the record.
     """
     if found is None:
         raise SignatureError(

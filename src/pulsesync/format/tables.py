@@ -1,4 +1,4 @@
-"""How counts become tables: integer arithmetic only, so that every machine makes the same bytes.
+"""From counts to tables, in integer arithmetic only, so that every machine writes the same bytes.
 
 A *context* is what both ends know about a hot weight before it is decided: its magnitude class and, in an epoch, the
 patch that last changed it. For each context a patch carries the frequencies of the symbols, which add up to 2^14.
@@ -21,18 +21,18 @@ CLASSES = 24  # contexts by magnitude: the classes just below the highest cut; l
 
 
 def symbol_count(width: int) -> int:
-    """How many symbols the weights of this many bits have: unchanged, and a size class up or down."""
+    """The number of symbols for weights of this many bits: unchanged, and each size class up or down."""
     return 1 + 2 * (spec.DIRECT + width - 3)
 
 
 def most_sizes(width: int) -> int:
-    """How many sizes of steps a table of this many bits can list: as many as its rows have places for, up and down."""
+    """The number of step sizes that a table of this many bits can list: as many as fit its rows, up and down."""
     symbols = symbol_count(width)
     return ((1 << symbols.bit_length()) - 1 - symbols) // 2
 
 
 def long_steps(symbols: NDArray[np.uint8], extras: NDArray[np.uint32]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Which of these changes have raw bits, and how far they go."""
+    """Which of these changes have raw bits, and the sizes of their steps."""
     long = np.flatnonzero(symbols > 2 * spec.DIRECT)
     power = (symbols[long].astype(np.int64) - 1 >> 1) - spec.DIRECT + 3
     return long, (np.int64(1) << power) + extras[long]
@@ -41,7 +41,7 @@ def long_steps(symbols: NDArray[np.uint8], extras: NDArray[np.uint32]) -> tuple[
 def list_sizes(
     symbols: NDArray[np.uint8], extras: NDArray[np.uint32], sizes: NDArray[np.uint32], width: int
 ) -> NDArray[np.uint8]:
-    """Return symbols with those of their own for the steps of these sizes, which are ascending, and at least one."""
+    """Return symbols in which steps of these sizes (ascending, at least one) have their own symbols."""
     long, found = long_steps(symbols, extras)
     place = np.minimum(np.searchsorted(sizes, found), sizes.size - 1)
     listed = sizes[place] == found
@@ -52,15 +52,15 @@ def list_sizes(
 
 
 def listed_class(kind: Dtype) -> int:
-    """The size class of the first size that a table lists: those before are short steps, and powers of two."""
+    """The size class of the first size that a table lists: smaller ones are short steps, and powers of two."""
     return spec.DIRECT + 8 * kind.itemsize - 3
 
 
 def choose_sizes(sizes: NDArray[np.int64], width: int, ages: int) -> NDArray[np.uint32]:
-    """Return the sizes, ascending, that a table lists: given all long steps of its tiles, those that are worth it."""
+    """Return the sizes that a table lists, ascending: those of the long steps of its tiles that pay off."""
     stride = sample_stride(sizes.size)
     sizes = sizes[::stride]
-    low = sizes & 0xFFFF  # sorting those whose lower bits are common takes a fraction of what sorting all would
+    low = sizes & 0xFFFF  # sorting only those whose lower bits are common takes a fraction of the time
     common = (np.bincount(low, minlength=1 << 16) >= least_count(sizes.size))[low]
     if not common.any():
         return NO_SIZES
@@ -69,12 +69,12 @@ def choose_sizes(sizes: NDArray[np.int64], width: int, ages: int) -> NDArray[np.
 
 
 def sample_stride(steps: int) -> int:
-    """Of so many long steps, every how-many-th is looked at: every second from 2^17 on, every third from 2^18 on."""
+    """The stride of the sample of this number of long steps: every second from 2^17 on, every third from 2^18 on."""
     return 1 + (steps >> 17)
 
 
 def least_count(steps: int) -> int:
-    """How often a size must occur among so many long steps to be listed."""
+    """How often a size must occur among this number of long steps to be listed."""
     return max(8, -(-steps // 256))
 
 
@@ -86,13 +86,14 @@ def choose_from(
     width: int,
     ages: int,
 ) -> NDArray[np.uint32]:
-    """The same, given the sizes that may occur often enough, ascending, and how often; and all long steps by power.
+    """The same, given candidate sizes, ascending, with their counts; and all long steps by power.
 
-    Weights that leave zero go just as far as the learning rate, and in the first step of a run all of one magnitude go
-    about as far as each other. A size is worth its place if the raw bits that it saves, less what its symbol costs more
-    than that of its power of two, are more than 20 for each context and direction that may have to list it.
+    Weights that leave zero move by exactly the learning rate, and in the first step of a run all weights of one
+    magnitude move by about the same distance. Listing a size pays off if the raw bits that it saves, minus the extra
+    cost of its symbol over that of its power of two, are more than 20 for each context and direction that may have to
+    list it.
 
-    stride: each that is counted stands for so many.
+    stride: each counted step stands for this number.
     """
     powers = _bit_length(found) - 1
     gains = stride * counts * (powers - _bit_length(by_power[powers] // counts))
@@ -114,14 +115,14 @@ def choose_cut(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> int:
 def choose_cuts(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return, for each tile (row), the class below which weights are hot, given changes and sampled weights by class.
 
-    A change left cold costs as much as 1,024 hot decisions: of the cuts with the least total, the lowest.
+    A cold change costs as much as 1,024 hot decisions: the result is the lowest of the cuts with the least total.
     """
     with_changes = np.flatnonzero(changes.any(axis=0))
     if not with_changes.size:
         return np.zeros(len(changes), np.int64)
-    # The others need no look: a cut beyond the last change only costs more, and one before the first costs no less.
+    # Others need not be tried: a cut above the last change only costs more, and one below the first costs no less.
     lo, hi = int(with_changes[0]), int(with_changes[-1]) + 1
-    costs = np.empty((len(changes), hi - lo + 1), np.int64)  # of each cut, less what it costs to leave all changes cold
+    costs = np.empty((len(changes), hi - lo + 1), np.int64)  # of each cut, minus the cost of leaving all changes cold
     costs[:, 0] = spec.SAMPLE_SCALE * sampled[:, :lo].sum(axis=1)
     np.multiply(sampled[:, lo:hi], spec.SAMPLE_SCALE, out=costs[:, 1:])
     costs[:, 1:] -= 1024 * changes[:, lo:hi]
@@ -135,21 +136,21 @@ def lanes_for(decisions: int) -> int: ...
 @overload
 def lanes_for(decisions: NDArray[np.int64]) -> NDArray[np.int64]: ...
 def lanes_for(decisions: Any) -> Any:
-    """Return how many lanes a block has: the power of two, 32 at most, that leaves each at least 4,096 decisions.
+    """Return the number of lanes of a block: the largest power of two, up to 32, with 4,096 decisions or more per lane.
 
-    Of one block, or of many at once.
+    For one block, or for many at once.
     """
     return 1 << np.searchsorted(_MORE_LANES, decisions // spec.LANE_DECISIONS, "right")
 
 
 def likely_decisions(lanes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many decisions blocks with so many lanes have at the most; those with 32 seldom have more than that."""
+    """The most decisions of blocks with these numbers of lanes; with 32 lanes, seldom exceeded."""
     return 2 * lanes * spec.LANE_DECISIONS
 
 
 @dataclass(frozen=True)
 class Contexts:
-    """Where the row of a context begins in a flat table: a row has 2^bits places, one for each symbol and some spare.
+    """Where the row of a context begins in a flat table: a row has 2^bits places, one for each symbol, and some unused.
 
     The row of a weight is rows[its class] plus, in an epoch, the index of the patch that last changed it times 2^bits.
     """
@@ -161,7 +162,7 @@ class Contexts:
 
     @property
     def bits(self) -> int:
-        return self.symbols.bit_length()  # one place more than symbols: the end of the last
+        return self.symbols.bit_length()  # one more than symbols: the end of the last
 
     @cached_property
     def rows(self) -> NDArray[np.uint32]:
@@ -175,8 +176,8 @@ class Contexts:
 def normalise(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Scale the counts of each context (last axis) to frequencies that add up to 2^14; no counts stay no frequencies.
 
-    Each symbol gets its share rounded down, but at least 1 if it occurs; what is then missing or too much goes to the
-    commonest symbol, the first of several.
+    Each symbol gets its share rounded down, but at least 1 if it occurs; the remaining difference goes to the most
+    common symbol, the first of equals.
     """
     totals = counts.sum(axis=-1, keepdims=True)
     scaled: NDArray[np.int64] = np.maximum(counts * TOTAL // np.maximum(totals, 1), counts > 0)
@@ -187,7 +188,7 @@ def normalise(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def cumulative(frequencies: NDArray[np.int64]) -> NDArray[np.uint16]:
-    """Return, flat, where each symbol's slots begin: row by row, as `Contexts` lays them out."""
+    """Return where each symbol's slots begin, as a flat array, row by row, in the order of `Contexts`."""
     *rows, symbols = frequencies.shape
     out = np.zeros((*rows, 1 << symbols.bit_length()), np.uint16)
     out[..., 1 : symbols + 1] = np.cumsum(frequencies, axis=-1)
@@ -203,7 +204,7 @@ def reciprocals(frequencies: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 
 def shares(frequencies: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return what an encoder on a GPU reads of a symbol at once, in places as `cumulative` has them.
+    """Return the fields of a symbol that an encoder on a GPU reads at once, in the order of `cumulative`.
 
     From the lowest bits on: where its slots begin (16 bits), how many it has (16), and the reciprocal of that (32).
     """
@@ -216,21 +217,24 @@ def shares(frequencies: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def wrapped_steps(old: Bits, new: Bits) -> NDArray[np.int64]:
-    """How far weights move in the order of their values, by the shorter path; half the circle counts as downwards."""
+    """How far weights move in the order of their values, by the shorter direction.
+
+    Half the range counts as downwards.
+    """
     return (_orders(new) - _orders(old)).view(f"<i{old.itemsize}").astype(np.int64)
 
 
 def apply_steps(old: Bits, steps: NDArray[np.int64]) -> Bits:
     """Move weights by signed steps in the order of their values."""
     ordered = _orders(old)
-    ordered += steps.astype(old.dtype)  # both modulo the circle
+    ordered += steps.astype(old.dtype)  # both modulo the range
     positive = ordered >> ordered.dtype.type(8 * old.itemsize - 1)
     ordered ^= (positive - ordered.dtype.type(1)) | _sign(ordered)
     return ordered
 
 
 def _orders(bits: Bits) -> Bits:
-    """Where bit patterns stand in the order of their values, as integers of as many bits: all flipped, or the sign."""
+    """The ranks of bit patterns by their values, as integers of the same width: all bits are flipped, or the sign."""
     negative = bits >> bits.dtype.type(8 * bits.itemsize - 1)
     orders: Bits = bits ^ (np.negative(negative) | _sign(bits))
     return orders

@@ -1,4 +1,4 @@
-"""Where coding reads weights from: tensors as they lie in memory, or those with changes laid over them."""
+"""Where coding reads weights from: tensors in memory, or tensors with changes laid over them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pulsesync.core.types import Bits, BlockChange, Tile, TilePatch
 
 
 class Weights(Protocol):
-    """A state that can be read block by block. What it returns is not to be written, and may be a view."""
+    """A state that can be read block by block. The result must not be written; it may be a view."""
 
     def block(self, tile: Tile, number: int) -> Bits: ...
 
@@ -33,7 +33,7 @@ Changes = Mapping[tuple[int, int], BlockChange]  # by ordinal of the tile and nu
 
 @dataclass(frozen=True)
 class Overlay:
-    """A state with changes laid over it: O(changed) to hold, a copy of a block where it has changes to read."""
+    """A state with changes laid over it: O(changed) memory; a block with changes is copied when it is read."""
 
     under: Weights
     changes: Changes
@@ -49,7 +49,7 @@ class Overlay:
 
 
 def as_weights(state: "Mapping[str, Bits] | Weights") -> Weights:
-    """Take plain arrays for what they are."""
+    """Plain arrays as `Weights`."""
     return FlatWeights(state) if isinstance(state, Mapping) else state
 
 
@@ -58,7 +58,7 @@ def by_block(patches: Sequence[TilePatch]) -> dict[tuple[int, int], BlockChange]
 
 
 def compose(first: BlockChange | None, then: BlockChange | None) -> BlockChange | None:
-    """What two changes of a block do one after the other; None if the second takes the first back."""
+    """Two changes of a block, one after the other, as one; None if the second reverts the first."""
     if first is None or then is None:
         return first or then
     positions = _union(first.positions, then.positions)
@@ -72,14 +72,14 @@ def compose(first: BlockChange | None, then: BlockChange | None) -> BlockChange 
 def _union(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Merge two ascending arrays. numpy's union1d hashes them first, at a hundred times the cost."""
     both = np.concatenate((a, b))
-    both.sort(kind="stable")  # which finds the two runs, and merges them
+    both.sort(kind="stable")  # finds the two runs, and merges them
     new = np.append(True, both[1:] != both[:-1])
     merged: NDArray[np.uint32] = both[new]
     return merged
 
 
 def rebase(change: BlockChange | None, onto: BlockChange | None) -> BlockChange | None:
-    """Turn a change of a base into one of the state after another change of that base."""
+    """Turn a change of a base into a change of the state after another change of that base."""
     return compose(inverse(onto) if onto else None, change)
 
 

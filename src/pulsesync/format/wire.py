@@ -1,7 +1,7 @@
-"""Reading and writing the small fields of a file: every read is bounded, every fault a FormatError.
+"""Reading and writing the small fields of a file: every read is bounded, every error a FormatError.
 
-Numbers of unknown size are LEB128: seven bits a byte, low ones first, the top bit set on all but the last; at most ten
-bytes, no longer than needed.
+Numbers of unknown size are LEB128: seven bits a byte, low ones first, the top bit set on all except the last; at most
+ten bytes, in the shortest form.
 """
 
 import threading
@@ -19,12 +19,12 @@ from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import huffman, versions
 
 RAW, ZSTD = 0, 1
-FEW = 64  # numbers up to which numpy's overhead is more than a loop costs
-MANY_PLANES = 128  # planes of some hundred bytes from which threads are worth beginning: ...
-PLANE_THREADS = 4  # ... so many
-SAMPLES, SAMPLE_BYTES = 16, 1 << 10  # of a plane, by which it is found to be noise
-# The bytes of weights hardly repeat, and matches that are found all the same cost more than they save: 2.95 bits a byte
-# with level 1 and 2.72 with these, at less than half the time, for the exponents of normally distributed BF16 weights.
+FEW = 64  # up to this number of numbers, a loop is faster than numpy
+MANY_PLANES = 128  # from this number of planes of some hundred bytes on, threads pay off: ...
+PLANE_THREADS = 4  # ... this number
+SAMPLES, SAMPLE_BYTES = 16, 1 << 10  # of a plane, to detect noise
+# The bytes of weights hardly repeat, and matches that are found cost more than they save: 2.95 bits a byte with level 1
+# and 2.72 with these settings, in less than half the time, for the exponents of normally distributed BF16 weights.
 _WITHOUT_MATCHES = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
     window_log=20,
@@ -40,7 +40,7 @@ _mine = threading.local()
 
 
 class ByteReader:
-    """Takes fields off the front of some bytes."""
+    """Reads fields from the beginning of some bytes."""
 
     def __init__(self, data: bytes | memoryview, what: str) -> None:
         self.data = memoryview(data)
@@ -67,7 +67,7 @@ class ByteReader:
                 shift += 7
                 at += 1
                 byte = data[at]
-                value += byte - 1 << shift  # the 1 is the top bit of the byte before
+                value += byte - 1 << shift  # the 1 removes the top bit of the byte before
                 if shift == 70:
                     raise FormatError(f"{self.what} contains a number of more than ten bytes")
         except IndexError:
@@ -80,7 +80,7 @@ class ByteReader:
         return value
 
     def numbers(self, count: int, limit: int) -> NDArray[np.int64]:
-        """Count LEB128 numbers, each at most limit (below 2^63)."""
+        """`count` LEB128 numbers, each at most limit (below 2^63)."""
         if count > len(self.data) - self.at:
             raise FormatError(
                 f"{self.what} ends too early: expected {count} numbers at offset {self.at} of {len(self.data)}"
@@ -88,7 +88,7 @@ class ByteReader:
         if count <= FEW:
             return np.array([self.number(limit) for _ in range(count)], np.int64)
         window = np.frombuffer(self.data[self.at : self.at + 10 * count], np.uint8)
-        if window[:count].max() <= min(limit, 0x7F):  # as most are, all of most lists
+        if window[:count].max() <= min(limit, 0x7F):  # true for most lists
             self.at += count
             return window[:count].astype(np.int64)
         ends = np.flatnonzero(window < 0x80)[:count]
@@ -108,7 +108,7 @@ class ByteReader:
         return values
 
     def plane(self, size: int) -> memoryview:
-        """Size bytes, stored as they are or as one zstd frame (see `plane`)."""
+        """`size` bytes, stored as they are or as one zstd frame (see `plane`)."""
         return self.packed_plane(size).unpack()
 
     def packed_plane(self, size: int) -> "PackedPlane":
@@ -120,7 +120,7 @@ class ByteReader:
         return PackedPlane(kind, data, size, self.what)
 
     def planes(self, count: int, width: int, dtype: "np.dtype[np.unsignedinteger]") -> NDArray[np.unsignedinteger]:
-        """Count integers of this many bytes, a plane for each of their bytes (see `planes`), in a dtype with room."""
+        """`count` integers of this many bytes, one plane per byte (see `planes`), in a large enough dtype."""
         columns = np.zeros((count, dtype.itemsize), np.uint8)
         for k in range(width):
             columns[:, k] = np.frombuffer(self.plane(count), np.uint8)
@@ -132,32 +132,32 @@ class ByteReader:
 
 
 class PackedPlane(NamedTuple):
-    """Where a plane lies in a payload. Any thread can unpack it."""
+    """A plane in a payload. Any thread can unpack it."""
 
     kind: int
     data: memoryview
     size: int  # of the plane, unpacked
-    what: str  # it is part of, for errors
+    what: str  # what it is part of, for errors
 
     def unpack(self) -> memoryview:
-        """The bytes of the plane. Raises: FormatError, if its frame is broken or of another size."""
+        """The bytes of the plane. Raises: FormatError, if its frame is damaged or has another size."""
         return self.data if self.kind == RAW else memoryview(_unzstd(self.data, self.size, self.what))
 
     def unpack_into(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The same, in memory that is given, unless the bytes stand in the payload as they are.
+        """The same, in the given memory, unless the bytes are stored as they are in the payload.
 
-        New memory for a plane of a megabyte costs half as long again as to unpack it.
+        New memory for a plane of a megabyte costs half as much time as unpacking it.
         """
         if self.kind == RAW:
             return np.frombuffer(self.data, np.uint8)
         out = room[: self.size]
         _unzstd_into(self.data, out, self.what)
-        out.flags.writeable = False  # as the other kind is: kernels are compiled for each anew
+        out.flags.writeable = False  # like the other kind: kernels are compiled for each separately
         return out
 
 
 class _Zstd:
-    """For each thread: these may not be shared, and making one takes as long as a small plane."""
+    """One per thread: these objects must not be shared, and making one takes as long as a small plane."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=1, write_checksum=False)
@@ -182,7 +182,7 @@ def _unzstd(frame: memoryview, size: int, what: str) -> bytes:
 
 def _unzstd_into(frame: memoryview, out: NDArray[np.uint8], what: str) -> None:
     with _checked_frame(frame, out.size, what):
-        if _frame_end(frame) != len(frame):  # a stream reader does not look at what follows a frame
+        if _frame_end(frame) != len(frame):  # a stream reader does not check what follows a frame
             raise FormatError(f"{what} contains a zstd frame that ends too early or too late")
         with _zstd().decompressor.stream_reader(frame) as reader:
             if reader.readinto(out.data) != out.size:
@@ -191,7 +191,7 @@ def _unzstd_into(frame: memoryview, out: NDArray[np.uint8], what: str) -> None:
 
 @contextmanager
 def _checked_frame(frame: memoryview, size: int, what: str) -> Iterator[None]:
-    """Unpack a frame inside, which promises as many bytes. Raises: FormatError, LimitError."""
+    """A context to unpack a frame, which must state this size. Raises: FormatError, LimitError."""
     try:
         if zstandard.frame_content_size(frame) != size:
             raise FormatError(f"{what} contains a zstd frame that does not decode to {size} bytes")
@@ -203,7 +203,7 @@ def _checked_frame(frame: memoryview, size: int, what: str) -> Iterator[None]:
 
 
 def _frame_end(frame: memoryview) -> int:
-    """Where the last block of a frame ends, and its checksum if it has one; it may be after the end of the bytes."""
+    """Where the last block of a frame, and its checksum if it has one, ends; this may be after the end of the bytes."""
     at, last = zstandard.frame_header_size(frame), False
     while not last and at + 3 <= len(frame):
         head = int.from_bytes(frame[at : at + 3], "little")
@@ -221,7 +221,7 @@ def number(value: int) -> bytes:
 
 
 def few_numbers(values: Iterable[int]) -> bytes:
-    """Write some LEB128 numbers, where there are too few for `numbers` to pay."""
+    """Write some LEB128 numbers, if there are too few for `numbers` to pay off."""
     out: list[int] = []
     for value in values:
         left = value
@@ -243,18 +243,18 @@ def numbers(values: NDArray[np.int64]) -> bytes:
 
 
 def runs(values: NDArray[np.int64], counts: NDArray[np.int64]) -> list[bytes]:
-    """Write many LEB128 numbers, and cut them into runs of so many."""
+    """Write many LEB128 numbers, and split them into runs, of `counts` each."""
     out, borders = _written(values)
     data = out.tobytes()
     return [data[begin:end] for begin, end in pairwise([0, *borders[np.cumsum(counts)].tolist()])]
 
 
 def _written(values: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The bytes of numbers, and where each begins, and where the last ends."""
+    """The bytes of numbers, where each begins, and where the last ends."""
     largest = int(values.max()) if values.size else 0
     if largest < 0x80:
         return values.astype(np.uint8), np.arange(values.size + 1)
-    rest = values.astype(np.uint32) if largest < 1 << 32 else values  # half the memory to go through
+    rest = values.astype(np.uint32) if largest < 1 << 32 else values  # half the memory to process
     longest = max(1, -(-largest.bit_length() // 7))
     places, used = np.empty((values.size, longest), np.uint8), np.ones((values.size, longest), np.bool_)
     lengths = np.ones(values.size, np.int64)
@@ -272,7 +272,7 @@ def _written(values: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np
 
 
 def plane(data: bytes) -> bytes:
-    """Write bytes as one zstd frame with its length in front, or as they are where that is no longer."""
+    """Write bytes as one zstd frame with its length in front, or as they are if that is not longer."""
     if len(data) > 16:
         frame: bytes = _zstd().compressor.compress(data)
         if len(frame) + 4 < len(data):
@@ -301,7 +301,9 @@ def _plane_threads(count: int) -> int:
 
 
 def unpack_frames(frames: Sequence[memoryview], sizes: Sequence[int]) -> Any:
-    """The contents of many small zstd frames, which promise these sizes and end at their ends; None if one is broken.
+    """The contents of many small zstd frames, which state these sizes and have no bytes after them.
+
+    None if one is damaged.
 
     Without the GIL.
     """
@@ -327,7 +329,10 @@ def width(values: NDArray[np.int64]) -> int:
 
 
 def weights_plane(data: NDArray[np.uint8]) -> list[bytes | memoryview]:
-    """Write one byte of each of many weights as `plane` does, in pieces; what a sample finds to be noise as it is."""
+    """Write one byte of each of many weights as `plane` does, in pieces.
+
+    Bytes that are noise by a sample are stored as they are.
+    """
     frame = huffman.frame(data)
     if frame is None and data.size > 16 and not _is_noise(data):
         frame = [_zstd().entropy_coder.compress(data.data)]
@@ -339,7 +344,7 @@ def weights_plane(data: NDArray[np.uint8]) -> list[bytes | memoryview]:
 
 
 def _is_noise(data: NDArray[np.uint8]) -> bool:
-    """Whether bytes do not get shorter, by a look at some of many."""
+    """Whether bytes do not compress, judged by a sample."""
     step = data.size // SAMPLES
     if step < 4 * SAMPLE_BYTES:
         return False

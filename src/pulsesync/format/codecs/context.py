@@ -1,8 +1,8 @@
-"""`context` and `history`: code what changed against the old weights, which both ends hold.
+"""`context` and `history`: code changes against the old weights, which both ends have.
 
 Weights whose old magnitude class is below a cut are *hot*: each is one decision (unchanged, or which step) of an
 entropy coder, under a table chosen by its class and, in `history`, by the patch that last changed it; its last
-direction turns the sign. The few changes of cold weights are written as gaps and steps. docs/format.md has the bytes.
+direction flips the sign. The few changes of cold weights are written as gaps and steps. docs/format.md has the bytes.
 """
 
 from collections.abc import Sequence
@@ -26,19 +26,20 @@ from pulsesync.kernels import spec
 NO_HISTORY = np.empty(0, np.uint8)
 NO_COLD = np.empty(0, np.int64)
 NO_CHECKS = np.empty(0, np.uint32)
-FEW_COLD = 64  # cold changes of a tile up to which they are pairs of numbers; more are smaller in planes, as in `step`
+# Up to this number, the cold changes of a tile are pairs of numbers; more are smaller in planes, as in `step`.
+FEW_COLD = 64
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """What a block remembers of its epoch: bytes of the weights whose class is below the cut (see `history`)."""
+    """The history of a block in its epoch: bytes of the weights whose class is below the cut (see `history`)."""
 
     cut: int = 0
     remembered: Remembered | None = None
-    index: int = 0  # of the patch at hand in its epoch; 0 where nothing is to be remembered
+    index: int = 0  # of the current patch in its epoch; 0 where no history is kept
 
     def bytes_of(self, streams: int) -> Remembered:
-        """The bytes of a block of so many streams: none where nothing is remembered."""
+        """The bytes of a block of this number of streams: none where no history is kept."""
         return self.remembered or Remembered(NO_HISTORY, np.zeros(streams + 1, np.int64))
 
 
@@ -54,7 +55,7 @@ class HotChanges(NamedTuple):
 
 
 def borders_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each of some runs begins, laid end to end, and where the last one ends."""
+    """Where each of some runs begins if they are concatenated, and where the last one ends."""
     out = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=out[1:])
     return out
@@ -66,12 +67,12 @@ def magnitudes(bits: Bits, shift: int) -> NDArray[np.int64]:
 
 
 class Decisions(NamedTuple):
-    """The decisions of a block's hot weights, as counted: what is left to do is to code them."""
+    """The decisions of a block's hot weights, counted but not coded yet."""
 
     counts: NDArray[np.int64]  # how many each stream has
-    rows: NDArray[np.uint16]  # of each its row of the tables
+    rows: NDArray[np.uint16]  # for each its row of the tables
     changed: NDArray[np.uint32]  # which of them are changes
-    symbols: NDArray[np.uint8]  # and by which symbols, once directions are counted from the last ones
+    symbols: NDArray[np.uint8]  # and their symbols, with directions relative to the last ones
 
 
 def count(
@@ -123,14 +124,14 @@ def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: Freque
         decisions.counts,
         lanes,
     )
-    if lanes.size == 1:  # nearly all are, and each step of numpy between two kernels costs as much as 10,000 weights
+    if lanes.size == 1:  # nearly always, and each numpy call between two kernels costs as much as 10,000 weights
         return BlockStreams(np.array([decisions.changed.size]), lanes, ends[1:], words)
     changes = np.searchsorted(decisions.changed, borders_of(decisions.counts))
     return BlockStreams(changes[1:] - changes[:-1], lanes, ends[1:] - ends[:-1], words)
 
 
 class BlockStreams(NamedTuple):
-    """The streams of a block: of each how many hot changes it holds, in how many lanes, in how many words."""
+    """The streams of a block: for each the number of hot changes, lanes and words."""
 
     changes: NDArray[np.int64]
     lanes: NDArray[np.int64]
@@ -139,22 +140,22 @@ class BlockStreams(NamedTuple):
 
     @classmethod
     def none(cls, count: int) -> "BlockStreams":
-        """So many that hold no change."""
+        """This number of streams without changes."""
         nothing = np.zeros(count, np.int64)
         return cls(nothing, nothing + 1, nothing, np.empty(0, np.uint16))
 
 
 class Heads(NamedTuple):
-    """A payload without its streams; what is said of each stream is in arrays, one entry a stream."""
+    """A payload without its streams; the fields of streams are arrays, one entry per stream."""
 
     table: int
     cut: int
     changes: NDArray[np.int64]
-    lanes: NDArray[np.int64]  # powers of two; of a stream without changes, like its words, not written
+    lanes: NDArray[np.int64]  # powers of two; for a stream without changes neither lanes nor words are written
     words: NDArray[np.int64]  # how many it has
     cold: NDArray[np.int64]  # positions in the tile
     steps: NDArray[np.int64]
-    checks: NDArray[np.uint32] = NO_CHECKS  # of a bundle: of each group that changes, how its digest moves
+    checks: NDArray[np.uint32] = NO_CHECKS  # of a bundle: for each group that changes, how its digest changes
 
 
 class Payload(NamedTuple):
@@ -165,12 +166,12 @@ class Payload(NamedTuple):
 
 
 def build(payload: Payload) -> bytes:
-    """Write a payload: table, cut, stream heads, cold changes, checks, streams."""
+    """Write a payload: table, cut, stream headers, cold changes, checks, streams."""
     return build_heads(payload.heads) + payload.words.astype("<u2", copy=False).tobytes()
 
 
 def build_heads(heads: Heads) -> bytes:
-    """Write all of a payload but its streams, which follow at once, in order."""
+    """Write a payload up to its streams, which follow directly, in order."""
     numbers = [heads.cut]
     for changes, lanes, words in zip(heads.changes.tolist(), heads.lanes.tolist(), heads.words.tolist(), strict=True):
         if changes:
@@ -194,17 +195,17 @@ def build_cold(cold: NDArray[np.int64], steps: NDArray[np.int64]) -> bytes:
 
 
 def parse(data: memoryview, tile: Tile) -> Payload:
-    """Read the payload of a tile, all but the streams' contents.
+    """Read the payload of a tile, except the contents of its streams.
 
     Raises:
-        FormatError: cut short or too long, or more changes than weights; LimitError.
+        FormatError: cut off or too long, or more changes than weights; LimitError.
     """
     heads, begin = parse_heads(data, tile)
     return Payload(heads, np.frombuffer(data[begin:], "<u2").astype(np.uint16))
 
 
 def parse_heads(data: memoryview, tile: Tile) -> tuple[Heads, int]:
-    """Read the payload of a tile, all but its streams; return also the byte where those begin.
+    """Read the payload of a tile, except its streams; also return the offset at which those begin.
 
     The streams fill the rest exactly: stream s has words[s] words of 16 bits, low byte first.
 
@@ -228,17 +229,20 @@ def parse_heads(data: memoryview, tile: Tile) -> tuple[Heads, int]:
 
 
 def is_checked(tile: Tile) -> bool:
-    """Whether a payload says how the digest of each group moves: where a process may have some groups alone."""
+    """Whether a payload has a check for each group, because a process may have only some of the groups."""
     return len(tile.groups) > 2
 
 
 def changing(tile: Tile, hot: NDArray[np.int64], cold: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which streams change something: some have hot changes, and cold ones are at these positions of the tile."""
+    """Which streams change something: hot: the number of hot changes of each.
+
+    cold: the positions of cold changes in the tile.
+    """
     return (hot > 0) | (np.diff(np.searchsorted(cold, tile.borders)) > 0)
 
 
 def parse_streams(reader: wire.ByteReader, sizes: Sequence[int]) -> list[int]:
-    """Changes, lanes and words of each stream, one after the other, given the weights that each is of."""
+    """Changes, lanes and words of each stream, one after the other, given the number of weights of each."""
     out: list[int] = []
     number, most_lanes = reader.number, spec.MAX_LANES_LOG2
     for weights in sizes:
@@ -273,7 +277,7 @@ def parse_cold(
 
 
 def has_changes(heads: Heads, tile: Tile, number: int) -> bool:
-    """Whether a block may have any: one that has none need not be read."""
+    """Whether a block may have changes: a block without changes need not be read."""
     if tile.block_count == 1 or heads.changes[tile.streams(number)].any():
         return True
     first, last = np.searchsorted(heads.cold, (number * BLOCK, (number + 1) * BLOCK))
@@ -283,11 +287,11 @@ def has_changes(heads: Heads, tile: Tile, number: int) -> bool:
 def decode_block(
     payload: Payload, tile: Tile, number: int, old: Bits, table: FrequencyTable, memory: BlockMemory
 ) -> BlockChange | None:
-    """Return the changes of one block of a tile, of a bundle those of the groups that are kept; None if there are none.
+    """Return the changes of one block of a tile (of a bundle, those of local groups); None if there are none.
 
     Raises:
-        FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights are
-        not those that the history is of, or a group does not become what its check says.
+        FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights do
+        not match the history, or a group does not match its check.
     """
     view = _block_view(payload, tile, number, old)
     known = memory.bytes_of(view.borders.size - 1)
@@ -325,7 +329,7 @@ def decode_block(
 
 
 class _BlockView(NamedTuple):
-    """What a payload says of a block, or of the groups of a bundle that are kept, laid end to end."""
+    """The fields of a payload for a block, or for the concatenated local groups of a bundle."""
 
     old: Bits
     borders: NDArray[np.int64]
@@ -337,7 +341,7 @@ class _BlockView(NamedTuple):
 
 def _block_view(payload: Payload, tile: Tile, number: int, old: Bits) -> _BlockView:
     heads, which, begin = payload.heads, tile.streams(number), number * BLOCK
-    if tile.block_count == 1 and tile.kept is None:  # nearly all are, and a dozen steps of numpy cost 20 µs
+    if tile.block_count == 1 and tile.kept is None:  # nearly always, and a dozen numpy calls cost 20 µs
         streams = BlockStreams(heads.changes, heads.lanes, heads.words, payload.words)
         return _BlockView(old, tile.borders, streams, heads.cold, heads.steps)
     ends = borders_of(heads.words)
@@ -359,11 +363,11 @@ def _block_view(payload: Payload, tile: Tile, number: int, old: Bits) -> _BlockV
 
 
 class KeptGroups(NamedTuple):
-    """The groups of a bundle that a process has, laid end to end."""
+    """The local groups of a bundle, concatenated."""
 
     begins: NDArray[np.int64]  # in the bundle
     ends: NDArray[np.int64]
-    borders: NDArray[np.int64]  # among the kept
+    borders: NDArray[np.int64]  # in the concatenation
 
     @classmethod
     def of(cls, tile: Tile) -> "KeptGroups":
@@ -376,24 +380,24 @@ class KeptGroups(NamedTuple):
         return np.concatenate(runs) if runs else weights[:0]
 
     def mask(self, positions: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Which positions of the bundle are in them."""
+        """Which positions of the bundle are in local groups."""
         group = np.searchsorted(self.begins, positions, "right") - 1
         inside: NDArray[np.bool_] = (group >= 0) & (positions < np.append(self.ends, 0)[group])
         return inside
 
     def shrink(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-        """From positions in the bundle, all in them, to positions among the kept."""
+        """From positions in the bundle, all in local groups, to positions in the concatenation."""
         group = np.searchsorted(self.begins, positions, "right") - 1
         return positions.astype(np.int64) - (self.begins - self.borders[:-1])[group]
 
     def expand(self, positions: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """And back."""
+        """The reverse of `shrink`."""
         group = np.searchsorted(self.borders, positions, "right") - 1
         return (positions + (self.begins - self.borders[:-1])[group]).astype(np.uint32)
 
 
 def _check_groups(tile: Tile, heads: Heads, change: BlockChange) -> None:
-    """Raises: VerificationError, if a group that is kept does not move as its check says."""
+    """Raises: VerificationError, if the digest of a local group does not change as its check states."""
     groups = np.flatnonzero(changing(tile, heads.changes, heads.cold))
     promised = dict(zip(groups.tolist(), heads.checks.tolist(), strict=True))
     found = group_checks(tile, change)
@@ -406,7 +410,7 @@ def _check_groups(tile: Tile, heads: Heads, change: BlockChange) -> None:
 
 
 def group_checks(tile: Tile, change: BlockChange) -> dict[int, int]:
-    """Of each group of a bundle that changes, the lower half of how the first sum of the digest moves."""
+    """For each group of a bundle that changes, the lower half of the change of the digest's first sum."""
     borders = np.searchsorted(change.positions, tile.borders)
     groups = np.flatnonzero(borders[1:] > borders[:-1])
     moved = digest.moved_in_runs(tile, change, borders[groups])

@@ -1,11 +1,11 @@
-"""`dense`: the whole tile, for anchors and where so much changed that anything else is larger.
+"""`dense`: the whole tile, for anchors, and for tiles in which so much changed that every other codec is larger.
 
 Payload: for each block of 2^20 weights, one plane per byte of the weights, lowest first; planes are zstd frames where
-that is shorter. Weights of several bytes are taken rotated left by one bit: the sign comes last, and the exponent of
-BF16 and FP32 is a byte of its own, which is all that can be packed of trained weights. Needs no old weights.
+that is shorter. Weights of several bytes are rotated left by one bit first: the sign comes last, and the exponent of
+BF16 and FP32 is a separate byte, the only one of trained weights that compresses. Needs no old weights.
 
-The codec `xor` is the same of the new weights XOR the old ones, for tiles in which most weights change a little: what
-did not change is zero, and so are most upper bits of what did.
+The codec `xor` is the same for the new weights XOR the old ones, for tiles in which most weights change a little:
+unchanged weights are zero, and so are most upper bits of changed ones.
 """
 
 import threading
@@ -49,7 +49,7 @@ def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
     """Yield the weights of each block of a tile of this many weights.
 
     Raises:
-        FormatError: the payload is not one of this codec, or of another length.
+        FormatError: the payload is not one of this codec, or has the wrong length.
     """
     for planes in open_blocks(payload, size, dtype):
         out = np.empty(planes[0].size, dtype)
@@ -69,7 +69,7 @@ def open_blocks(
 
 
 def decode_block(planes: Sequence[PackedPlane], out: Bits) -> None:
-    """Unpack the weights of a block into memory of their own. Raises: FormatError, for broken frames."""
+    """Unpack the weights of a block into out. Raises: FormatError, for damaged frames."""
     room = _room(len(planes))
     unpacked = [plane.unpack_into(row) for plane, row in zip(planes, room, strict=True)]
     if len(unpacked) == 2:

@@ -21,7 +21,7 @@ def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
     """Return positions and values of a tile of this many weights.
 
     Raises:
-        FormatError: positions leave the tile, or the payload is not one of this codec.
+        FormatError: positions are beyond the end of the tile, or the payload is not one of this codec.
     """
     reader = wire.ByteReader(payload, "a gap payload")
     count = reader.number(size)
@@ -40,12 +40,15 @@ def build_gaps(positions: NDArray[np.int64]) -> bytes:
 
 
 def parse_gaps(reader: wire.ByteReader, count: int, size: int) -> NDArray[np.int64]:
-    """Read positions in a tile of this many weights. Raises: FormatError, if one is outside, or there are none."""
+    """Read positions in a tile of this many weights.
+
+    Raises: FormatError, if one is beyond the end, or there are none.
+    """
     width = reader.byte()
     if not 1 <= width <= 6:
         raise FormatError(f"gaps must have 1 to 6 bytes; these have {width}")
     gaps = reader.planes(count, width, np.dtype("<u2" if width <= 2 else "<u8"))
-    # gaps of six bytes, 2^46 of them, would overflow 64 bits: look at the sum in floating point first
+    # gaps of six bytes, 2^46 of them, would overflow 64 bits: check the sum in floating point first
     if count == 0 or float(gaps.sum(dtype=np.float64)) + count > size:
         raise FormatError(f"{reader.what} has changes beyond the end of its tile, or no changes")
     positions = np.cumsum(gaps, dtype=np.int64)

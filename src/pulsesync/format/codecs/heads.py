@@ -1,7 +1,7 @@
-"""The heads of many `context` payloads at once, for a GPU that codes all tiles of a part together.
+"""The headers of many `context` payloads at once, for a GPU that codes all tiles of a part together.
 
-The bytes and the checks are those of `context`; here numpy goes once over all tiles, where there it would cost a model
-of some hundred tiles more time than coding takes.
+The bytes and the checks are those of `context`; here numpy processes all tiles at once. Tile by tile, that would take
+longer than the coding for a model of some hundred tiles.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,14 @@ def build_many(
     blocks: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
     colds: NDArray[np.int64],
 ) -> list[bytes]:
-    """`context.build_heads` of tiles that use one table, up to the cold changes, of which each has so many.
+    """`context.build_heads` of tiles that use one table, up to the cold changes, given their number in each.
 
-    blocks: changes, lanes and words of the blocks of all tiles, those of tile i from first_block[i] to the next one's.
+    blocks: changes, lanes and words of the blocks of all tiles, those of tile i from first_block[i] to first_block[i +
+        1].
     """
     changes, lanes, words = blocks
     coded = changes > 0
-    before = context.borders_of(1 + coded)  # numbers of the blocks before each
+    before = context.borders_of(1 + coded)  # how many numbers precede those of each block
     counts = 2 + np.diff(before[first_block])
     begins = np.cumsum(counts) - counts
     values = np.empty(counts.sum(), np.int64)
@@ -45,7 +46,7 @@ def build_many(
 
 
 def build_cold(first: NDArray[np.int64], cold: NDArray[np.int64], steps: NDArray[np.int64]) -> list[bytes]:
-    """The cold changes of tiles, those of tile i from first[i] to the next one's: positions in the tile, and steps."""
+    """The cold changes of tiles, those of tile i from first[i] to first[i + 1]: positions in the tile, and steps."""
     counts = np.diff(first)
     gaps = cold.copy()
     gaps[1:] -= cold[:-1] + 1
@@ -65,16 +66,16 @@ def build_cold(first: NDArray[np.int64], cold: NDArray[np.int64], steps: NDArray
 
 @dataclass(frozen=True)
 class BegunPayloads:
-    """Payloads of which table and cut are read: what a reader must know to look for the hot weights."""
+    """Payloads of which table and cut are read, which a reader needs to find the hot weights."""
 
     tiles: Sequence[Tile]
     data: Sequence[memoryview]
     tables: NDArray[np.int64]
     cuts: NDArray[np.int64]
-    at: NDArray[np.int64]  # where in each the rest begins
+    at: NDArray[np.int64]  # offset of the rest in each
 
     def part(self, chosen: NDArray[np.intp]) -> "BegunPayloads":
-        """Some of them."""
+        """Some of the payloads."""
         if chosen.size == len(self.tiles):
             return self
         some = chosen.tolist()
@@ -85,7 +86,7 @@ class BegunPayloads:
 def begin(data: Sequence[memoryview], tiles: Sequence[Tile]) -> BegunPayloads:
     """Begin to read the payloads of tiles, at least one. Raises: FormatError, LimitError."""
     most = np.array([_MOST_CUT[tile.tensor.dtype] for tile in tiles], np.int64)
-    if min(map(len, data)) < 3:  # which none has
+    if min(map(len, data)) < 3:  # every payload has more
         return _begin_each(data, tiles, most)
     tables, low, high = np.frombuffer(b"".join([one[:3] for one in data]), np.uint8).reshape(-1, 3).T.astype(np.int64)
     long = low >= 0x80
@@ -96,7 +97,7 @@ def begin(data: Sequence[memoryview], tiles: Sequence[Tile]) -> BegunPayloads:
 
 
 def _begin_each(data: Sequence[memoryview], tiles: Sequence[Tile], most: NDArray[np.int64]) -> BegunPayloads:
-    """The same one by one, which says what is wrong."""
+    """The same one by one, which raises the precise error."""
     found = []
     for one, limit in zip(data, most.tolist(), strict=True):
         reader = wire.ByteReader(one, "a context payload")
@@ -106,30 +107,30 @@ def _begin_each(data: Sequence[memoryview], tiles: Sequence[Tile], most: NDArray
 
 @dataclass(frozen=True)
 class PayloadStreams:
-    """What payloads say of their streams, those of all of them one after the other: of blocks, or groups of bundles."""
+    """The fields of the streams of all payloads, one after the other: of blocks, or of groups of bundles."""
 
     first: NDArray[np.int64]  # where the streams of each payload begin, and where those of the last end
     changes: NDArray[np.int64]
     lanes: NDArray[np.int64]
     words: NDArray[np.int64]
-    colds: NDArray[np.int64]  # of each payload: how many cold changes follow
-    at: NDArray[np.int64]  # and where
+    colds: NDArray[np.int64]  # of each payload: the number of cold changes
+    at: NDArray[np.int64]  # and their offset
 
 
 @dataclass(frozen=True)
 class ColdChanges:
-    """The cold changes of payloads, those of all of them one after the other."""
+    """The cold changes of all payloads, one after the other."""
 
     positions: NDArray[np.int64]  # in the tile
     steps: NDArray[np.int64]
-    checked: NDArray[np.bool_]  # of all streams, whether the payload says how its digest moves
-    checks: NDArray[np.uint32]  # and how: 0 where nothing changes
+    checked: NDArray[np.bool_]  # for all streams, whether the payload has a check
+    checks: NDArray[np.uint32]  # the checks: 0 where nothing changes
 
 
 def parse_streams_of(payloads: BegunPayloads) -> PayloadStreams:
-    """Read what payloads say of their streams. Raises: FormatError, LimitError.
+    """Read the stream fields of payloads. Raises: FormatError, LimitError.
 
-    Those whose streams all have changes are read at once; the others, and those that are wrong, one by one.
+    Payloads whose streams all have changes are read together; the others, and bad ones, one by one.
     """
     borders = [tile.borders for tile in payloads.tiles]
     counts = np.array([some.size for some in borders], np.int64) - 1
@@ -154,9 +155,9 @@ def parse_streams_of(payloads: BegunPayloads) -> PayloadStreams:
 def _at_once(
     payloads: BegunPayloads, sizes: NDArray[np.int64], first: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-    """Two numbers a stream and one more of each payload, which payloads are right so, and where what follows begins.
+    """Two numbers per stream and one more per payload; which payloads have this form; and where the rest begins.
 
-    sizes: of all streams, the weights that each is of; first: where those of each payload begin, and their end.
+    sizes: the number of weights of each stream; first: where the streams of each payload begin, and the end.
     """
     counts, number = np.diff(first), np.arange(first.size - 1)
     wanted, begun = 2 * counts + 1, 2 * first[:-1] + number
@@ -164,7 +165,8 @@ def _at_once(
         one[at : at + 4 * n] for one, at, n in zip(payloads.data, payloads.at.tolist(), wanted.tolist(), strict=True)
     ]
     borders = context.borders_of(np.array([len(window) for window in windows], np.int64))
-    data = np.frombuffer(b"".join((*windows, bytes(int(wanted.max()) + 4))), np.uint8)  # there is something to take
+    # Padding, so that every read is inside.
+    data = np.frombuffer(b"".join((*windows, bytes(int(wanted.max()) + 4))), np.uint8)
     ends = np.flatnonzero(data < 0x80)
     ended = np.searchsorted(ends, borders)
     good = np.diff(ended) >= wanted
@@ -199,7 +201,7 @@ def streams_of(payloads: BegunPayloads, blocks: PayloadStreams) -> list[memoryvi
 
 
 def parse_cold(payloads: BegunPayloads, blocks: PayloadStreams, streams: Sequence[memoryview]) -> ColdChanges:
-    """What stands before the streams of each, as `context.parse_heads` reads it. Raises: as that."""
+    """Read what precedes the streams of each payload, as `context.parse_heads` does. Raises: the same."""
     fields = zip(payloads.data, blocks.at.tolist(), streams, strict=True)
     written = [data[at : len(data) - len(stream)] for data, at, stream in fields]
     counts = blocks.colds
@@ -227,9 +229,9 @@ def _many_cold(
     positions: NDArray[np.int64],
     steps: NDArray[np.int64],
 ) -> None:
-    """Read the cold changes of payloads that have many, which are planes, and take them off what was written.
+    """Read the cold changes of payloads that have many, which are planes, and remove them from `written`.
 
-    Those that are as they should be are read at once, the others one by one.
+    Good payloads are read together, the others one by one.
     """
     tiles, counts = [payloads.tiles[i] for i in many.tolist()], np.diff(first)
     sizes = np.array([tile.size for tile in tiles], np.int64)
@@ -250,7 +252,7 @@ def _many_cold(
 
 
 def _end_of(data: memoryview, count: int) -> int:
-    """The byte after so many LEB128 numbers. Raises: FormatError, if there are fewer."""
+    """The offset after this number of LEB128 numbers. Raises: FormatError, if there are fewer."""
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) < 0x80)
     if ends.size < count:
         raise FormatError("a context payload does not have the number of cold changes that its header states")
@@ -264,9 +266,10 @@ def _checks(
     first: NDArray[np.int64],
     written: Mapping[int, memoryview],
 ) -> tuple[NDArray[np.bool_], NDArray[np.uint32]]:
-    """Of all streams, whether the payload says how its digest moves, and how.
+    """For all streams, whether the payload has a check, and the check.
 
-    cold: where cold changes are, those of each payload from first on; written: by payload, of those that say so.
+    cold: positions of cold changes, those of payload i from first[i] on; written: the checks, by payload, of those that
+        have them.
     """
     checked, checks = np.zeros(blocks.changes.size, np.bool_), np.zeros(blocks.changes.size, np.uint32)
     for i, data in written.items():
@@ -282,7 +285,7 @@ def _checks(
 def _few_cold(
     runs: Sequence[memoryview], counts: NDArray[np.int64], tiles: Sequence[Tile]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Positions and steps of cold changes that are pairs of numbers: so many each, in bytes that they fill."""
+    """Positions and steps of cold changes that are pairs of numbers: `counts` per run, filling its bytes exactly."""
     values = _numbers(runs, 2 * counts)
     gaps, codes = values[::2], values[1::2]
     first = np.cumsum(counts) - counts
@@ -301,7 +304,7 @@ def _few_cold(
 
 
 def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """LEB128 numbers that fill runs of bytes, so many each."""
+    """LEB128 numbers that fill runs of bytes exactly: `counts` per run."""
     data = np.frombuffer(b"".join(runs), np.uint8)
     borders = np.cumsum([len(run) for run in runs])
     ends = np.flatnonzero(data < 0x80)

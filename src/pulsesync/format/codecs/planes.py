@@ -1,7 +1,7 @@
 """Gaps and steps of many tiles in byte planes, at once: the bytes of `gap.build_gaps` and `step.build_steps`.
 
-Where a model has some hundred tiles with some hundred cold changes each, a dozen steps of numpy for each tile cost more
-than all of their zstd frames.
+For a model of some hundred tiles with some hundred cold changes each, a dozen numpy calls per tile cost more than all
+of their zstd frames.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from pulsesync.format import wire
 
-MOST_GAP_BYTES = 4  # of what is read at once: sums of such gaps do not overflow 64 bits
-_ENDS = 1 << 8 * np.arange(1, 8)  # beyond the numbers of one byte, two, ...
+MOST_GAP_BYTES = 4  # of gaps that are read together: their sums do not overflow 64 bits
+_ENDS = 1 << 8 * np.arange(1, 8)  # first numbers that do not fit one byte, two, ...
 _MAGIC = np.frombuffer(b"\x28\xb5\x2f\xfd", np.uint8)
 _HEAD = 12  # bytes of a plain frame, at most, before the content of its block
 
 
 def build(gaps: NDArray[np.int64], codes: NDArray[np.int64], counts: NDArray[np.int64]) -> list[bytes]:
-    """Write the gaps of tiles and the codes of their steps, so many each and more than 16, one tile after the other."""
+    """Write the gaps of tiles and the codes of their steps, `counts` per tile (more than 16), tile after tile."""
     first = np.cumsum(counts) - counts
     both = gaps, codes
     widths = [1 + np.searchsorted(_ENDS, np.maximum.reduceat(values, first), "right") for values in both]
@@ -44,7 +44,7 @@ def _columns(values: NDArray[np.int64], width: int) -> list[bytes]:
 
 
 class ParsedPlanes(NamedTuple):
-    """What was read of tiles: of those that are good, the others are for a reader that says what is wrong with them."""
+    """What was read of good tiles; the others are left to a reader that raises the precise error."""
 
     good: NDArray[np.bool_]
     used: NDArray[np.int64]  # bytes
@@ -58,10 +58,10 @@ def parse(
     sizes: NDArray[np.int64],
     itemsizes: NDArray[np.int64],
 ) -> ParsedPlanes:
-    """Read gaps and steps of tiles, so many each (at least one), of so many weights of so many bytes.
+    """Read gaps and steps of tiles, given the changes (at least one), weights and bytes per weight of each.
 
-    Good are tiles that `gap.parse_gaps` and `step.parse_steps` would read, and of these at least those with frames as
-    `build` writes them and gaps of four bytes at most.
+    Every tile that is reported as good would also be read by `gap.parse_gaps` and `step.parse_steps`. Of these, all
+    with frames as `build` writes them and gaps of four bytes at most are good.
     """
     lengths = np.array([len(one) for one in written], np.int64)
     ends = np.cumsum(lengths)
@@ -91,10 +91,10 @@ def parse(
 def _positions(
     gaps: NDArray[np.unsignedinteger], counts: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Positions in tiles of so many weights, and in which tiles all of them are."""
+    """Positions in tiles of these sizes, and which tiles contain all of theirs."""
     past = np.zeros(gaps.size + 1, np.int64)
     np.cumsum(gaps, out=past[1:])
-    past += np.arange(gaps.size + 1)  # of each, where the next one could be, all tiles laid end to end
+    past += np.arange(gaps.size + 1)  # for each, the lowest next position, with all tiles concatenated
     ends = np.cumsum(counts)
     before = past[ends - counts]
     inside: NDArray[np.bool_] = past[ends] - before <= sizes
@@ -102,14 +102,14 @@ def _positions(
 
 
 class _Bytes(NamedTuple):
-    """The bytes of all tiles, and some more so that there is something to look at."""
+    """The bytes of all tiles, padded so that every read is inside."""
 
     view: memoryview
     array: NDArray[np.uint8]
 
 
 class _Planes(NamedTuple):
-    """Where the k-th planes of tiles are: of those that have one."""
+    """Where the k-th planes of tiles are, for tiles that have one."""
 
     tiles: NDArray[np.intp]
     begins: NDArray[np.int64]
@@ -125,9 +125,9 @@ def _find(
     widest: NDArray[np.int64] | np.int64,
     good: NDArray[np.bool_],
 ) -> list[_Planes]:
-    """Find the planes of numbers, by the byte that says how many bytes these have; move `at` on behind them.
+    """Find the planes of numbers, by the byte that gives their width; move `at` past them.
 
-    A tile that is irregular is not good any more; so is a frame of 2^14 bytes, which is worth a reader of its own.
+    An irregular tile is no longer good; neither is one with a frame of 2^14 bytes, which is read separately.
     """
     data, last = bytes_.array, bytes_.array.size - _HEAD
     widths = data[np.minimum(at, last)].astype(np.int64)
@@ -153,9 +153,9 @@ def _find(
 def _are_plain(
     data: NDArray[np.uint8], begins: NDArray[np.int64], sizes: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Which zstd frames promise so many bytes, ask for no more memory, and end with their only block."""
+    """Which zstd frames state these sizes, ask for no more memory, and consist of one block."""
     head = data[np.minimum(begins, data.size - _HEAD)[:, None] + np.arange(_HEAD)].astype(np.int64)
-    kind = np.minimum(head[:, 4] >> 6, 2)  # of the content size: in 1, 2 (less 256) or 4 bytes; 8 are never needed
+    kind = np.minimum(head[:, 4] >> 6, 2)  # of the content size: 1, 2 (minus 256) or 4 bytes; 8 are never needed
     fine = (head[:, :4] == _MAGIC).all(axis=1) & (head[:, 4] & 0x3F == 0x20) & (head[:, 4] < 0xC0)
     content = head[:, 5] | np.where(kind > 0, head[:, 6] << 8, 0) | np.where(kind > 1, head[:, 7] << 16, 0)
     fine &= (content + np.where(kind == 1, 256, 0) == counts) & ((kind < 2) | (head[:, 8] == 0))
@@ -171,11 +171,11 @@ def _are_plain(
 def _unpack(
     bytes_: _Bytes, found: Sequence[Sequence[_Planes]], counts: NDArray[np.int64], good: NDArray[np.bool_]
 ) -> tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]] | None:
-    """The numbers whose planes were found, of good tiles; None if a frame is broken."""
+    """The numbers whose planes were found, of good tiles; None if a frame is damaged."""
     pieces: list[list[memoryview]] = []
     frames: list[memoryview] = []
     sizes: list[int] = []
-    holes: list[tuple[list[memoryview], int]] = []  # where the content of each frame belongs
+    holes: list[tuple[list[memoryview], int]] = []  # the destination of each frame's content
     for planes in (one for some in found for one in some):
         mine: list[memoryview] = []
         chosen = good[planes.tiles]
@@ -201,7 +201,7 @@ def _unpack(
 def _numbers(
     columns: Sequence[bytes], planes: Sequence[_Planes], counts: NDArray[np.int64], good: NDArray[np.bool_]
 ) -> NDArray[np.unsignedinteger]:
-    """Integers of good tiles from their bytes: the lowest of all tiles, then the next of those that have one."""
+    """Integers of good tiles from their bytes: the lowest of all tiles, then the next of the tiles that have it."""
     width = 1 << max(len(columns) - 1, 0).bit_length()
     out = np.zeros((counts[good].sum(), width), np.uint8)
     for k, (column, some) in enumerate(zip(columns, planes, strict=True)):

@@ -1,6 +1,6 @@
-"""`raw`: the elements of a tile as they lie in memory, little-endian.
+"""`raw`: the elements of a tile as they are in memory, little-endian.
 
-For anchors where the link is faster than `dense` is packed, and for tiles that `dense` does not make smaller. Needs no
+For anchors where the link is faster than `dense` is encoded, and for tiles that `dense` does not make smaller. Needs no
 old weights.
 """
 
@@ -20,7 +20,7 @@ def encode_block(block: Bits) -> list[bytes | memoryview]:
 
 
 def open_blocks(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]") -> Iterator[memoryview]:
-    """Yield the bytes of each block of a tile of this many weights. Raises: FormatError, for another length."""
+    """Yield the bytes of each block of a tile of this many weights. Raises: FormatError, if the length is wrong."""
     if len(payload) != size * dtype.itemsize:
         raise FormatError(
             f"a raw payload must have the {size * dtype.itemsize} bytes of its tile; this has {len(payload)}"
@@ -30,5 +30,5 @@ def open_blocks(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinte
 
 
 def decode_block(data: memoryview, out: Bits) -> None:
-    """Copy the weights of a block, which may lie at any address, into memory of their own."""
+    """Copy the weights of a block, which may be at any address, into out."""
     out.view(np.uint8)[:] = np.frombuffer(data, np.uint8)

@@ -1,7 +1,7 @@
-"""`step`: sorted positions as gaps, as in `gap`, and how far each weight moves in place of its new value.
+"""`step`: sorted positions as gaps, as in `gap`, and how far each weight moves instead of its new value.
 
 Payload: number of changes; bytes per gap and planes of the gaps; bytes per step and planes of the steps. Steps are
-those of `context`, and most are short: one plane, which packs well. Needs the old weights at its positions alone.
+those of `context`, and most are short: one plane, which compresses well. Needs only the old weights at its positions.
 """
 
 import numpy as np
@@ -19,18 +19,19 @@ def encode(positions: NDArray[np.int64], old: Bits, new: Bits) -> bytes:
 
 
 def decode(payload: memoryview, size: int, itemsize: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return positions and steps of a tile of this many weights of so many bytes each.
+    """Return positions and steps of a tile of this many weights, of `itemsize` bytes each.
 
     Raises:
-        FormatError: positions leave the tile, a step is not as `encode` writes it, or this is no payload of the codec.
+        FormatError: positions are beyond the end of the tile, a step has another form than `encode` writes, or the
+            payload is not one of this codec.
     """
     reader = wire.ByteReader(payload, "a step payload")
     count = reader.number(size)
     positions = parse_gaps(reader, count, size)
     steps = parse_steps(reader, count, itemsize)
     reader.end()
-    # Half the circle is written as a step down: which of the two it is must not depend on the old weight, because a
-    # worker that has a part of a tile does not have all of them.
+    # A step of half the range is written downwards: the direction must not depend on the old weight, because a worker
+    # that has a part of a tile does not have all old weights.
     if (steps == 1 << (8 * itemsize - 1)).any():
         raise FormatError("a step payload has a step of half its dtype's range upwards; it must be written downwards")
     return positions, steps
@@ -44,7 +45,7 @@ def build_steps(steps: NDArray[np.int64]) -> bytes:
 
 
 def parse_steps(reader: wire.ByteReader, count: int, itemsize: int) -> NDArray[np.int64]:
-    """Read steps of weights of so many bytes: none is 0, none is longer than half the circle. Raises: FormatError."""
+    """Read steps of weights of this size: none is 0, none is longer than half the range. Raises: FormatError."""
     width = reader.byte()
     if not 1 <= width <= itemsize:
         raise FormatError(f"steps must have 1 to {itemsize} bytes; these have {width}")
