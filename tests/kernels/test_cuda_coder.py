@@ -536,5 +536,5 @@ def test_a_history_of_other_weights_is_refused(device: str) -> None:
     c = case("BF16", 3, device)
     others = [bits.copy() for bits in c.old]
     others[1][:] = 0  # more of them are below the cut than there were
-    with pytest.raises(VerificationError, match="somebody else wrote them"):
+    with pytest.raises(VerificationError, match="something other than a sync wrote them"):
         find_hot(c.pile, locate(c.pile, others), np.full(4, c.cut), c.memories)()

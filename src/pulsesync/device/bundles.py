@@ -424,7 +424,9 @@ class ReceiverBundles:
         places: Where those that are local lie in its tensors.
         source: The tensors.
         ties: Names of tensors that are tied to others in the group, and the names of those; they may have their own
-        memory in this process. device: The first device of the tensors. sums: The digests of the bundles.
+            memory in this process.
+        device: The first device of the tensors.
+        sums: The digests of the bundles.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ class PieceTable:
     Args:
         begins: Where each begins in the run.
         geometry: For each its number of weights, columns, and the distance between rows in weights; 0: it is
-        contiguous. device: Where the tables are.
+            contiguous.
+        device: Where the tables are.
     """
 
     def __init__(

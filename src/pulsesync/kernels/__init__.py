@@ -19,11 +19,11 @@ def load(name: str) -> Any:
 def _best() -> str:
     try:
         load("cpu")
-    except ImportError:  # no numba, or one that does not go with the numpy that is there
+    except ImportError:  # no numba, or one that does not support the installed numpy
         return "reference"
     return "cpu"
 
 
 def active() -> Any:
-    """Return the module whose functions to call; `cpu` and `reference` have the same ones."""
+    """Return the module whose functions to call; `cpu` and `reference` have the same functions."""
     return load(_best())

@@ -1,17 +1,18 @@
 """The entropy coder for CPUs: count, encode and decode the hot weights of blocks. Part of `cpu`.
 
-One call takes a span of consecutive weights that holds one block or many: `borders` says where each begins and `ranks`
+One call processes a span of consecutive weights with one block or many: `borders` has where each begins, and `ranks`
 where its bytes begin in the history; positions count from the start of the span. A block without hot changes is neither
-counted nor coded, but its history goes along.
+counted nor coded, but its history is updated.
 
-Weights are taken 4,096 at a time, in short loops with one job each: mark the hot ones in bits, list them, look up their
-history and their rows of the tables, and only then decide. Nearly all decisions are "unchanged", so the loops over
-decisions know that symbol alone, and what changed is found by its rank among the marks or met as an exception. What the
-count looked up is kept for the encoder, two bytes a decision. The coder keeps up to 32 independent rANS states that
-share one stream of words, so that a CPU overlaps their long latencies and a GPU can give each its own thread.
+Weights are processed 4,096 at a time, in short loops with one task each: mark the hot ones in bits, list them, look up
+their history and their rows of the tables, and only then decide. Nearly all decisions are "unchanged", so the loops
+over decisions handle only that symbol, and changes are found by their rank among the marks, or are handled as
+exceptions. What the count has looked up is kept for the encoder, two bytes per decision. The coder keeps up to 32
+independent rANS states that share one stream of words, so that a CPU overlaps their long latencies and a GPU can give
+each its own thread.
 
-Arrays are passed to functions that take a chunk, never to ones that take a weight: numba may count references to them
-at each call, with atomic instructions that cost more than the work.
+Arrays are passed to functions that process a chunk, never to ones that process a weight: numba may count references to
+them at each call, with atomic instructions that cost more than the work.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 from pulsesync.kernels import spec
 from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, list_marked, mark_below, popcount, prefetch
 
-_CHUNK = 4096  # weights taken at a time
+_CHUNK = 4096  # weights processed at a time
 _P = spec.PROBABILITY_BITS
 _SLOT = U((1 << spec.PROBABILITY_BITS) - 1)
 _LOW = U(spec.STATE_LOW)
@@ -32,17 +33,19 @@ _SET_BITS = np.array(  # of every byte, in eight entries each, for `list_marked`
 
 @inner
 def _room_for_chunk() -> Any:
-    """Arrays for a chunk: marks and how many hot weights are before each; of every hot weight its place and age."""
+    """Arrays for a chunk: marks, the number of hot weights before each, and position and age of every hot weight."""
     marks, preceding = np.empty(_CHUNK // 64, np.uint64), np.empty(_CHUNK // 64, np.uint64)
     return marks, preceding, np.empty(_CHUNK + 8, np.uint16), np.empty(_CHUNK, np.uint8)
 
 
 @inner
 def _find(old: Any, start: Any, end: Any, cut: Any, marks: Any, preceding: Any, places: Any) -> Any:
-    """Mark the weights from start to end whose magnitude is below the cut and list their places; return how many.
+    """Mark the weights from start to end whose magnitude is below the cut and list their positions.
 
-    The chunk after this one is fetched meanwhile: the loops between two chunks are long enough for the CPU to forget
-    that it was reading a stream.
+    Return their number.
+
+    The next chunk is prefetched meanwhile: the loops between two chunks are so long that the hardware prefetcher loses
+    the stream.
     """
     magnitude = old.dtype.type((ONE << U(8 * old.itemsize - 1)) - ONE)
     groups = (end - start) >> U(6)
@@ -65,7 +68,7 @@ def _find(old: Any, start: Any, end: Any, cut: Any, marks: Any, preceding: Any, 
 
 @inner
 def _below(mark: Any, place: Any) -> Any:
-    """How many bits of a mark stand below that of a place in the chunk."""
+    """The number of bits in a mark below that of a position in the chunk."""
     return popcount(mark & ((ONE << (place & U(63))) - ONE))
 
 
@@ -74,7 +77,10 @@ def _look_up(
     old: Any, start: Any, count: Any, places: Any, shift: int, cut: int, firsts: Any, last: Any, rank: Any, known: Any,
     tracked: int, ages: Any, rows: Any, at: Any,
 ) -> Any:  # fmt: skip
-    """Write history and row (from at on) of a chunk's hot weights; return the rank after them, NEVER if past known."""
+    """Write history and row (from `at` on) of a chunk's hot weights.
+
+    Return the rank after them, or NEVER if it exceeds `known`.
+    """
     magnitude, tracked_cut = (ONE << U(8 * old.itemsize - 1)) - ONE, U(tracked) << U(shift)
     if tracked == cut:
         if rank + count > known:
@@ -107,7 +113,7 @@ def _first_rows(rows: Any, row_bits: int) -> Any:
 
 @inner
 def _step(bits: Any, symbol: Any, extra: Any, width: Any) -> Any:
-    """Move one weight by the step that a symbol and its extra bits name."""
+    """Move one weight by the step of a symbol and its extra bits."""
     full = (ONE << width) - ONE
     sign = ONE << (width - ONE)
     t = (symbol - ONE) >> ONE
@@ -121,13 +127,13 @@ def _step(bits: Any, symbol: Any, extra: Any, width: Any) -> Any:
 
 @inner
 def _room(old: Any, last: Any, tracked: int, cut: int, index: int, entering: Any) -> Any:
-    """An array that the history after a patch fits in."""
+    """An array that is large enough for the history after a patch."""
     return np.empty(((last.size if tracked == cut else old.size) if index else 0) + entering.size, np.uint8)
 
 
 @inner
 def _keep(ages: Any, done: Any, end: Any, remembered: Any, kept: Any) -> Any:
-    """Remember the hot weights of a chunk from done to end; return how many bytes are remembered then."""
+    """Write the history of the hot weights of a chunk from done to end; return the number of bytes so far."""
     for h in range(end - done):
         remembered[kept + U(h)] = ages[done + U(h)]
     return kept + (end - done)
@@ -138,7 +144,7 @@ def _let_in(
     limit: Any, start: Any, marks: Any, preceding: Any, ages: Any, done: Any, e: Any, entering_at: Any, entering: Any,
     index: Any, remembered: Any, kept: Any,
 ) -> Any:  # fmt: skip
-    """Remember the entering weights that stand before a limit, each after the hot weights before it."""
+    """Write the history of the entering weights before a limit, each after the hot weights before it."""
     while e < U(entering.size) and U(entering_at[e]) < limit:
         place = U(entering_at[e]) - start
         rank = preceding[place >> U(6)] + _below(marks[place >> U(6)], place)
@@ -155,7 +161,7 @@ def count_blocks(
     old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
     positions: Any, new: Any, symbols: Any, counts: Any, index: int, entering_at: Any, entering: Any, found: Any,
 ) -> Any:  # fmt: skip
-    """See `cpu.count_blocks`; found has room for a row of every weight."""
+    """See `cpu.count_blocks`; found has space for a row of every weight."""
     magnitude, wide = (ONE << U(8 * old.itemsize - 1)) - ONE, U(row_bits)
     small, hot_cut, firsts = old.dtype.type(cut << shift), U(cut) << U(shift), _first_rows(rows, row_bits)
     marks, preceding, places, ages = _room_for_chunk()
@@ -236,9 +242,9 @@ def _put_raw(x: Any, value: Any, k: Any, stream: Any, at: Any) -> Any:
 
 @inner
 def _advance(x: Any, begin: Any, frequency: Any, reciprocal: Any) -> Any:
-    """Code a symbol in a state that has room for it.
+    """Code a symbol in a state that has space for it.
 
-    Multiplying 32-bit numbers matters: some CPUs take three times as long for 64-bit ones.
+    Multiplication of 32-bit numbers matters: some CPUs need three times as long for 64-bit ones.
     """
     quotient = (U(np.uint32(x)) * reciprocal) >> U(32)  # or one less than that
     quotient += U(x - quotient * frequency >= frequency)
@@ -252,16 +258,16 @@ def encode_blocks(
 ) -> Any:  # fmt: skip
     """Return the blocks' streams (uint16) one after the other, and where each begins.
 
-    rows, changed and symbols are what the count found: of every decision the row; and which of them change, by which
-    symbol. Weights have width bits. A stream is the lanes' first states, then the words in the order a reader takes
-    them. rANS is last in, first out, so decisions are walked from the last to the first.
+    rows, changed and symbols are results of the count: the row of every decision; which decisions are changes, and
+    their symbols. Weights have `width` bits. A stream is the lanes' first states, then the words in the order in which
+    a reader needs them. rANS is last in, first out, so decisions are processed from the last to the first.
     """
-    wide, listed = U(row_bits), U(width + spec.DIRECT - 3)  # size classes from there on have no raw bits
+    wide, listed = U(row_bits), U(width + spec.DIRECT - 3)  # higher size classes have no raw bits
     unchanged = np.empty(cumulative.size >> row_bits, np.uint64)  # by row, reciprocal and frequency in one word
     for row in range(unchanged.size):
         unchanged[row] = U(reciprocals[row << row_bits]) << U(32) | U(cumulative[(row << row_bits) + 1])
-    # By row: 2^46 over the frequency, rounded up. Times a state that has room, which is below 2^18 times the frequency,
-    # this stays below 2^64 and gives the quotient itself: fewer steps to wait for than `_advance` has.
+    # By row: 2^46 over the frequency, rounded up. Multiplied by a state that has space, which is below 2^18 times the
+    # frequency, this stays below 2^64 and yields the exact quotient, with a shorter dependency chain than `_advance`.
     exact = np.empty(unchanged.size, np.uint64)
     for row in range(exact.size):
         frequency = U(max(1, cumulative[(row << row_bits) + 1]))
@@ -282,7 +288,7 @@ def encode_blocks(
         while d > begin:
             here = p > 0 and U(changed[p - ONE]) >= begin
             stop = U(changed[p - ONE]) + ONE if here else begin
-            if lane_mask == 0:  # in a register: each decision waits for the state that the last one leaves
+            if lane_mask == 0:  # in a register: each decision depends on the state after the last one
                 x = U(states[0])
                 while d > stop:
                     d -= ONE
@@ -332,7 +338,7 @@ def encode_blocks(
 
 @inner
 def _move_cold(old: Any, shift: int, cut: int, cold_at: Any, cold_steps: Any) -> Any:
-    """Return cold weights after their steps, those that turn hot (position, and 0x80 if down), and 0 or the fault."""
+    """Return cold weights after their steps, those that become hot (position, and 0x80 if down), and 0 or the fault."""
     width = U(8 * old.itemsize)
     full, sign, hot_cut = (ONE << width) - ONE, ONE << (width - ONE), U(cut) << U(shift)
     out = np.empty(cold_at.size, old.dtype)
@@ -359,10 +365,10 @@ def decode_blocks(
 ) -> Any:  # fmt: skip
     """Return positions, old and new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault.
 
-    sizes: of steps, those that the table lists (uint32); its last symbols are theirs, up and down. lengths: how many
-    of the words each block has. cold_at and cold_steps: where cold weights of the span change (int64, ascending, inside
-    it), and by how much; they are among what is returned. Never reads or writes out of bounds, whatever the words are;
-    stops at the first fault (see `spec.FAULTS`).
+    sizes: the step sizes that the table lists (uint32); its last symbols are theirs, up and down. lengths: the number
+    of words of each block. cold_at and cold_steps: positions of cold changes in the span (int64, ascending, inside it),
+    and their steps; they are included in the result. Never reads or writes out of bounds, whatever the words are; stops
+    at the first fault (see `spec.FAULTS`).
     """
     width = U(8 * old.itemsize)
     magnitude, wide = (ONE << (width - ONE)) - ONE, U(row_bits)
@@ -415,7 +421,7 @@ def decode_blocks(
             done = U(0)
             h, decided = U(0), count if coded else U(0)
             while True:
-                if lane_mask == 0:  # in a register: each decision waits for the state that the last one leaves
+                if lane_mask == 0:  # in a register: each decision depends on the state after the last one
                     x = U(states[0])
                     while h < decided:
                         slot, frequency = x & _SLOT, U(unchanged[found[h]])

@@ -1,11 +1,11 @@
 """The hot loops for CPUs, compiled by numba. Same names and same results, bit for bit, as `reference`.
 
 Every function works on at most 2^20 consecutive weights of a tile, one block or several, as a contiguous array of
-unsigned integers. All of them release the GIL, so a thread pool over blocks is all the parallelism there is. None
-checks its arguments beyond what memory safety needs: the codecs above have done that.
+unsigned integers. All of them release the GIL, and parallelism comes from a thread pool over blocks. None checks its
+arguments beyond what memory safety needs: the codecs have done that.
 
-The entropy coder and the rounds of LoCo have files of their own; here are the comparison, which takes 64 weights at a
-time, the steps of what changed, and the digest.
+The entropy coder and the rounds of LoCo are in separate files; here are the comparison, which processes 64 weights at a
+time, the steps of changes, and the digest.
 """
 
 import threading
@@ -58,14 +58,15 @@ _scratch = threading.local()
 _CHUNK_BITS = spec.CHUNK_BITS
 _CHUNK = 1 << spec.CHUNK_BITS
 
-# Needed where the coder has not met a block's hot weights itself, which is rare: not worth a second of compiling.
+# Needed where the coder has not processed a block's hot weights, which is rare: not worth a second of compilation.
 advance_history = reference.advance_history
 
 
 def changed(old: Any, new: Any) -> Any:
     """Return where the bits of two equally long arrays differ: positions (uint32, ascending), old bits, new bits."""
     if old.itemsize != 2:
-        # another compiled version for each dtype would cost a newcomer more seconds than it ever saves: numpy is near
+        # another compiled version for each dtype would cost more time at first use than it ever saves: numpy is nearly
+        # as fast
         return reference.changed(old, new)
     if not hasattr(_scratch, "positions") or _scratch.positions.size < old.size:
         _scratch.positions = np.empty(old.size, np.uint32)
@@ -77,10 +78,10 @@ def changed(old: Any, new: Any) -> Any:
 
 @compiled
 def _differ(old: Any, new: Any, positions: Any, before: Any, after: Any) -> Any:
-    """Write where weights differ, and both of them, while they are in the cache; return how many there are.
+    """Write where weights differ, and both of them, while they are in the cache; return their number.
 
-    The caller keeps the arrays from call to call: fresh memory for the worst case costs as much, in pages zeroed by the
-    system, as the comparison.
+    The caller keeps the arrays from call to call: new memory for the worst case costs as much time, in pages that the
+    system zeroes, as the comparison.
     """
     k, first, end = U(0), U(0), U(old.size)
     while first < end:
@@ -94,7 +95,7 @@ def _differ(old: Any, new: Any, positions: Any, before: Any, after: Any) -> Any:
             i = first + trailing_zeros(mark)
             a, b = old[i], new[i]
             positions[k], before[k], after[k] = i, a, b
-            k += U(a != b)  # they are equal if another process wrote them between the two looks
+            k += U(a != b)  # they are equal if another process wrote them between the two reads
             mark &= mark - ONE
         first += U(64)
     return k
@@ -122,7 +123,7 @@ def scatter(bits: Any, positions: Any, new: Any) -> None:
 def _scatter(bits: Any, positions: Any, new: Any) -> None:
     ahead = max(0, positions.size - 16)
     for k in range(ahead):
-        prefetch(bits, positions[k + 16])  # else each write waits for memory
+        prefetch(bits, positions[k + 16])  # otherwise each write waits for memory
         bits[positions[k]] = new[k]
     for k in range(ahead, positions.size):
         bits[positions[k]] = new[k]
@@ -130,14 +131,14 @@ def _scatter(bits: Any, positions: Any, new: Any) -> None:
 
 @compiled
 def gather_runs(addresses: Any, starts: Any, out: Any) -> None:
-    """Copy runs of weights, which begin at these addresses, one after the other to where each starts in out."""
+    """Copy runs of weights from these addresses to where each starts in out."""
     for n in range(addresses.size):
         copy_from(out, starts[n], addresses[n], starts[n + 1] - starts[n])
 
 
 @compiled
 def scatter_to_runs(addresses: Any, starts: Any, positions: Any, new: Any) -> None:
-    """Write weights at ascending positions, all of which must be inside, of such runs laid end to end."""
+    """Write weights at ascending positions, all of which must be inside, of such runs, concatenated."""
     n = 0
     for k in range(positions.size):
         at = np.int64(positions[k])
@@ -150,15 +151,15 @@ def count_blocks(
     old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
     positions: Any, new: Any, symbols: Any, counts: Any, index: int, entering_at: Any, entering: Any,
 ) -> Any:  # fmt: skip
-    """Add the blocks' decisions to counts, laid out as `tables.Contexts` says; return how many each block has.
+    """Add the blocks' decisions to counts, in the order of `tables.Contexts`; return the number of each block.
 
-    positions, new and symbols hold the changed hot weights alone. If this is patch `index` of an epoch (0: of none),
+    positions, new and symbols contain only the changed hot weights. If this is patch `index` of an epoch (0: of none),
     the history after it is returned next, as `advance_history` would make it, and where the bytes of each block begin
-    in it; for that, entering holds the cold weights that turn hot. A block whose history is not of its weights has -1
-    decisions, and nothing after it is counted.
+    in it; for that, entering has the cold weights that become hot. A block whose history does not match its weights has
+    -1 decisions, and nothing after it is counted.
 
-    Last comes what `encode_blocks` needs: the row of every decision (uint16); which decisions change (uint32), and by
-    which symbol (uint8) once its direction is counted from the last one.
+    Last comes what `encode_blocks` needs: the row of every decision (uint16); which decisions are changes (uint32), and
+    their symbols (uint8) with directions relative to the last ones.
     """
     if not hasattr(_scratch, "rows") or _scratch.rows.size < old.size:
         _scratch.rows = np.empty(old.size, np.uint16)
@@ -168,7 +169,7 @@ def count_blocks(
 
 @compiled
 def split_planes(weights: Any, low: Any, high: Any) -> None:
-    """Write the lower and the upper bytes of 16-bit weights whose sign has been moved behind their last bit."""
+    """Write the lower and the upper bytes of 16-bit weights whose sign has been moved after their last bit."""
     for k in range(weights.size):
         low[k] = np.uint8(weights[k] << np.uint16(1) | weights[k] >> np.uint16(15))
         high[k] = np.uint8(weights[k] >> np.uint16(7))
@@ -186,9 +187,9 @@ def join_planes(low: Any, high: Any, out: Any) -> None:
 def huffman_streams(pairs: Any, borders: Any, codes: Any, out: Any) -> Any:
     """Write four streams of Huffman codes for each block of bytes; return their sizes, or none if a code is missing.
 
-    pairs: the bytes, two at a time; borders: of the blocks, in pairs, multiples of 4; codes: of each pair, its bits
-    shifted by 5 and their number, at most 22. A stream is read from its end; a bit that is set marks that. out has room
-    for 12 bits a byte.
+    pairs: the bytes, two at a time; borders: of the blocks, in pairs, multiples of 4; codes: for each pair, its bits
+    shifted by 5 and their number, at most 22. A stream is read from its end, which a set bit marks. out has space for
+    12 bits per byte.
     """
     sizes = np.empty((borders.size - 1, 4), np.int64)
     at = 0
@@ -230,11 +231,11 @@ def _huffman_stream(pairs: Any, codes: Any, out: Any) -> Any:
 
 @compiled
 def sample_classes(old: Any, shift: int) -> Any:
-    """Count the classes of a fixed 16 of every 1021 weights: enough to choose a cut by, at a sixtieth of the cost."""
+    """Count the classes of a fixed 16 of every 1021 weights: enough to choose a cut, at a sixtieth of the cost."""
     magnitude = (ONE << U(8 * old.itemsize - 1)) - ONE
     out = np.zeros(256, np.int64)
     for start in range(0, old.size, spec.SAMPLE_PERIOD):
-        prefetch(old, start + 8 * spec.SAMPLE_PERIOD)  # else the CPU waits for memory at each run
+        prefetch(old, start + 8 * spec.SAMPLE_PERIOD)  # otherwise the CPU waits for memory at each run
         for i in range(start, min(start + spec.SAMPLE_RUN, old.size)):
             out[(U(old[i]) & magnitude) >> U(shift)] += 1
     return out
@@ -244,9 +245,9 @@ def sample_classes(old: Any, shift: int) -> Any:
 def steps(old: Any, new: Any, shift: int) -> Any:
     """Return symbol (uint8), extra bits (uint32) and old class (uint8) of each change, and the changes by class.
 
-    A step is the distance in units of the last place: bits are first put in the order of the values they stand for,
-    -0.0 just below +0.0, so neighbours differ by one. Symbols are 1 + 2 * size class + (1 if downwards); symbol 0,
-    unchanged, does not occur here.
+    A step is the distance in units of the last place: bits are first mapped to the order of their values, -0.0 just
+    below +0.0, so neighbours differ by one. Symbols are 1 + 2 * size class + (1 if downwards); symbol 0, unchanged,
+    does not occur here.
     """
     width = U(8 * old.itemsize)
     full = (ONE << width) - ONE
@@ -279,9 +280,9 @@ def steps(old: Any, new: Any, shift: int) -> Any:
 
 @compiled
 def split(positions: Any, new: Any, symbols: Any, extras: Any, classes: Any, shift: int, cut: int) -> Any:
-    """Part changes: of hot weights position, new bits, symbol, extra bits; of cold ones position and signed step.
+    """Separate changes: of hot weights position, new bits, symbol, extra bits; of cold ones position and signed step.
 
-    Last come the cold weights that turn hot: position, and 0x80 if they went down.
+    Last are the cold weights that become hot: position, and 0x80 if they moved down.
     """
     magnitude = (ONE << U(8 * new.itemsize - 1)) - ONE
     hot = 0
@@ -346,7 +347,7 @@ def digest_weights(units: Any, first: int, count: int, pieces: Any, per: int, ke
     """Sum unit * key over `count` weights of a tile, from weight `first` on; weights have `per` units each.
 
     pieces: the tile's table of them (see `Tile.piece_table`). units: those of these weights, in the order of the tile;
-    or, in_place, those of the whole tensor that the tile is in.
+    or, with in_place, those of the whole tensor of the tile.
     """
     total, second = U(0), U(0)
     position, end = first, first + count
@@ -375,9 +376,9 @@ def _weigh_changes(
     positions: Any, k: Any, end: Any, shift: int, start: int, columns: int, stride: int, offset: Any, per: int,
     old: Any, new: Any, keys: Any,
 ) -> Any:  # fmt: skip
-    """How the two sums move by changes k to end, all of one piece, in which they are at position + shift.
+    """How changes k to end change the two sums; all are in one piece, at position + shift.
 
-    What the changes of a chunk sum up to is multiplied by its key once.
+    The sum over the changes of a chunk is multiplied by its key once.
     """
     total, second = U(0), U(0)
     chunk, next_chunk, a, b = U(0), U(0), U(0), U(0)
@@ -403,7 +404,7 @@ def _weigh_changes(
 def digest_change(
     positions: Any, first: int, pieces: Any, per: int, old: Any, new: Any, keys: Any, runs: Any,
 ) -> Any:  # fmt: skip
-    """How the two sums move when weights of a tile go from old to new, and how the first moves by each run of changes.
+    """How the two sums change when weights of a tile change from old to new, and how each run changes the first sum.
 
     Positions ascend and count from weight `first` of the tile. pieces: the tile's table of them (see
     `Tile.piece_table`). Weights have `per` units each. runs: where each run begins in positions, the first at 0.

@@ -1,15 +1,15 @@
 """The hot loops for GPUs, in Triton: one launch for all blocks of a dtype.
 
-Weights are read where they lie: a launch is given the address of every block. Bundles whose weights lie in many tensors
-are gathered first, by one launch for all of them. A block is cut into chunks of 4,096 weights, one program each. What
-holds of few weights of a chunk (they changed, they are hot) is first written as a bitmap, reading words of eight bytes
-at memory speed; a second launch walks the bits that are set, one thread for 32 weights. Where a chunk's results begin,
-a prefix sum over counts tells, and inside it the bits before.
-The entropy coder gives each block a warp, whose threads are the coder's lanes. Results are those of `reference`.
+Weights are read in place: a launch is given the address of every block. Bundles whose weights lie in many tensors are
+gathered first, by one launch for all of them. A block is cut into chunks of 4,096 weights, one program each. A property
+of few weights of a chunk (changed, or hot) is first written as a bitmap, reading words of eight bytes at memory speed;
+a second launch walks the set bits, one thread for 32 weights. A prefix sum over counts yields where a chunk's results
+begin, and the number of bits before yields the place inside it. The entropy coder gives each block a warp, whose
+threads are the coder's lanes. Results are those of `reference`.
 
 The kernels of a LoCo round (`gpu.rounds`) compute in FP32; all others work on bits.
 
-ITEM is the size of a weight in bytes, SHIFT where its exponent begins. Bits of weights travel as unsigned integers.
+ITEM is the size of a weight in bytes, SHIFT where its exponent begins. Bits of weights are unsigned integers.
 """
 
 from pulsesync.kernels.gpu.coder import decode, encode, pack

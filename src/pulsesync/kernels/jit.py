@@ -1,4 +1,4 @@
-"""How the kernels are compiled, and the machine instructions that numba has no name for."""
+"""How the kernels are compiled, and the machine instructions for which numba has no function."""
 
 import logging
 from typing import Any
@@ -9,18 +9,18 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-U = np.uint64  # numba makes floats of sums of signed and unsigned numbers: kernels count in unsigned ones throughout
+U = np.uint64  # numba turns sums of signed and unsigned numbers into floats: kernels use only unsigned numbers
 ONE = U(1)
 NEVER = ~U(0)  # a position that no weight has
 
 # numba logs every step of its compiler at DEBUG: 53,000 lines for our kernels in a program whose root logger is set to
-# that level. A level that the program has set is left alone.
+# that level. A level that the program has set is not changed.
 if logging.getLogger("numba").level == logging.NOTSET:
     logging.getLogger("numba").setLevel(logging.WARNING)
 
 
 def can_cache() -> bool:
-    """Whether numba finds a folder to keep compiled kernels in; it refuses to decorate where it does not."""
+    """Whether numba finds a folder to keep compiled kernels in; without one it refuses to decorate functions."""
     try:
         njit(cache=True)(can_cache)
     except RuntimeError:
@@ -53,7 +53,7 @@ def store_word(typing_context: Any, array: Any, at: Any, word: Any) -> Any:
 
 @intrinsic
 def copy_from(typing_context: Any, array: Any, at: Any, address: Any, count: Any) -> Any:
-    """Copy this many elements, which lie at an address, into an array, from its place `at` on."""
+    """Copy this many elements from an address into an array, from its index `at` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -66,7 +66,7 @@ def copy_from(typing_context: Any, array: Any, at: Any, address: Any, count: Any
 
 @intrinsic
 def store_at(typing_context: Any, address: Any, at: Any, value: Any) -> Any:
-    """Write an element at its place in the run of memory that begins at an address."""
+    """Write an element at its index in the memory that begins at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         run = builder.inttoptr(args[0], ir.IntType(value.bitwidth).as_pointer())
@@ -84,7 +84,7 @@ def popcount(typing_context: Any, x: Any) -> Any:
 
 @intrinsic
 def prefetch(typing_context: Any, bits: Any, start: Any) -> Any:
-    """Ask for the 64 weights from start on, which may lie outside the array, to be in the cache soon."""
+    """Prefetch the 64 weights from start on, which may be outside the array."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -101,7 +101,7 @@ def prefetch(typing_context: Any, bits: Any, start: Any) -> Any:
 
 @intrinsic
 def mark_below(typing_context: Any, bits: Any, start: Any, cut: Any) -> Any:
-    """Say by the bits of a uint64 which of the 64 weights from start on have a magnitude below the cut."""
+    """Return which of the 64 weights from start on have a magnitude below the cut, as bits of a uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         weights = _load_64(context, builder, bits, args[0], args[1])
@@ -113,7 +113,7 @@ def mark_below(typing_context: Any, bits: Any, start: Any, cut: Any) -> Any:
 
 @intrinsic
 def mark_changed(typing_context: Any, old: Any, new: Any, start: Any) -> Any:
-    """Say by the bits of a uint64 which of the 64 weights from start on differ."""
+    """Return which of the 64 weights from start on differ, as bits of a uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         before, after = (_load_64(context, builder, k, a, args[2]) for k, a in ((old, args[0]), (new, args[1])))
@@ -131,7 +131,7 @@ def _load_64(context: Any, builder: Any, kind: Any, array: Any, start: Any) -> A
 
 
 def _packed(builder: Any, flags: Any) -> Any:
-    """64 flags as the bits of a number. A plain bitcast takes one instruction a flag where LLVM is older than 17."""
+    """64 flags as the bits of a number. A plain bitcast takes one instruction per flag before LLVM 17."""
     bytes_ = ir.VectorType(ir.IntType(8), 64)
     found = builder.and_(builder.sext(flags, bytes_), bytes_([1 << k % 8 for k in range(64)]))
     for size in (64, 32, 16):  # neighbours are added up, until the bits of eight weights are together in a byte
@@ -143,10 +143,10 @@ def _packed(builder: Any, flags: Any) -> Any:
 
 @intrinsic
 def list_marked(typing_context: Any, mark: Any, first: Any, table: Any, places: Any, at: Any) -> Any:
-    """Write first plus the number of each set bit of a uint64 to places (uint16), from at on; return how many.
+    """Write `first` plus the index of each set bit of a uint64 to places (uint16), from `at` on; return their number.
 
     The table (uint16) lists the set bits of every byte, in eight entries each. All eight are written for each of the
-    eight bytes, so that nothing depends on how many are set: places needs room for eight more than there are.
+    eight bytes, so that there is no branch on their number: places needs space for eight more.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -155,7 +155,7 @@ def list_marked(typing_context: Any, mark: Any, first: Any, table: Any, places: 
         lists, out = (context.make_array(k)(context, builder, a).data for k, a in ((table, args[2]), (places, args[3])))
         count = cgutils.get_or_insert_function(builder.module, ir.FunctionType(bytes_, [bytes_]), "llvm.ctpop.v8i8")
         counts = builder.bitcast(builder.call(count, [builder.bitcast(args[0], bytes_)]), word)
-        sums = builder.mul(counts, word(0x0101010101010101))  # in byte q, how many are set up to there
+        sums = builder.mul(counts, word(0x0101010101010101))  # in byte q, the number of bits set up to there
         at = args[4]
         for q in range(8):
             byte = builder.and_(builder.lshr(args[0], word(8 * q)), word(0xFF))

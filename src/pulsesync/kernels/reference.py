@@ -1,6 +1,6 @@
-"""The kernels in plain numpy and Python: slow, short, and what the others are held against.
+"""The kernels in plain numpy and Python: slow, short, and the reference for the others.
 
-A machine without numba runs on these: it reads and writes everything, some hundred times slower.
+A machine without numba uses these: it can read and write everything, some hundred times slower.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ def _magnitudes(bits: Bits) -> NDArray[np.int64]:
 
 
 def _ordered(bits: Bits) -> NDArray[np.int64]:
-    """Put bit patterns in the order of the floats they stand for, -0.0 just below +0.0: neighbours differ by one."""
+    """Map bit patterns to the order of their values, -0.0 just below +0.0: neighbours differ by one."""
     sign = 1 << (8 * bits.itemsize - 1)
     wide = bits.astype(np.int64)
     return np.where(wide & sign, (2 * sign - 1) ^ wide, wide | sign)
 
 
 def _went_down(old: Bits, new: Bits) -> NDArray[np.bool_]:
-    """Whether each step is negative: by the short way round, as `steps` counts it."""
+    """Whether each step is negative, in the shorter direction, as in `steps`."""
     moved = _ordered(new) - _ordered(old)
     down: NDArray[np.bool_] = (moved < 0) != (np.abs(moved) > 1 << (8 * old.itemsize - 1))
     return down
@@ -62,7 +62,7 @@ def scatter_to_runs(
 
 
 def _run_at(address: int, size: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:
-    """The weights at an address, where they are."""
+    """The weights at an address, as a view."""
     memory = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
     return np.frombuffer(memoryview(memory).cast("B"), dtype)
 
@@ -159,7 +159,7 @@ def _step(bits: int, symbol: int, extra: int, width: int) -> int:
 
 
 def _raw_bits(symbol: int, width: int) -> int:
-    """How many raw bits follow a symbol: none for short steps, nor for the sizes that a table lists."""
+    """The number of raw bits after a symbol: none for short steps, and none for the sizes that a table lists."""
     size_class = (symbol - 1) >> 1
     return size_class - spec.DIRECT + 3 if spec.DIRECT <= size_class < width + spec.DIRECT - 3 else 0
 
@@ -167,7 +167,7 @@ def _raw_bits(symbol: int, width: int) -> int:
 def _decisions(
     old: Bits, shift: int, cut: int, rows: NDArray[np.uint32], row_bits: int, last: NDArray[np.uint8], tracked: int
 ) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
-    """The hot weights in order: position, row of the tables, and whether each went down when it last changed."""
+    """The hot weights in order: position, row of the tables, and whether each moved down when it last changed."""
     sizes = _magnitudes(old)
     hot = np.flatnonzero(sizes < cut << shift)
     history = np.zeros(hot.size, np.int64)
@@ -311,7 +311,7 @@ def _decode_block(
 
 @dataclass(frozen=True)
 class _Block:
-    """One block of a span: its borders, its bytes of the history, and its share of what is listed by position."""
+    """One block of a span: its borders, its bytes of the history, and its part of the lists by position."""
 
     begin: int
     end: int
@@ -330,7 +330,7 @@ def _blocks(borders: NDArray[np.int64], last: NDArray[np.uint8], ranks: NDArray[
 
 
 def _joined(parts: list[NDArray[np.uint8]], blocks: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The histories of the first blocks one after the other, and where each of all the blocks begins."""
+    """The histories of the first blocks one after the other, and where each block begins."""
     ranks = np.zeros(blocks + 1, np.int64)
     ranks[1 : len(parts) + 1] = np.cumsum([part.size for part in parts])
     return np.concatenate([np.empty(0, np.uint8), *parts]), ranks
@@ -346,7 +346,7 @@ def _carry(
     entering_at: NDArray[np.uint32],
     entering: NDArray[np.uint8],
 ) -> NDArray[np.uint8] | None:
-    """The history of a block without hot changes after a patch; None where it is not of these weights."""
+    """The history of a block without hot changes after a patch; None if it does not match these weights."""
     if index == 0 or (tracked == cut and entering_at.size == 0):
         return last if index else np.empty(0, np.uint8)
     if np.count_nonzero(_magnitudes(old) < tracked << shift) != last.size:
@@ -483,7 +483,7 @@ def decode_blocks(
 def _move_cold(
     old: Bits, shift: int, cut: int, cold_at: NDArray[np.int64], cold_steps: NDArray[np.int64]
 ) -> tuple[Bits, int]:
-    """Cold weights after their steps, and 0 or the fault of the first that has one."""
+    """Cold weights after their steps, and 0 or the first fault."""
     bits, sign = old[cold_at], 1 << (8 * old.itemsize - 1)
     half_circle = (np.abs(cold_steps) == sign) & ((cold_steps < 0) == (bits >= sign))
     wrong = np.where(half_circle, spec.COLD_HALF_CIRCLE, 0)
@@ -505,7 +505,7 @@ def _remembered(
     entering_at: NDArray[np.uint32],
     entering: NDArray[np.uint8],
 ) -> NDArray[np.uint8]:
-    """The history after a patch, from its changes of hot weights and the cold ones that turn hot."""
+    """The history after a patch, from its changes of hot weights and the cold ones that become hot."""
     if index == 0:
         return np.empty(0, np.uint8)
     sizes = _magnitudes(old)
@@ -532,7 +532,7 @@ def advance_history(
     """Return a block's history after a patch: one byte for each weight whose new class is below the cut.
 
     A byte is the index in the epoch of the patch that last changed the weight, 0 for none, with the top bit set if it
-    went down. cut >= tracked: what was tracked stays so unless its magnitude grew past the cut.
+    moved down. cut >= tracked: tracked weights stay tracked unless their magnitude grew above the cut.
     """
     sizes = _magnitudes(old)
     known = np.flatnonzero(sizes < tracked << shift)[: last.size]
@@ -566,7 +566,7 @@ def _weigh(
 def _indices(
     positions: NDArray[np.int64], pieces: NDArray[np.int64], per: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Of each unit of the weights at some positions of a tile: its index in its tensor, and the tensor's offset."""
+    """For each unit of the weights at some positions of a tile: its index in its tensor, and the tensor's offset."""
     begin, start, columns, stride, offset = pieces[np.searchsorted(pieces[:, 0], positions, "right") - 1].T
     inside = positions - begin
     rows, along = np.divmod(inside, np.maximum(columns, 1))
@@ -611,7 +611,7 @@ def digest_change(
     return *_weigh(indices, offsets, by, keys), np.array(moved, np.uint64)
 
 
-# The rounds of LoCo. What is not finite is for the caller to find, by the sizes that are returned.
+# The rounds of LoCo. The caller detects values that are not finite, by the returned sizes.
 
 F32 = NDArray[np.float32]
 
@@ -655,13 +655,13 @@ def find_visible(theta: F32, s: F32, reach: np.float32, positions: NDArray[np.ui
 def describe(theta: F32, trend: F32 | NDArray[np.int8], out: NDArray[np.uint16]) -> None:
     middle = bf16(theta) << np.uint32(16)
     inner = np.where(middle & np.uint32(0x7FFFFFFF), middle - np.uint32(0x8000), middle ^ np.uint32(0x80008000))
-    with np.errstate(over="ignore", invalid="ignore"):  # beyond the largest BF16 value there is no border
+    with np.errstate(over="ignore", invalid="ignore"):  # above the largest BF16 value there is no border
         to_outer = np.abs((middle + np.uint32(0x8000)).view(np.float32) - theta)
         to_inner = np.abs(theta - inner.view(np.float32))
         outwards = to_outer <= to_inner
         octave = (np.minimum(to_outer, to_inner).view(np.uint32) >> np.uint32(23)).astype(np.int32)
-    negative = np.signbit(theta) ^ outwards  # theta less the update goes that way
-    signs = trend.astype(np.float32, copy=False)  # of int8, numpy would take the sign bits in FP16: slowly
+    negative = np.signbit(theta) ^ outwards  # the direction of theta minus the update
+    signs = trend.astype(np.float32, copy=False)  # for int8, numpy would compute the sign bits in FP16, which is slow
     against = (np.signbit(signs) != negative) | (signs == 0)
     kind = np.clip(2 * (octave - spec.FIRST_OCTAVE) + against, 0, 255).astype(np.uint16)
     out[:] = kind << np.uint16(7) | negative.astype(np.uint16) << np.uint16(15)

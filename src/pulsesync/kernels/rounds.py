@@ -1,9 +1,9 @@
 """The hot loops of a LoCo round, compiled by numba. Same names and same results, bit for bit, as `reference`.
 
 Every function works on one chunk of a fragment: contiguous arrays of at most 2^18 entries. FP32 operations are rounded
-one by one, never fused, so that all machines get the same bits. What depends on bit patterns is computed without
-branches on unsigned numbers of 32 bits, which LLVM turns into vector instructions; numba makes 64 bits of every sum of
-two such numbers, hence the casts.
+one by one, never fused, so that all machines get the same bits. Operations on bit patterns have no branches and use
+unsigned 32-bit numbers, which LLVM turns into vector instructions; numba widens every sum of two such numbers to 64
+bits, hence the casts.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from pulsesync.kernels import spec
 from pulsesync.kernels.jit import ONE, U, compiled, inner, trailing_zeros
 
 W = np.uint32
-_FLAGS = 4096  # entries whose flags are computed, in vectors, before those that are set are listed
+_FLAGS = 4096  # entries whose flags are computed, in vectors, before the set ones are listed
 
 
 @inner
@@ -43,7 +43,7 @@ def _bf16(bits: Any) -> Any:
 def advance(
     theta: Any, residual: Any, momentum: Any, local: Any, lr: Any, mu: Any, nesterov: bool, s: Any, moved: Any
 ) -> None:
-    """Write a trainer's update, s, and its next momentum, from its state at the last round and its weights now.
+    """Write a trainer's update, s, and its next momentum, from its state at the last round and its current weights.
 
     lr and mu are np.float32. The outputs share no memory with the inputs.
     """
@@ -57,10 +57,10 @@ def advance(
 
 @compiled
 def find_visible(theta: Any, s: Any, reach: Any, positions: Any, values: Any) -> Any:
-    """List the entries of s that, taken reach times, change the BF16 value of theta; return their number, and a size.
+    """List the entries of s that, multiplied by reach, change the BF16 value of theta; return their number, and a size.
 
-    positions (uint32) and values have room for all entries; reach is np.float32. The size is the largest bit pattern in
-    s without the sign: from 0x7F800000 on, something in s is not finite, and the list means nothing.
+    positions (uint32) and values have space for all entries; reach is np.float32. The size is the largest bit pattern
+    in s without the sign: from 0x7F800000 on, a value of s is not finite, and the list is meaningless.
     """
     flags = np.zeros(_FLAGS, np.uint8)
     words = flags.view(U)
@@ -91,10 +91,11 @@ def _flag_visible(theta: Any, s: Any, reach: Any, flags: Any) -> Any:
 
 @compiled
 def describe(theta: Any, trend: Any, out: Any) -> None:
-    """Write what everybody knows of each entry: bits 7 to 14 its class, bit 15 the sign of an update the near way.
+    """Describe entries: bits 7 to 14 are the class, bit 15 is the sign of an update towards the nearest border.
 
-    The class is twice the octave of the distance to the near border of the BF16 value, plus one where the trend, FP32
-    or int8, is not of that sign. Differences of neighbouring FP32 numbers are exact, so all machines find the same.
+    The class is twice the octave of the distance to the nearest border of the BF16 value, plus one where the trend,
+    FP32 or int8, does not have that sign. Differences of neighbouring FP32 numbers are exact, so all machines get the
+    same result.
     """
     for i in range(theta.size):
         x = theta[i]
@@ -102,7 +103,7 @@ def describe(theta: Any, trend: Any, out: Any) -> None:
         below = W(middle - W(0x8000)) if W(middle << W(1)) else W(middle ^ W(0x80008000))
         to_outer, to_inner = abs(_number(middle + W(0x8000)) - x), abs(x - _number(below))
         outwards = to_outer <= to_inner
-        nearest = to_inner if to_inner < to_outer else to_outer  # beyond the largest BF16 value, to_outer is NaN
+        nearest = to_inner if to_inner < to_outer else to_outer  # above the largest BF16 value, to_outer is NaN
         octave = np.int32(_bits(nearest) >> W(23))
         negative = W((_bits(x) >> W(31)) ^ W(outwards))
         against = np.int32(_against(trend[i], negative))
@@ -119,10 +120,10 @@ def _against(trend: Any, negative: Any) -> Any:
 
 @compiled
 def move(theta: Any, total: Any, trainers: Any, trend: Any) -> Any:
-    """Write theta less the mean of the trainers' updates over their total, and the signs of the mean to trend (int8).
+    """Overwrite the total of the updates with theta minus their mean, and write the signs of the mean to trend (int8).
 
-    trainers is np.float32. Returns how many means are not zero, and the largest bit patterns without the sign of the
-    means and of what was written: from 0x7F800000 on, one is not finite.
+    trainers is np.float32. Returns the number of means that are not zero, and the largest bit patterns without the sign
+    of the means and of the new weights: from 0x7F800000 on, one is not finite.
     """
     moved, largest_mean, largest_theta = W(0), W(0), W(0)
     for i in range(theta.size):

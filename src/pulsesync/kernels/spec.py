@@ -1,22 +1,22 @@
 """The constants of the format that kernels share; docs/format.md gives the reasons.
 
-numba caches compiled kernels by the age of their own file alone: after changing a number here, touch `cpu.py`,
-`coder.py` and `rounds.py` too. The tests hold them to `reference` and fail if you forget.
+numba caches compiled kernels by the age of their own file only: after changing a number here, touch `cpu.py`,
+`coder.py` and `rounds.py` too. The tests compare them with `reference` and fail if you forget.
 """
 
 from typing import Final
 
-ROW: Final = 0x7FFF  # of a decision on a GPU, the row of the tables; the top bit: the weight last went down
-SAMPLE_PERIOD: Final = 1021  # of every so many weights of a block ...
-SAMPLE_RUN: Final = 16  # ... the first so many are looked at to choose the hot cut
-SAMPLE_SCALE: Final = 64  # and each stands for so many
+ROW: Final = 0x7FFF  # of a decision on a GPU, the row of the tables; the top bit: the weight last moved down
+SAMPLE_PERIOD: Final = 1021  # of every 1,021 weights of a block ...
+SAMPLE_RUN: Final = 16  # ... the first 16 are read to choose the cut of hot weights
+SAMPLE_SCALE: Final = 64  # each stands for 64 weights
 
 PROBABILITY_BITS: Final = 14  # frequencies of a context add up to 2^14
 STATE_LOW: Final = 1 << 16  # rANS states live in [2^16, 2^32) and are refilled 16 bits at a time
 MAX_LANES_LOG2: Final = 5
-LANE_DECISIONS: Final = 4096  # a lane is added for every so many decisions of a block, up to the maximum
+LANE_DECISIONS: Final = 4096  # a lane is added for every 4,096 decisions of a block, up to the maximum
 
-DIRECT: Final = 7  # steps of 1..7 units have symbols of their own; longer ones share one per power of two
+DIRECT: Final = 7  # steps of 1..7 units have their own symbols; longer ones share one per power of two
 
 CHUNK_BITS: Final = 12  # the digest multiplies by one key per place in a chunk and one per chunk
 DIGEST_SEEDS: Final = (0x70756C7365000001, 0x70756C7365000002)  # "pulse", word 1 and word 2
@@ -27,12 +27,13 @@ COLD_HALF_CIRCLE: Final = 8
 FAULTS: Final = {  # what decode_blocks reports
     1: "the stream of a block ends too early",
     2: "a block uses a context for which the part has no table",
-    3: "a block holds another number of changes than it says",
-    4: "the stream of a block does not end where it should",
-    6: "a step is longer than half the circle, or half of it by the wrong way",
-    HOT_AMONG_COLD: "a context payload names a hot weight among the cold changes",
-    COLD_HALF_CIRCLE: "a cold change goes half the circle by the wrong way",
-    FOREIGN_WRITE: "the history is not of these weights: somebody else wrote them",
+    3: "a block does not have the number of changes that its header states",
+    4: "the stream of a block does not end at its last word",
+    6: "a step is longer than half the dtype's range, or half of it in the wrong direction",
+    HOT_AMONG_COLD: "a context payload lists a hot weight among the cold changes",
+    COLD_HALF_CIRCLE: "a cold change moves by half the dtype's range in the wrong direction",
+    FOREIGN_WRITE: "the history does not match the weights: something other than a sync wrote them; a full resync "
+    "from an anchor is required",
 }
 PLACE_SEEDS: Final = (0x706C616365000001, 0x706C616365000002)  # "place", word 1 and word 2
 

@@ -4,7 +4,7 @@
 
     QuantizedSubscriber("runs/one", "vllm-fp8-block").sync(weights)     # FP8 matrices, and their scales
 
-docs/integrations/quantized.md tells more.
+See docs/integrations/quantized.md.
 """
 
 from importlib import import_module

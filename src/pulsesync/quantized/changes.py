@@ -1,4 +1,4 @@
-"""Changes of weights as flat tensors, in whichever memory a state is: which tensors, where in them, which bits.
+"""Changes of weights as flat tensors, in host memory or on a GPU: which tensors, which indices, which bits.
 
 A backend of `state.live` keeps changes by tile and block. `host_changes` and `device_changes` turn those of theirs into
 flat tensors and back, with the same three functions.
@@ -19,8 +19,8 @@ SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bits
 class FlatChanges:
     """Some changes of tensors of one dtype."""
 
-    owners: torch.Tensor  # int64: of each change the number of its tile, or of its tensor
-    indices: torch.Tensor  # int64: where it is in that
+    owners: torch.Tensor  # int64: for each change the number of its tile, or of its tensor
+    indices: torch.Tensor  # int64: its index there
     old: torch.Tensor  # integers of the size of the dtype
     new: torch.Tensor
 
@@ -28,23 +28,23 @@ class FlatChanges:
         return FlatChanges(*(column.to(where) for column in (self.owners, self.indices, self.old, self.new)))
 
     def where(self, mask: torch.Tensor) -> "FlatChanges":
-        """Those for which a mask is True."""
+        """The changes for which a mask is True."""
         chosen = mask.nonzero()[:, 0]  # once for all columns
         return self if chosen.numel() == self.count else self.take(chosen)
 
     def moving(self) -> "FlatChanges":
-        """Those that change anything."""
+        """The changes whose old and new bits differ."""
         return self.where(self.old != self.new)
 
     def take(self, chosen: torch.Tensor) -> "FlatChanges":
-        """Those of some numbers, in their order."""
+        """The changes with these numbers, in their order."""
         return FlatChanges(*(column[chosen] for column in (self.owners, self.indices, self.old, self.new)))
 
     def inverse(self) -> "FlatChanges":
         return FlatChanges(self.owners, self.indices, self.new, self.old)
 
     def sorted(self) -> "FlatChanges":
-        """In the order of owners, and of indices in each."""
+        """Sorted by owners, and by indices in each."""
         keys = (self.owners << 43) | self.indices  # a layout has at most 2^20 tensors
         if bool((keys[1:] > keys[:-1]).all()):
             return self
@@ -78,7 +78,7 @@ class TileIndex:
         self._cut = bool((table[:, 3] > 0).any())
 
     def by_tensor(self, changes: FlatChanges) -> FlatChanges:
-        """Changes of tiles as changes of the tensors that the tiles are of."""
+        """Changes of tiles as changes of their tensors."""
         piece, inside = self._pieces[changes.owners], changes.indices
         if self._bundles:
             many = (self._pieces[changes.owners + 1] - piece > 1).nonzero()[:, 0]

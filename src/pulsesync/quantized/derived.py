@@ -1,4 +1,4 @@
-"""The tensors of a worker that follow from the weights of a run: a transaction brings them to where these are now."""
+"""The tensors of a worker that are derived from the weights of a run: a transaction updates them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +20,10 @@ from pulsesync.state.live import AnyState, AnyTransition, Snapshot
 
 @dataclass(frozen=True)
 class PreparedWeights:
-    """What brings the worker's tensors to the weights of the run: everything is known, nothing is written."""
+    """A prepared update of the worker's tensors to the weights of the run: nothing is written yet."""
 
     known: GroupScales  # of the groups afterwards
-    transition: AnyTransition | None  # None: all tensors are to be written as a whole
+    transition: AnyTransition | None  # None: all tensors are written completely
     changed: int  # numbers to be written
     requantized: int
     rescaled: int
@@ -34,7 +34,7 @@ class DerivedWeights:
 
     Args:
         weights: The worker's tensors.
-        plain: The state of the run's weights, which a Subscriber moves on.
+        plain: The state of the run's weights, which a Subscriber updates.
         mirror: These weights, by name.
         recipe: How they are quantised.
     """
@@ -47,22 +47,22 @@ class DerivedWeights:
         self._mirror = [mirror[spec.name].view(-1) for spec in plain.layout.tensors]
         self._groups = QuantizedGroups(self._targets, recipe, len(self._mirror), self._where)
         self._tiles = TileIndex(plain.layout, self._where)
-        self._made_from: Snapshot | None = None  # the weights that the tensors follow from; None: not known
+        self._made_from: Snapshot | None = None  # the weights from which the tensors were derived; None: not known
         self._known: GroupScales | None = None
 
     @property
     def is_made(self) -> bool:
-        """Whether the tensors follow from weights of the run."""
+        """Whether the tensors are derived from weights of the run."""
         return self._made_from is not None
 
     def forget(self) -> None:
-        """Something else has written to the tensors: all of them must be made anew."""
+        """Something else has written to the tensors: all of them must be quantised again."""
         self._made_from = None
 
     # Preparing
 
     def prepare(self) -> PreparedWeights:
-        """Find what changes in the tensors; touches nothing."""
+        """Find the changes of the tensors; changes nothing."""
         changes = self._changed_weights()
         if changes is None:
             return self._prepare_whole()
@@ -79,9 +79,10 @@ class DerivedWeights:
         return PreparedWeights(known, None, changed, self._groups.size, self._targets.groups)
 
     def _changed_weights(self) -> list[FlatChanges] | None:
-        """What changed since the tensors were made, from then to now; None where that is not known.
+        """The changes of the weights since the tensors were derived; None if that is not known.
 
-        A snapshot has what commits changed since it was taken. An anchor is no commit, so the digests are compared.
+        A snapshot has the changes of commits since it was taken. An anchor is not a commit, so the digests are
+        compared.
         """
         if self._made_from is None:
             return None
@@ -101,7 +102,7 @@ class DerivedWeights:
         return replace(self.state.stay(), changes=changes, sums=sums)
 
     def _weights(self, number: int) -> torch.Tensor:
-        """A tensor of the run as integers, flat, where the worker's tensors are."""
+        """A tensor of the run as flat integers, on the device of the worker's tensors."""
         flat = self._mirror[number]
         return flat.view(SIGNED[flat.element_size()]).to(self._where)
 
@@ -130,7 +131,8 @@ class DerivedWeights:
                 ) from e
         self._made_from, self._known = self.plain.snapshot(), prepared.known
 
-    @torch.inference_mode()  # tensors that were made in it can be written in it alone; others can as well
+    # Tensors that were made in this mode can only be written in it; others can be written in it, too.
+    @torch.inference_mode()
     def _write_all(self, known: GroupScales) -> None:
         tensors = self._targets.tensors
         for target in self._targets.copied:

@@ -1,4 +1,4 @@
-"""Changes of a state on a GPU as flat tensors, and back: the twin of `host_changes`, imported where one is met."""
+"""Changes of a state on a GPU as flat tensors, and back: the counterpart of `host_changes`, imported only for a GPU."""
 
 from collections.abc import Iterable, Mapping
 
@@ -29,7 +29,7 @@ def _listed(run: PileChanges) -> FlatChanges:
 
 
 def make_changes(state: DeviceState, some: Iterable[FlatChanges]) -> Changes:
-    """Changes of tensors, each of which is one tile and sorted, as the state takes them."""
+    """Changes of tensors, each of which is one tile, sorted, in the form of the state."""
     runs = (
         _of_pile(pile, flat, len(state.layout.tiles))
         for flat in some
@@ -40,7 +40,7 @@ def make_changes(state: DeviceState, some: Iterable[FlatChanges]) -> Changes:
 
 
 def _of_pile(pile: Pile, flat: FlatChanges, tiles: int) -> PileChanges:
-    """The changes that are of tiles of a pile."""
+    """The changes of tiles of a pile."""
     firsts = np.full(tiles, -1, np.int64)
     firsts[pile.ordinals] = pile.first_block[:-1]
     with on(pile.device):
@@ -54,5 +54,5 @@ def _of_pile(pile: Pile, flat: FlatChanges, tiles: int) -> PileChanges:
 
 
 def count_moves(state: DeviceState, changes: Changes) -> Mapping[int, Sum]:
-    """How the digests of tiles move by changes, by ordinal."""
+    """How changes change the digests of tiles, by ordinal."""
     return moves(block_moves(changes))

@@ -1,8 +1,8 @@
-"""From changes of weights to changes of quantised weights and scales: the groups, and what is known of each.
+"""From changes of weights to changes of quantised weights and scales: the groups, and the scale of each.
 
-Of each group its largest magnitude and its scale are kept. A changed weight can make the largest magnitude of its group
+The largest magnitude and the scale of each group are kept. A changed weight can make the largest magnitude of its group
 larger, which the weight itself shows. It can make it smaller only if it was the largest; then all weights of the group
-are read. If the scale stays, down to its last bit, only the changed weights are quantised; if not, all of the group.
+are read. If the scale stays the same, bit for bit, only the changed weights are quantised; if not, all of the group.
 """
 
 import math
@@ -16,14 +16,14 @@ from pulsesync.quantized.recipes import INTEGERS, Recipe, magnitude_bits
 from pulsesync.quantized.targets import Target, Targets
 
 CELLS = 1 << 24  # weights of groups that are read at a time
-WHOLE_SHARE = 16  # if more than one weight in 16 is in a group with a new scale, all of them are quantised
+WHOLE_SHARE = 16  # if more than one weight in 16 is in a group with a new scale, all weights are quantised
 
 Weights = Callable[[int], torch.Tensor]  # of a tensor of the run, by its number: flat, on the device of the groups
 
 
 @dataclass(frozen=True)
 class GroupScales:
-    """What is known of all groups. It is replaced, never changed."""
+    """Largest magnitudes and scales of all groups. It is replaced, never changed."""
 
     largest: torch.Tensor  # int32 (groups,): the bits of magnitudes
     scales: torch.Tensor  # FP32 (groups,)
@@ -31,12 +31,12 @@ class GroupScales:
 
 @dataclass(frozen=True)
 class Requantized:
-    """What changes in the tensors of a worker."""
+    """The changes of the tensors of a worker."""
 
     changes: Sequence[FlatChanges]  # of its tensors by number, sorted; those of each size of a weight together
     known: GroupScales  # afterwards
     rescaled: int  # groups whose scale changes
-    requantized: int  # weights that were quantised anew
+    requantized: int  # weights that were quantised again
 
 
 class QuantizedGroups:
@@ -69,7 +69,7 @@ class QuantizedGroups:
     # All of them
 
     def count(self, weights: Weights) -> GroupScales:
-        """Find the largest magnitudes and the scales of all groups."""
+        """Compute the largest magnitudes and the scales of all groups."""
         largest = torch.zeros(self.targets.groups, dtype=torch.int32, device=self.where)
         for target in self.targets.quantized:
             matrix = weights(target.source).view(self.targets.dtype).view(target.shape)
@@ -79,7 +79,7 @@ class QuantizedGroups:
         return GroupScales(largest, self._scales(largest))
 
     def quantized(self, target: Target, weights: Weights, known: GroupScales) -> torch.Tensor:
-        """One tensor, quantised as a whole."""
+        """One tensor, quantised completely."""
         matrix = weights(target.source).view(self.targets.dtype).view(target.shape)
         down, across = self.recipe.scale_shape(target.shape)
         scales = known.scales[target.first_group :][: down * across].view(down, across)
@@ -100,13 +100,15 @@ class QuantizedGroups:
         quantized: Callable[[Target], torch.Tensor],
         known: GroupScales,
     ) -> Requantized | None:
-        """What changes of weights change in the tensors of the worker; None: so much that all must be quantised.
+        """The changes of the worker's tensors that follow from changes of weights.
+
+        None: there are too many changes, and all weights must be quantised.
 
         Args:
-            changes: Of tensors of the run by number; all that changed since the worker's tensors were made.
+            changes: Of tensors of the run by number; all changes since the worker's tensors were derived.
             weights: The weights after the changes.
-            quantized: The worker's tensor of a target as it is, flat.
-            known: What is known of the groups before the changes.
+            quantized: The current tensor of the worker for a target, flat.
+            known: The groups before the changes.
         """
         by_size: dict[int, list[FlatChanges]] = {}
         cells: list[_ChangedCells] = []
@@ -140,10 +142,10 @@ class QuantizedGroups:
     def _rescale(
         self, changed: "_ChangedCells", weights: Weights, known: GroupScales
     ) -> tuple[GroupScales, torch.Tensor]:
-        """The groups after changes, and the numbers of those that must be quantised as a whole."""
+        """The groups after changes, and the numbers of those that must be quantised completely."""
         now, before = (magnitude_bits(bits).to(torch.int32) for bits in (changed.new, changed.old))
         at_most = known.largest[changed.groups]
-        # Few changed weights are as large as any of their group: only they meet in its number, one after the other.
+        # Few changed weights are as large as the largest of their group: only these need atomic updates of its maximum.
         large = (now >= at_most).nonzero()[:, 0]
         peak = torch.full_like(known.largest, -1).scatter_reduce_(0, changed.groups[large], now[large], "amax")
         was_largest = torch.zeros_like(known.largest, dtype=torch.bool)
@@ -160,7 +162,7 @@ class QuantizedGroups:
         scales[moved] = self._scales(largest[moved])
         differ = scales.view(torch.int32) != known.scales.view(torch.int32)
         if bool((without_number := largest > self._infinity).any()):
-            # What a group with NaN becomes is for the engine's formula to say: it is quantised as a whole.
+            # The result for a group with NaN depends on the engine's formula: it is quantised completely.
             touched = torch.zeros_like(differ)
             touched[changed.groups] = True
             differ |= without_number & touched
@@ -173,7 +175,7 @@ class QuantizedGroups:
         return self.recipe.encode(bits.view(self.targets.dtype), scales).view(torch.int8)
 
     def _encode_cells(self, cells: "_ChangedCells", scales: torch.Tensor) -> FlatChanges:
-        """Quantise changed weights whose scales stay, before and after."""
+        """Quantise changed weights whose scales stay the same, before and after the change."""
         mine = scales[cells.groups]
         return FlatChanges(cells.owners, cells.indices, self._encode(cells.old, mine), self._encode(cells.new, mine))
 
@@ -183,13 +185,13 @@ class QuantizedGroups:
         return FlatChanges(self._scale_tensors[tensor], rescaled - self._first_groups[tensor], old, new)
 
     def _weights_in(self, groups: torch.Tensor) -> int:
-        """At most how many weights some groups have, over all tensors."""
+        """An upper bound of the number of weights in some groups, over all tensors."""
         begins, ends = torch.searchsorted(groups, self._borders).tolist()
         sizes = zip(begins, ends, self._group_sizes, strict=True)
         return sum((end - begin) * size for begin, end, size in sizes)
 
     def _cells_of(self, groups: torch.Tensor) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
-        """The weights of some groups: their tensor, where they are in it, and the group of each. Some at a time."""
+        """The weights of some groups, in batches: their tensor, their index in it, and the group of each."""
         if not groups.numel():
             return
         begins, ends = torch.searchsorted(groups, self._borders).tolist()
@@ -202,7 +204,7 @@ class QuantizedGroups:
         high, wide = self.recipe.group_shape(target.shape)
         across = self.recipe.scale_shape(target.shape)[1]
         some = max(CELLS // (high * wide), 1)
-        low = max(CELLS // wide, 1)  # rows that are read at a time of a group with more than CELLS weights
+        low = max(CELLS // wide, 1)  # rows that are read at a time, of a group with more than CELLS weights
         for chosen in groups.split(some):
             local = chosen - target.first_group
             top, left = local // across * high, local % across * wide
@@ -220,7 +222,7 @@ class QuantizedGroups:
 
 @dataclass(frozen=True)
 class _ChangedCells:
-    """Changed weights of quantised tensors, by tensor of the worker, and the groups that they are in."""
+    """Changed weights of quantised tensors, by tensor of the worker, and their groups."""
 
     owners: torch.Tensor
     indices: torch.Tensor
@@ -234,7 +236,7 @@ class _ChangedCells:
         return cls(*(torch.cat(column) if len(column) > 1 else column[0] for column in columns))
 
     def outside(self, groups: torch.Tensor, count: int) -> "_ChangedCells":
-        """Those that are in none of some groups."""
+        """The changes that are in none of these groups."""
         if not groups.numel():
             return self
         apart = torch.ones(count, dtype=torch.bool, device=groups.device)
@@ -245,11 +247,11 @@ class _ChangedCells:
 
 
 class _Lane:
-    """For each tensor of the run at most one tensor of the worker: those that are tied there are in several lanes."""
+    """For each tensor of the run at most one tensor of the worker: tied ones are in several lanes."""
 
     def __init__(self, targets: Sequence[Target], recipe: Recipe, sources: int, where: torch.device) -> None:
         copied = torch.full((sources,), -1, dtype=torch.int64)
-        # of each: number of the target, columns, rows and columns of a group, groups across, first group
+        # for each: number of the target, columns, rows and columns of a group, groups across, first group
         quantized = torch.full((6, sources), -1, dtype=torch.int32)
         for target in targets:
             if target.scales is None:
@@ -260,7 +262,7 @@ class _Lane:
         self._copied, self._quantized = copied.to(where), quantized.to(where)
 
     def copied(self, changes: FlatChanges) -> FlatChanges:
-        """What changes in tensors that are copied; from old to new bits, as `changes` has them."""
+        """The changes of tensors that are copied, with old and new bits as in `changes`."""
         copied = replace(changes, owners=self._copied[changes.owners])
         return copied.where(copied.owners >= 0)
 
@@ -275,7 +277,7 @@ class _Lane:
 
 
 def _one_each(targets: Targets) -> list[list[Target]]:
-    """The targets in lanes, in each of which no tensor of the run has two."""
+    """The targets, split into lanes such that no tensor of the run has two targets in a lane."""
     lanes: list[dict[int, Target]] = []
     for target in (*targets.copied, *targets.quantized):
         lane = next((lane for lane in lanes if target.source not in lane), None)

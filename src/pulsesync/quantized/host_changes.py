@@ -30,7 +30,7 @@ def _joined(some: Sequence[tuple[int, BlockChange]]) -> FlatChanges:
 
 
 def make_changes(state: HostState, some: Iterable[FlatChanges]) -> Changes:
-    """Changes of tensors, each of which is one tile and sorted, as the state takes them."""
+    """Changes of tensors, each of which is one tile, sorted, in the form of the state."""
     out: dict[tuple[int, int], BlockChange] = {}
     for flat in some:
         bits = np.dtype(f"<u{flat.new.element_size()}")
@@ -46,7 +46,7 @@ def make_changes(state: HostState, some: Iterable[FlatChanges]) -> Changes:
 
 
 def count_moves(state: HostState, changes: Changes) -> Mapping[int, Sum]:
-    """How the digests of tiles move by changes, by ordinal."""
+    """How changes change the digests of tiles, by ordinal."""
     moves: dict[int, Sum] = {}
     for (ordinal, _), change in changes.items():
         by = digest.moved_by(state.layout.tiles[ordinal], change)

@@ -1,12 +1,12 @@
-"""How weights become FP8 or INT8: the formulas of the engines that serve them, bit for bit.
+"""Quantisation of weights to FP8 or INT8: the formulas of the engines that serve them, bit for bit.
 
-A group of weights has one scale, which follows from its largest magnitude. A recipe has two formulas: from largest
-magnitudes to scales, and from weights and their scales to quantised weights. Both work on each number by itself, so the
-same bits come out whether all weights are quantised or a few of them. They are written as the engine writes them: to
-multiply by a reciprocal, for example, is not to divide, and division in BF16 is not division in FP32.
+A group of weights has one scale, which is computed from its largest magnitude. A recipe has two formulas: from largest
+magnitudes to scales, and from weights and their scales to quantised weights. Both work on each number separately, so
+the bits are the same whether all weights are quantised or a few of them. They are written as in the engine:
+multiplication by a reciprocal, for example, is not division, and division in BF16 is not division in FP32.
 
-On a GPU torch divides by a Python number as by its reciprocal, so that some recipes give other bits there than on a
-CPU. So do the engines that they are taken from.
+On a GPU, torch divides by a Python number by multiplying with its reciprocal, so some recipes yield other bits there
+than on a CPU. The engines that they come from do the same.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,20 +18,20 @@ import torch
 from pulsesync.state.views import mapping_of
 
 Formula = Callable[..., torch.Tensor]
-INTEGERS = {2: torch.int16, 4: torch.int32}  # of the dtypes that weights have before they are quantised
-CHUNK = 1 << 24  # weights that are quantised at a time: the formulas need several times their memory
+INTEGERS = {2: torch.int16, 4: torch.int32}  # for the dtypes of weights before they are quantised
+CHUNK = 1 << 24  # weights that are quantised at a time: the formulas need several times the memory of the weights
 FP8_MAX = 448.0
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to quantise matrices.
+    """A method to quantise matrices.
 
     Args:
-        name: What it is called: the engine, the dtype, and what has a scale of its own.
+        name: Its name: the engine, the dtype, and the unit that has one scale.
         dtype: Of the quantised weights.
-        group: How many rows and columns of a matrix have one scale; None: all of them.
-        scale_suffix: What is added to the name of a weight for that of its scales.
+        group: The number of rows and columns of a matrix that share one scale; None: all of them.
+        scale_suffix: The suffix of a weight's name for the name of its scales.
         scale: From the largest magnitudes of groups, in the dtype of the weights, to their scales in FP32.
         encode: From weights, and for each the scale of its group, to quantised weights.
     """
@@ -49,7 +49,7 @@ class Recipe:
         return (rows or max(shape[0], 1), columns or max(shape[1], 1))
 
     def scale_shape(self, shape: "tuple[int, ...] | torch.Size") -> tuple[int, int]:
-        """How many groups there are along the rows and the columns of a matrix."""
+        """The number of groups along the rows and the columns of a matrix."""
         rows, columns = self.group_shape(shape)
         return (-(-shape[0] // rows), -(-shape[1] // columns))
 
@@ -77,21 +77,21 @@ class Recipe:
         return out
 
     def quantize(self, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantise a matrix; return it with the scales of its groups, which are a matrix as well."""
+        """Quantise a matrix; return it with the scales of its groups, which are also a matrix."""
         scales = self.scale(self.largest(weights))
         return self.encode_matrix(weights, scales), scales
 
 
 def magnitude_bits(weights: torch.Tensor) -> torch.Tensor:
-    """Magnitudes as integers, which are in the same order; those of NaN are the largest."""
+    """Magnitudes as integers, which have the same order; NaN is the largest."""
     bits = weights.view(INTEGERS[weights.element_size()])
     return bits & torch.iinfo(bits.dtype).max
 
 
 def quantize(source: Any, recipe: "str | Recipe", names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Quantise some matrices of a module, state dict or mapping: what a trainer that publishes FP8 or INT8 hands over.
+    """Quantise some matrices of a module, state dict or mapping: for a trainer that publishes FP8 or INT8.
 
-    Returns all tensors by name: the matrices quantised, their scales as tensors of their own, the others as they are.
+    Returns all tensors by name: the matrices quantised, their scales as separate tensors, the others unchanged.
 
     Args:
         source: The weights.
@@ -99,7 +99,8 @@ def quantize(source: Any, recipe: "str | Recipe", names: Collection[str]) -> dic
         names: Of the matrices to quantise.
 
     Raises:
-        ValueError: there is no recipe of that name; a name is not that of a matrix; scales would replace a tensor.
+        ValueError: there is no recipe of that name; a name is not that of a matrix; or scales would have the name of
+            another tensor.
     """
     recipe, tensors = find_recipe(recipe), dict(mapping_of(source))
     for name in names:

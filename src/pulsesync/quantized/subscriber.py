@@ -1,11 +1,11 @@
-"""The worker's end for quantised weights: follow a run of plain weights with FP8 or INT8 tensors.
+"""The worker's side for quantised weights: follow a run of plain weights with FP8 or INT8 tensors.
 
     sub = QuantizedSubscriber("s3://bucket/run", "vllm-fp8-block")
     report = sub.sync(weights)      # FP8 matrices, their scales, and everything else as in the run
 
-A mirror of the run's own weights is synced first, as by `Subscriber`. What changed in it since the worker's tensors
-were made is then quantised, and committed to them in one transaction. So a worker that fails between the two has its
-old weights, whole, and the next sync goes on from there.
+A mirror of the run's own weights is synced first, as by `Subscriber`. Its changes since the worker's tensors were
+derived are then quantised, and committed to them in one transaction. So a worker that fails between the two still has
+its complete old weights, and the next sync continues from there.
 """
 
 import logging
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 class QuantizedReport:
     """What a sync of quantised weights did."""
 
-    version: int  # of the run, that the weights were quantised from
-    plain: SyncReport  # what was done to the mirror of the run's weights
-    changed: int  # quantised weights, scales and copied weights written; all of them where everything was quantised
+    version: int  # of the run, from which the weights were quantised
+    plain: SyncReport  # the sync of the mirror of the run's weights
+    changed: int  # quantised weights, scales and copied weights written; all of them if everything was quantised
     requantized: int  # weights that were quantised
     rescaled: int  # groups whose scale changed
-    whole: bool  # whether everything was quantised anew: at the first sync, and after an anchor
-    quantize_s: float  # finding what changes; weights can be used meanwhile
-    apply_s: float  # writing: the only time the weights are not to be used
+    whole: bool  # whether everything was quantised: at the first sync, and after an anchor
+    quantize_s: float  # finding the changes; weights can be used meanwhile
+    apply_s: float  # writing: the only time in which the weights must not be used
     digest: str  # of the worker's tensors
 
     @property
@@ -64,19 +64,20 @@ class QuantizedReport:
 
 
 class QuantizedSubscriber:
-    """Follows a run of plain weights with quantised ones, which are bit for bit those that the engine would make.
+    """Follows a run of plain weights with quantised ones, bit for bit those that the engine would compute.
 
     Args:
         location: A path or URL of the run, or a store.
         recipe: How weights are quantised: a `Recipe`, or the name of one in `RECIPES`.
-        plain: Where the mirror of the run's weights is kept: "device", beside the worker's tensors, or "host".
+        plain: Where the mirror of the run's weights is kept: "device", on the device of the worker's tensors, or
+            "host".
         trust: As for `Subscriber`.
         cache: As for `Subscriber`.
         undo: How many syncs can be rolled back without fetching anything.
         verify_every: Recount mirror and tensors at every N-th sync, as `sync(verify=True)` does; 0: at none.
         follow: Name of a pointer of the run to follow; None: the newest version.
         confirm: Called in every sync that writes, before the first of the worker's tensors is written. What it raises
-            ends the sync with the tensors as they were.
+            ends the sync with the tensors unchanged.
         heartbeat: As for `Subscriber`: the name under which `pulse status` shows this worker.
     """
 
@@ -109,19 +110,20 @@ class QuantizedSubscriber:
         self._mirror: dict[str, torch.Tensor] = {}
         self._derived: DerivedWeights | None = None
         self._version: int | None = None
-        self._before: deque[int] = deque(maxlen=max(undo, 0))  # versions that the tensors had, and that can be undone
+        # Earlier versions of the tensors, to which they can be rolled back.
+        self._before: deque[int] = deque(maxlen=max(undo, 0))
         self._syncs = 0
         self._closed = False
         self._busy = threading.Lock()
 
     @property
     def version(self) -> int | None:
-        """The version that the worker's tensors were quantised from; None before the first sync."""
+        """The version from which the worker's tensors were quantised; None before the first sync."""
         return self._version
 
     @property
     def digest(self) -> str | None:
-        """The digest of the worker's tensors, as it follows from what was written; None before the first sync."""
+        """The digest of the worker's tensors, computed from what was written; None before the first sync."""
         return self._derived.state.digest if self._derived and self._version is not None else None
 
     def sync(
@@ -133,19 +135,20 @@ class QuantizedSubscriber:
         verify: bool = False,
         follow_replaced: bool = False,
     ) -> QuantizedReport:
-        """Bring a module's or mapping's tensors to the newest version, or to one, in place.
+        """Bring a module's or mapping's tensors to the newest version, or to a given one, in place.
 
         Args:
-            weights: The worker's tensors: matrices in the recipe's dtype are quantised, and have their scales beside
-                them; others have the dtype that they have in the run.
-            version: The version to go to; None: the newest.
+            weights: The worker's tensors: matrices in the recipe's dtype are quantised, and have scale tensors; others
+                have the same dtype as in the run.
+            version: The version to sync to; None: the newest.
             wait_s: How long to wait for the first version, if there is none yet.
-            verify: Recount the mirror and the worker's tensors first; what something else has written is made anew.
+            verify: Recount the mirror and the worker's tensors first; tensors that something else has written to are
+                quantised again.
             follow_replaced: As for `Subscriber.sync`.
 
         Raises:
             StateError: the tensors are not those of the run, or their scales are not those of the recipe;
-            PulseError: as `Subscriber.sync`. The worker's tensors are then as they were; after a VerificationError with
+            PulseError: as `Subscriber.sync`. The worker's tensors are then unchanged; after a VerificationError with
             `torn=True` they are between two versions: do not use them until a sync succeeds.
         """
         try:
@@ -169,7 +172,7 @@ class QuantizedSubscriber:
         plain = self._sync_plain(weights, version, wait_s, verify, follow_replaced)
         derived = self._attach(weights)
         if plain.repaired:
-            derived.forget()  # they may have been quantised from what something else wrote
+            derived.forget()  # they may have been quantised from weights that something else wrote
         elif verify:
             self._find_repairs(derived)
         return self._sync_tensors(derived, plain)
@@ -178,14 +181,14 @@ class QuantizedSubscriber:
         if derived.is_made and (damaged := self._find_damaged(derived)):
             logger.warning(
                 "Something other than a sync has written to %d tensors, the first of which is %r; all weights are "
-                "quantised anew.",
+                "quantised again.",
                 len(damaged),
                 damaged[0],
             )
             derived.forget()
 
     def _find_damaged(self, derived: DerivedWeights) -> list[str]:
-        """Recount the worker's tensors; return the names of those that something else has written to."""
+        """Recount the worker's tensors; return the names of those to which something else has written."""
         began = time.perf_counter()
         damaged = derived.state.find_damaged()
         if self._version is not None:
@@ -212,9 +215,9 @@ class QuantizedSubscriber:
         )
 
     def roll_back(self) -> int | None:
-        """Undo the last sync that wrote, from what is in memory: no store is asked. Return the version, None for none.
+        """Undo the last sync that wrote, from memory, without access to the store. Return the version, or None.
 
-        The mirror is rolled back, and what that changes is quantised and committed as by a sync.
+        The mirror is rolled back, and the changes are quantised and committed as by a sync.
         """
         with self._working():
             if self._derived is None or not self._before:
@@ -223,7 +226,7 @@ class QuantizedSubscriber:
             while self._subscriber.version != version:
                 undone = self._subscriber.undo_last()
                 if undone is None:
-                    return None  # the mirror went through an anchor: the next sync brings it to where it shall be
+                    return None  # the mirror has loaded an anchor, which cannot be undone: the next sync updates it
             prepared, quantize_s, apply_s = self._bring(self._derived, None)
         if undone is not None:
             changed = prepared.changed
@@ -244,21 +247,21 @@ class QuantizedSubscriber:
             try:
                 self._subscriber.verify()
             except VerificationError:
-                self._derived.forget()  # it may have been quantised from what something else wrote
+                self._derived.forget()  # they may have been quantised from weights that something else wrote
                 raise
             if damaged := self._find_damaged(self._derived):
                 self._derived.forget()
                 raise VerificationError(
                     f"something other than a sync has written to {damaged[0]!r} ({len(damaged)} such tensors); sync "
-                    "again to quantise all weights anew",
+                    "again to quantise all weights",
                     tensor=damaged[0],
                 )
             return self._derived.state.digest
 
     def close(self) -> None:
-        """Let go of the weights and of the mirror. The worker's tensors stay as they are.
+        """Release the weights and the mirror. The worker's tensors are unchanged.
 
-        Any thread and any signal handler may call this; a sync that is running lets go when it ends.
+        Any thread and any signal handler may call this; a running sync releases them when it ends.
         """
         self._closed = True
         self._subscriber.close()
@@ -274,7 +277,10 @@ class QuantizedSubscriber:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Do one thing at a time, unless this is closed; if it is closed meanwhile, let go afterwards."""
+        """Run one operation at a time, unless this is closed.
+
+        If it is closed meanwhile, release the weights afterwards.
+        """
         with self._busy:
             if self._closed:
                 raise ClosedError("this QuantizedSubscriber was closed; make a new one to sync again")
@@ -315,7 +321,7 @@ class QuantizedSubscriber:
             ) from e
 
     def _make_mirror(self, weights: Any, wait_s: float) -> None:
-        """Take memory for the weights of the run as it is now, after a look at whether the worker's tensors fit."""
+        """Allocate the mirror for the current run, after checking that the worker's tensors match it."""
         layout = self._read_layout(wait_s)
         Targets.match(weights, layout, self.recipe)
         where = device.find(weights) if self._plain == "device" else None
@@ -364,7 +370,7 @@ class QuantizedSubscriber:
 
 
 class _Brought(NamedTuple):
-    """What was done to the worker's tensors, and how long that took."""
+    """The update of the worker's tensors, and its duration."""
 
     prepared: PreparedWeights
     quantize_s: float

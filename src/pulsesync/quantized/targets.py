@@ -1,4 +1,4 @@
-"""What each tensor of a worker follows from: a tensor of the run, as it is or quantised with scales."""
+"""From which tensor of the run each tensor of a worker is derived: copied, or quantised with scales."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,19 +19,19 @@ FLOATS = ("BF16", "F16", "F32")  # dtypes of a run that are quantised
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of the worker that follows from a tensor of the run."""
+    """A tensor of the worker that is derived from a tensor of the run."""
 
     number: int  # in the worker's layout
     name: str
     source: int  # number of the tensor of the run, in its layout
     shape: tuple[int, ...]
     scales: int | None = None  # number of the tensor of its scales, if it is quantised
-    first_group: int = 0  # of all groups; two targets have the same where they share their scales
+    first_group: int = 0  # number of its first group among all; equal for two targets that share their scales
 
 
 @dataclass(frozen=True)
 class Targets:
-    """All tensors of a worker: as a layout of their own, in which each tensor is one tile."""
+    """All tensors of a worker: as a separate layout, in which each tensor is one tile."""
 
     layout: Layout
     tensors: Mapping[str, torch.Tensor]  # canonical ones, flat
@@ -42,10 +42,10 @@ class Targets:
 
     @classmethod
     def match(cls, source: Any, run: Layout, recipe: Recipe) -> "Targets":
-        """Find what each tensor of a worker follows from.
+        """Find from which tensor of the run each tensor of a worker is derived.
 
         Raises:
-            StateError: a tensor is missing, unknown, or has another shape, dtype or memory than it must have.
+            StateError: a tensor is missing, unknown, or has the wrong shape, dtype or device.
         """
         tensors = {name: _plain(name, tensor) for name, tensor in mapping_of(source).items()}
         views, ties = view_bits(tensors) if device.find(tensors) is None else device.load("memory").view(tensors)
@@ -69,7 +69,7 @@ class Targets:
             _check_tensor(name, tensor, spec, where)
             _check_memory(name, ties, sources, recipe.scale_suffix if quantizes else None)
             if name in ties:
-                continue  # the memory of another name
+                continue  # the same memory under another name
             target = Target(numbers[name], name, sources[name], spec.shape)
             if not quantizes:
                 copied.append(target)
@@ -105,7 +105,7 @@ def _plain(name: str, tensor: Any) -> torch.Tensor:
 
 
 def _check_all_there(tensors: Mapping[str, torch.Tensor], run: Layout) -> None:
-    """Every tensor of the run must be here, under its name or one that is tied to it."""
+    """Check that the worker has every tensor of the run, under its name or one that is tied to it."""
     aliases: dict[str, set[str]] = {}
     for alias, name in run.ties.items():
         aliases.setdefault(name, set()).add(alias)
@@ -126,7 +126,7 @@ def _check_tensor(name: str, tensor: torch.Tensor, spec: TensorSpec, where: torc
 
 
 def _check_memory(name: str, ties: Mapping[str, str], sources: Mapping[str, int], scale_suffix: str | None) -> None:
-    """Tensors may share memory only where they follow from the same tensor of the run, with the same scales."""
+    """Check that tensors share memory only if they have the same tensor of the run and the same scales."""
     other = ties.get(name, name)
     if sources.get(other) != sources[name]:
         raise StateError(f"{name!r} and {other!r} share memory in this worker, but not in the run", tensor=name)
@@ -140,7 +140,7 @@ def _check_memory(name: str, ties: Mapping[str, str], sources: Mapping[str, int]
 
 
 def _check_quantized(name: str, tensors: Mapping[str, torch.Tensor], spec: TensorSpec, recipe: Recipe) -> None:
-    """Check that a tensor can be that of the run, quantised."""
+    """Check that a tensor can be a quantised tensor of the run."""
     tensor = tensors[name]
     if tensor.dtype != recipe.dtype or spec.dtype not in FLOATS:
         raise StateError(

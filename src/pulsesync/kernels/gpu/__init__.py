@@ -1,1 +1,1 @@
-"""The kernels of `kernels.cuda`, in rooms."""
+"""The kernels of `kernels.cuda`, by topic."""

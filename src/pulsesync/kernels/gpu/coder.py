@@ -1,7 +1,7 @@
-"""The entropy coder: a lane of a block for each thread of a warp, so that a warp codes several blocks with few lanes.
+"""The entropy coder: each thread of a warp is a lane of a block, so that a warp codes several blocks with few lanes.
 
-`order` has the numbers of the blocks, those with the most lanes first; warp w has those from firsts[w] to
-firsts[w + 1], which all have the same number of lanes. What holds of a block is kept by each of its lanes.
+`order` has the numbers of the blocks, those with the most lanes first; warp w has those from firsts[w] to firsts[w +
+1], which all have the same number of lanes. The state of a block is kept by each of its lanes.
 """
 
 import triton
@@ -12,7 +12,7 @@ from pulsesync.kernels.gpu.words import DIRECT, LOW, PLACES, ROW, TOTAL, P, ball
 
 @triton.jit
 def _lanes_of(order, firsts, lanes):
-    """Of each thread: its block, its lane there and whether it has one; lanes a block; which threads its block has."""
+    """For each thread: its block, its lane there and whether it has one; lanes per block; the threads of its block."""
     w = tl.program_id(0)
     first, last = tl.load(firsts + w), tl.load(firsts + w + 1)
     n = tl.load(lanes + tl.load(order + first))
@@ -30,7 +30,7 @@ def _lanes_of(order, firsts, lanes):
 def _encode_round(
     x, at, change, take, symbol, share, steps, listed, stream, bit, group, lower, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Code one decision of each lane that takes one; words go before `at`, and the steps are those before `change`."""
+    """Code one decision of each active lane; words are written before `at`, and the steps are those before `change`."""
     pair = share.to(tl.uint32)
     begin, frequency = pair & 0xFFFF, pair >> 16
     changed = ballot(symbol > 0, bit)
@@ -41,7 +41,7 @@ def _encode_round(
     if tl.max(raw.to(tl.int32)) > 0:
         one = tl.full([32], 1, tl.uint64)
         extra = tl.load(steps + (change + popcount(changed & lower)), mask=raw > 0, other=0)
-        extra &= ((one << raw.to(tl.uint64)) - 1).to(tl.uint32)  # without the highest bit, which the symbol says
+        extra &= ((one << raw.to(tl.uint64)) - 1).to(tl.uint32)  # without the highest bit, which is in the symbol
         if WIDE:
             high = tl.where(raw > 16, raw - 16, 0).to(tl.uint32)
             full = (high > 0) & (y.to(tl.uint64) >= (one << (32 - high).to(tl.uint64)))
@@ -89,11 +89,11 @@ def encode(
     order, firsts, lanes, rows, symbols, steps, hot_starts, hot_ends, change_starts, shares, listed, out_starts,
     stream, sizes, BITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Code each block from its end, a round of lanes at a time; its words end where the next block's room begins.
+    """Code each block from its end, a round of lanes at a time; its words end where the next block's buffer begins.
 
-    What the next four rounds need is under way while four are coded. steps: how far each change goes; those whose size
+    Data for the next four rounds is prefetched while four are coded. steps: the step of each change; those whose size
     class is `listed` or higher have no raw bits. shares: see `tables.shares`. sizes: how many words a block has; where
-    that is more than there is room for, nothing outside is written.
+    that is more than its buffer has, nothing outside is written.
     """
     b, lane, some, n, group, lower = _lanes_of(order, firsts, lanes)
     bit = tl.arange(0, 32).to(tl.uint32)
@@ -111,7 +111,7 @@ def encode(
     x = tl.full([32], LOW, tl.uint32)
     at = room
     rounds = (total + n - 1) // n
-    j = (rounds - 1) * n + lane  # below zero: of no decision
+    j = (rounds - 1) * n + lane  # below zero: no decision
     s0, r0 = _decision(symbols, rows, j, total)
     s1, r1 = _decision(symbols, rows, j - n, total)
     s2, r2 = _decision(symbols, rows, j - 2 * n, total)
@@ -155,7 +155,7 @@ def _share(shares, symbol, row, take, BITS: tl.constexpr):
 
 @triton.jit
 def pack(stream, room_ends, sizes, out_starts, out, SPAN: tl.constexpr):
-    """Bring the words of all blocks to their bytes in the payloads, low byte first."""
+    """Copy the words of all blocks to their bytes in the payloads, low byte first."""
     b = tl.program_id(0)
     size = tl.load(sizes + b)
     begin, to = tl.load(room_ends + b) - size, tl.load(out_starts + b)
@@ -171,9 +171,9 @@ def _decode_round(
     x, at, out, total, lost, j, decision, first, stream, end, table, symbol_count, listed, out_end, changes, extras,
     bit, group, lower, BITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Take one decision of each lane that has one left; a block that goes wrong has none left.
+    """Decode one decision of each lane that has one left; a block with a fault has none left.
 
-    first: the first four places of the row, which tell the symbols that almost all decisions have.
+    first: the first four entries of the row, which are enough for almost all decisions.
     """
     take = j < total
     slot = (x & (TOTAL - 1)).to(tl.int32)
@@ -203,7 +203,7 @@ def _decode_round(
         raw = tl.where(change & (t >= DIRECT) & (t < listed), t - (DIRECT - 3), 0).to(tl.uint32)
         low = tl.minimum(raw, 16)
         has0 = take & (y < LOW)
-        # how many words each lane needs is known before any is read
+        # the number of words that each lane needs is known before any is read
         refilled = tl.where(has0, y << 16, y) >> low
         has1 = (raw > 0) & (refilled < LOW)
         need0, need1 = ballot(has0, bit), ballot(has1, bit)
@@ -250,11 +250,11 @@ def decode(
     order, firsts, lanes, stream, starts, hot_starts, hot_ends, rows, table, quads, symbol_count, listed, out_starts,
     changes, extras, faults, BITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Decode the blocks, a round of lanes at a time: of each change its decision and symbol, and its extra bits.
+    """Decode the blocks, a round of lanes at a time: for each change its decision and symbol, and its extra bits.
 
-    Symbols whose size class is `listed` or higher have no extra bits. quads: the table, four places in a word. What the
-    next four rounds need is under way while four are decoded. Never reads or writes out of bounds, whatever the stream
-    holds. faults: 0, or what was met (see `spec.FAULTS`).
+    Symbols whose size class is `listed` or higher have no extra bits. quads: the table, four entries in a word. Data
+    for the next four rounds is prefetched while four are decoded. Never reads or writes out of bounds, whatever the
+    stream contains. faults: 0, or the fault (see `spec.FAULTS`).
     """
     b, lane, some, n, group, lower = _lanes_of(order, firsts, lanes)
     bit = tl.arange(0, 32).to(tl.uint32)
@@ -305,7 +305,8 @@ def decode(
         j = later
     unfinished = (ballot(on & (x != LOW), bit) & group) != 0
     fault = tl.where(out != out_end, 3, tl.where((at != end) | unfinished, 4, 0))
-    fault = tl.where(lost != 0, 2, tl.where(at > end, 1, fault))  # at is beyond the end of a stream that is short, too
+    # `at` is also after the end of a stream that is too short.
+    fault = tl.where(lost != 0, 2, tl.where(at > end, 1, fault))
     tl.store(faults + b, fault.to(tl.int32), mask=some & (lane == 0))
 
 
@@ -317,5 +318,5 @@ def _row(rows, j, total):
 
 @triton.jit
 def _first(quads, decision, take, BITS: tl.constexpr):
-    """The first four places of a row: where the shares of its first symbols begin."""
+    """The first four entries of a row: where the shares of its first symbols begin."""
     return tl.load(quads + ((decision & ROW) << (BITS - 2)), mask=take, other=0)

@@ -6,18 +6,18 @@ import triton.language as tl
 from pulsesync.kernels.gpu.words import CHUNK, DIRECT, PLACES, ROW, ROWS, load_bits, popcount, prefix, step_of
 
 
-# Counts differ in every patch: no value is worth a compilation.
+# Counts differ in every patch, so kernels are not specialized for them.
 @triton.jit(do_not_specialize=["places", "copies", "most"])
 def decide(
     chunk_block, first_chunk, hot_map, offsets, positions, before, after, hot_at, hot_change_at, rows,
     symbols, sizes, cold_positions, cold_steps, counts, places, copies, longs, most,
     BITS: tl.constexpr, ITEM: tl.constexpr, HISTORY: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Write the changes of hot weights among the decisions, as symbols, and how far they go; cold ones as steps.
+    """Write the changes of hot weights among the decisions, as symbols and step sizes; cold ones as steps.
 
-    counts: how often each symbol of each row is written, in copies, which are then added, to keep programs out of each
-    other's way. longs: how many hot changes go further than a symbol says by itself; then how far, in any order, of the
-    first `most` of them.
+    counts: of each symbol of each row, in copies that are summed later, to reduce contention between programs. longs:
+    the number of hot changes with steps longer than a symbol can express; then the sizes of the first `most` of them,
+    in any order.
     """
     c = tl.program_id(0).to(tl.int64)
     change, end = tl.load(offsets + c), tl.load(offsets + c + 1)
@@ -55,14 +55,14 @@ def decide(
             cold += tl.sum(colds)
             far = (is_hot & (size > DIRECT)).to(tl.int32)
             long = tl.sum(far)
-            if (long > 0) & (tl.load(longs) <= most):  # a number far beyond that would not fit
+            if (long > 0) & (tl.load(longs) <= most):  # a much larger number would not fit
                 at = tl.atomic_add(longs, long, sem="relaxed") + prefix(far)
                 tl.store(longs + 1 + at, size.to(tl.uint32).to(tl.int32, bitcast=True), mask=(far != 0) & (at < most))
 
 
 @triton.jit
 def count_rows(rows, begins, ends, counts, BINS: tl.constexpr, SPAN: tl.constexpr):
-    """How many decisions each row of the tables has, in blocks whose decisions are from begins to ends."""
+    """Count the decisions of each row of the tables, in blocks whose decisions are from begins to ends."""
     b = tl.program_id(0)
     begin, end = tl.load(begins + b), tl.load(ends + b)
     found = tl.zeros([BINS], tl.int32)
@@ -75,7 +75,7 @@ def count_rows(rows, begins, ends, counts, BINS: tl.constexpr, SPAN: tl.constexp
 
 @triton.jit
 def _moved(old, symbol, extra, ITEM: tl.constexpr):
-    """A weight after the step that a symbol and its extra bits name, and whether there is no such step.
+    """A weight after the step of a symbol and its extra bits, and whether the step is invalid.
 
     The extra bits of a symbol whose size the table lists are that size.
     """
@@ -101,9 +101,9 @@ def land(
     old_at, hot_starts, places, out_starts, changes, extras, sizes, positions, before, after, faults,
     ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """From what was decoded to changes: position in the block, old bits, new bits. Blocks with a fault are left out.
+    """From decoded decisions to changes: position in the block, old bits, new bits. Blocks with a fault are left out.
 
-    sizes: of steps, those that the table lists.
+    sizes: the step sizes that the table lists.
     """
     listed: tl.constexpr = DIRECT + 8 * ITEM - 3  # the size class of the first of them
     b = tl.program_id(0)

@@ -13,12 +13,12 @@ from pulsesync.kernels.gpu.words import (
     store_bits,
 )
 
-UNROLL = tl.constexpr(8)  # pieces of chunks that are under way together
+UNROLL = tl.constexpr(8)  # pieces of chunks that are loaded together
 
 
 @triton.jit
 def _flat(begin, position, start, columns, stride):
-    """The index in its tensor of a weight of a tile, by its position in a block; stride 0: the tile lies in a row."""
+    """The index in its tensor of a weight of a tile, by its position in a block; stride 0: the tile is contiguous."""
     p = begin + position.to(tl.int64)
     if stride == 0:
         i = start + p
@@ -32,7 +32,7 @@ def apply(
     tile_at, block_tile, begins, tile_start, tile_columns, tile_stride, change_starts, positions, values,
     ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Write changed weights where they belong in their tensors."""
+    """Write changed weights into their tensors."""
     b = tl.program_id(0)
     tile = tl.load(block_tile + b)
     at, begin = tl.load(tile_at + tile), tl.load(begins + b)
@@ -47,7 +47,7 @@ def apply(
 
 @triton.jit
 def _copy_words(source, target, ITEM: tl.constexpr):
-    """Copy a chunk that lies in a row from one address to another, both multiples of 8."""
+    """Copy a contiguous chunk from one address to another, both multiples of 8."""
     i = tl.arange(0, CHUNK * ITEM // 8)
     words = tl.load(source.to(tl.pointer_type(tl.uint64)) + i)
     tl.store(target.to(tl.pointer_type(tl.uint64)) + i, words)
@@ -57,7 +57,7 @@ def _copy_words(source, target, ITEM: tl.constexpr):
 def gather_pieces(
     piece_at, sizes, piece_columns, piece_strides, begins, chunk_piece, first_chunk, run, ITEM: tl.constexpr
 ):  # fmt: skip
-    """Copy pieces of tensors to their places in one run: program c takes one of the chunks of a piece."""
+    """Copy pieces of tensors to their places in one run: program c copies one chunk of a piece."""
     c = tl.program_id(0).to(tl.int64)
     piece = tl.load(chunk_piece + c)
     at, size, to = tl.load(piece_at + piece), tl.load(sizes + piece), tl.load(begins + piece)
@@ -76,7 +76,7 @@ def gather_pieces(
 def scatter_pieces(
     piece_at, sizes, piece_columns, piece_strides, begins, chunk_piece, first_chunk, run, ITEM: tl.constexpr
 ):  # fmt: skip
-    """Copy pieces from their places in one run to tensors: the other way than `gather_pieces`."""
+    """Copy pieces from their places in one run to tensors: the reverse of `gather_pieces`."""
     c = tl.program_id(0).to(tl.int64)
     piece = tl.load(chunk_piece + c)
     at, size, place = tl.load(piece_at + piece), tl.load(sizes + piece), tl.load(begins + piece)
@@ -93,9 +93,9 @@ def scatter_pieces(
 
 @triton.jit
 def _find_piece(begins, first, count, i, STRIDE: tl.constexpr):
-    """The piece that weight i is in, of `count` from the one numbered first on, looked for by halves.
+    """The piece that contains weight i, among `count` pieces from `first` on, by binary search.
 
-    begins: where each begins, STRIDE numbers from one to the next.
+    begins: where each begins, STRIDE numbers apart.
     """
     piece = tl.zeros_like(i) + first
     while count > 1:
@@ -110,9 +110,9 @@ def apply_pieces(
     first, block_begins, first_piece, last_piece, piece_begins, piece_at, piece_columns, piece_strides, change_starts,
     positions, values, ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Write changed weights of bundles where they belong in their tensors: the blocks from `first` on.
+    """Write changed weights of bundles into their tensors: the blocks from `first` on.
 
-    Of each block, the piece that its first weight is in, and the one after that of its last.
+    Given for each block: the piece of its first weight, and the one after the piece of its last.
     """
     b = tl.program_id(0)
     begin = tl.load(block_begins + b)
@@ -161,7 +161,7 @@ def _chunk_key(chunk, which):
 
 @triton.jit
 def _add_moves(first, second, p, old, new, some, pieces, first_piece, count, apart, keys, ITEM: tl.constexpr):
-    """Add to sums how the digest moves by changes, given where they are in their tile."""
+    """Add to sums how changes change the digest, given their positions in their tile."""
     per: tl.constexpr = (ITEM + 1) // 2
     row = pieces + 5 * _find_piece(pieces, first_piece, count, p, 5)
     i = p - tl.load(row)
@@ -184,10 +184,10 @@ def digest_change(
     begins, block_pieces, pieces, change_starts, positions, before, after, keys, sums,
     ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """How the digest moves by the changes of each block: every 16-bit unit times the key of its index in its tensor.
+    """How the changes of each block change the digest: every 16-bit unit times the key of its index in its tensor.
 
-    pieces: rows of `Tile.piece_table`. block_pieces: of each block its first row, how many it has, and whether a piece
-    of it does not lie in a row.
+    pieces: rows of `Tile.piece_table`. block_pieces: for each block its first row, the number of its rows, and whether
+    a piece of it is not contiguous.
     """
     b = tl.program_id(0)
     begin = tl.load(begins + b)
@@ -215,7 +215,7 @@ def read_old(
     block_at, begins, block_pieces, pieces, change_starts, positions, before, after, keys, sums,
     ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Read the weights that changes replace, and count how the digest moves, as `digest_change` does."""
+    """Read the weights that changes replace, and count how the digest changes, as `digest_change` does."""
     b = tl.program_id(0)
     at, begin = tl.load(block_at + b), tl.load(begins + b)
     first_piece, count, apart = (
@@ -273,14 +273,14 @@ def _every_other_byte(x, HIGH: tl.constexpr):
 
 @triton.jit
 def _spread_bytes(x, y):
-    """Two words of each of four threads as a row of 32 bytes: (warps, 8, 32)."""
+    """Two words from each of four threads as a row of 32 bytes: (warps, 8, 32)."""
     spread = (tl.join(x, y)[:, :, None] >> (8 * tl.arange(0, 4).to(tl.uint32))[None, None, :]) & 0xFF
     return tl.reshape(spread, [x.shape[0] // 32, 8, 32]).to(tl.float32)
 
 
 @triton.jit
 def _row_sums(a0, a1, b0, b1, c0, c1):
-    """Eight rows of `_multiply_add`, as the interpreter can do it; 32 products are far below 2^24, so it is exact."""
+    """Eight rows of `_multiply_add`, for the interpreter; 32 products are far below 2^24, so it is exact."""
     sums = tl.dot(_spread_bytes(a0, a1), tl.permute(_spread_bytes(b0, b1), 0, 2, 1)).to(tl.int32)
     even, odd = tl.split(tl.reshape(sums, [c0.shape[0], 2]))
     return c0 + even, c1 + odd
@@ -290,10 +290,10 @@ def _row_sums(a0, a1, b0, b1, c0, c1):
 def _multiply_add(a0, a1, a2, a3, b, c0, c1, c2, c3):
     """Multiply matrices of bytes, (16, 32) by (32, 8), on the tensor cores of each warp, and add c: sums of 32 bits.
 
-    Which thread has what is as PTX has it (mma.m16n8k32). With g = lane // 4 and t = lane % 4: a0 and a2 are of row g,
-    a1 and a3 of row g + 8, and both halves of b of column g. a0, a1 and the low half of b are bytes 4 t to 4 t + 3 of
-    these, a2, a3 and the high half the same 16 on. c0 and c1 are columns 2 t and 2 t + 1 of row g, c2 and c3 of row
-    g + 8. Every tensor has one element for each thread, so that there is no other place for it.
+    The distribution over threads is that of PTX (mma.m16n8k32). With g = lane // 4 and t = lane % 4: a0 and a2 are of
+    row g, a1 and a3 of row g + 8, and both halves of b of column g. a0, a1 and the low half of b are bytes 4 t to 4 t +
+    3 of these, a2, a3 and the high half the same 16 on. c0 and c1 are columns 2 t and 2 t + 1 of row g, c2 and c3 of
+    row g + 8. Every tensor has one element per thread, which fixes its place.
     """
     b0, b1 = b.to(tl.uint32), (b >> 32).to(tl.uint32)
     if INTERPRETED:
@@ -339,10 +339,12 @@ def _word(at, i, size, UNIT: tl.constexpr):
 
 @triton.jit
 def _group_sums(at, i, size, planes, WHOLE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr):
-    """Of 16 chunks the sums of a warp's units times each byte of their keys; see `_multiply_add` for who has which.
+    """For 16 chunks, the sums of a warp's units times each byte of their keys.
 
-    A piece is eight words of each chunk, two for each of four threads. The bytes of units of two have their own sums.
-    WHOLE: all units are inside, and words lie in pairs.
+    See `_multiply_add` for the distribution.
+
+    A piece is eight words of each chunk, two for each of four threads. The two bytes of 16-bit units have separate
+    sums. WHOLE: all units are inside, and words are aligned in pairs.
     """
     c0 = tl.zeros(i.shape, tl.int32)
     c1, c2, c3, d0, d1, d2, d3 = c0, c0, c0, c0, c0, c0, c0
@@ -392,17 +394,17 @@ def _join(c0, c1, d0, d1, UNIT: tl.constexpr):
 
 @triton.jit
 def recount(run_at, rows, planes, sums, UNIT: tl.constexpr, PER: tl.constexpr, WARPS: tl.constexpr):
-    """Sum the units of runs of weights times their keys: program (r, q) takes the q-th PER chunks, a multiple of 16.
+    """Sum the units of runs of weights times their keys: program (r, q) sums the q-th PER chunks, a multiple of 16.
 
     Units have UNIT bytes: one for weights of one byte, otherwise two. The keys of the 4,096 places in a chunk are the
     same for every chunk, so a matrix of bytes, a row for each chunk, is multiplied by the bytes of these keys: two keys
-    of four bytes are eight columns. A sum has at most 4,096 products of two bytes, which 32 bits hold. Each row is then
+    of four bytes are eight columns. A sum has at most 4,096 products of two bytes, which fits 32 bits. Each row is then
     multiplied by the key of its chunk.
 
-    rows: of each run its tile, units, the index of the first in its tensor, a multiple of 8 // UNIT, and the tensor's
-    offset. planes: `device_key_planes`. WARPS: those of a program, each of which has its own places of all chunks.
+    rows: for each run its tile, units, the index of the first in its tensor, a multiple of 8 // UNIT, and the tensor's
+    offset. planes: `device_key_planes`. WARPS: of a program, each of which processes its own positions of all chunks.
     """
-    warps: tl.constexpr = 32 * UNIT if INTERPRETED else WARPS  # it takes as long for one as for all
+    warps: tl.constexpr = 32 * UNIT if INTERPRETED else WARPS  # the interpreter needs the same time for one as for all
     per: tl.constexpr = 8 // UNIT
     pieces: tl.constexpr = CHUNK // (8 * per * warps)
     r = tl.program_id(0)
@@ -438,10 +440,11 @@ def recount(run_at, rows, planes, sums, UNIT: tl.constexpr, PER: tl.constexpr, W
 
 @triton.jit
 def recount_any(run_at, rows, keys, sums, ITEM: tl.constexpr, SPAN: tl.constexpr):
-    """The same of any run: of columns of a tensor, or beginning between words.
+    """The same for any run: of columns of a tensor, or not aligned to words.
 
-    rows: of each run its tile and weights, how many weights of its piece are before it, the index in its tensor of the
-    first weight of the piece, the piece's columns, weights from row to row (0: it lies in a row), and the offset.
+    rows: for each run its tile and weights, the number of weights of its piece before it, the index in its tensor of
+    the first weight of the piece, the piece's columns, the distance between rows in weights (0: contiguous), and the
+    offset.
     """
     r = tl.program_id(0)
     at, row = tl.load(run_at + r), rows + 7 * r

@@ -1,7 +1,7 @@
-"""Which weights: those that changed, those that are hot, and what is remembered of them.
+"""Marks of weights: those that changed, those that are hot, and their history.
 
-What holds of few weights of a chunk is first written as a bitmap, reading words of eight bytes at memory speed; then
-the bits that are set are walked, one thread for 32 weights.
+A property of few weights of a chunk is first written as a bitmap, reading words of eight bytes at memory speed; then
+the set bits are walked, one thread for 32 weights.
 """
 
 import triton
@@ -29,7 +29,7 @@ from pulsesync.kernels.gpu.words import (
 def compare(
     old_at, new_at, sizes, chunk_block, first_chunk, bitmap, counts, ITEM: tl.constexpr, CAST: tl.constexpr
 ):  # fmt: skip
-    """Mark what differs, and count it. CAST: old is BF16 and new FP32, which is rounded first."""
+    """Mark and count differences. CAST: old is BF16 and new FP32, which is rounded first."""
     c = tl.program_id(0).to(tl.int64)
     b = tl.load(chunk_block + c)
     begin, count = span_of(c, first_chunk, sizes, b)
@@ -51,7 +51,7 @@ def collect(
     old_at, new_at, chunk_block, first_chunk, bitmap, offsets, positions, before, after,
     ITEM: tl.constexpr, CAST: tl.constexpr,
 ):  # fmt: skip
-    """Write what is marked, in order: position in the block, old bits, new bits."""
+    """Write the marked weights, in order: position in the block, old bits, new bits."""
     c = tl.program_id(0).to(tl.int64)
     b = tl.load(chunk_block + c)
     begin = (c - tl.load(first_chunk + b)) * CHUNK
@@ -79,7 +79,7 @@ def count_classes(
     before, change_starts, sizes, old_at, block_tile, by_class, sampled,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, PERIOD: tl.constexpr, RUN: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Of each tile: its changes by the class of the old weight, and the sample of its weights by class."""
+    """For each tile: its changes by the class of the old weight, and the sample of its weights by class."""
     b = tl.program_id(0)
     tile = tl.load(block_tile + b).to(tl.int64)
     bins = tl.arange(0, 256)
@@ -105,12 +105,12 @@ def count_hot_changes(
     block_tile, cuts, first_chunk, change_starts, positions, before, counts,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """How many changes of each chunk are of weights below the cut, by their old bits."""
+    """Count the changes of each chunk whose old bits are below the cut."""
     b = tl.program_id(0)
     cut = tl.load(cuts + tl.load(block_tile + b)).to(tl.int64) << SHIFT
     mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
     end = tl.load(change_starts + b + 1)
-    found = tl.zeros([256], tl.int32)  # a block has so many chunks at the most
+    found = tl.zeros([256], tl.int32)  # the most chunks of a block
     for k in range(tl.load(change_starts + b), end, SPAN):
         j = k + tl.arange(0, SPAN)
         chunk = (tl.load(positions + j, mask=j < end, other=0) // CHUNK).to(tl.int32)
@@ -120,17 +120,17 @@ def count_hot_changes(
     tl.store(counts + c, found, mask=c < tl.load(first_chunk + b + 1))
 
 
-# What the data decides is not compiled in; a piece of what is remembered begins anywhere.
+# Kernels are not specialized for values that depend on data; the bytes of a history may begin anywhere.
 @triton.jit(do_not_specialize=["lowest", "classes", "ages"], do_not_specialize_on_alignment=["last"])
 def list_hot(
     old_at, sizes, first_chunk, block_tile, cuts, tracked, rooms, known_starts, last, hot_map, known_map, hot_at,
     known_at, rows, places, hots, knowns, lowest, classes, ages,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Mark the weights of a block that are below the cut, and list them in its room, as far as there is some.
+    """Mark the weights of a block that are below the cut, and list them in its buffer, as far as there is space.
 
-    Of each in order: the row of the tables (see ROW), and its position. With a history those that it knows are marked
-    too. hots, knowns: how many the block has, listed or not.
+    For each in order: the row of the tables (see ROW), and its position. With a history, tracked weights are marked
+    too. hots, knowns: the numbers of hot and tracked weights of the block, listed or not.
     """
     b = tl.program_id(0)
     tile = tl.load(block_tile + b)
@@ -188,7 +188,7 @@ def mark_later(
     block_tile, cuts, first_chunk, change_starts, positions, before, after, changed, down, later,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Mark changes, those that go down, and of the weights below the cut (as they were, in later) which are then."""
+    """Mark changes, those downwards, and which of the weights in `later` are below the cut afterwards."""
     b = tl.program_id(0)
     cut = tl.load(cuts + tl.load(block_tile + b)).to(tl.int64) << SHIFT
     begin, end = tl.load(change_starts + b), tl.load(change_starts + b + 1)
@@ -212,7 +212,7 @@ def mark_later(
 
 @triton.jit
 def count_marks(bitmap, counts, chunks, SPAN: tl.constexpr):
-    """How many bits each chunk has: a program takes SPAN chunks."""
+    """Count the set bits of each chunk: a program processes SPAN chunks."""
     c = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     word = c[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     marks = tl.load(bitmap + word, mask=(c < chunks)[:, None], other=0)
@@ -221,7 +221,7 @@ def count_marks(bitmap, counts, chunks, SPAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["index"], do_not_specialize_on_alignment=["last"])
 def remember(known_map, changed, down, later, known_at, later_at, last, index, remembered):
-    """The history afterwards: of each weight that is then below the cut, when it last changed, and which way."""
+    """The history afterwards: for each weight below the cut, when it last changed, and the direction."""
     c = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
     known, moved = tl.load(known_map + c * ROWS + row), tl.load(changed + c * ROWS + row)

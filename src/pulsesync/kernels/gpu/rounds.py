@@ -1,12 +1,12 @@
 """What a LoCo round computes of each entry: the results of `kernels.rounds`, bit for bit.
 
-Every FP32 operation is rounded by itself. So these kernels are launched with `enable_fp_fusion=False`, without which
-a product and a sum become one operation with one rounding, and divide with `div_rn`, because `/` is approximate. What
-is found of all entries (the largest, how many) is found in integers, program by program, and joined by the caller: a
-maximum and a sum of integers do not depend on the order. Nothing here is taken from libdevice, the only place where
-Triton flushes subnormal numbers to zero. tests/kernels/test_cuda_rounding.py reads all of this in the machine code.
+Every FP32 operation is rounded separately. So these kernels are launched with `enable_fp_fusion=False`, without which a
+product and a sum become one operation with one rounding, and divide with `div_rn`, because `/` is approximate. Results
+over all entries (the largest, the number) are computed in integers, program by program, and joined by the caller: a
+maximum and a sum of integers do not depend on the order. Nothing here uses libdevice, the only place where Triton
+flushes subnormal numbers to zero. tests/kernels/test_cuda_rounding.py checks all of this in the machine code.
 
-A launch takes one chunk of a fragment: fewer than 2^31 entries, `size` of them.
+A launch processes one chunk of a fragment: fewer than 2^31 entries, `size` of them.
 """
 
 import triton
@@ -48,7 +48,7 @@ def _most(sizes):
 
 @triton.jit
 def _here(size, SPAN: tl.constexpr):
-    """The entries of this program, and which of them there are."""
+    """The entries of this program, and which of them exist."""
     i = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     return i, i < size
 
@@ -57,7 +57,7 @@ def _here(size, SPAN: tl.constexpr):
 def advance(
     theta, residual, momentum, local, lr, mu, s, moved, size, NESTEROV: tl.constexpr, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Write a trainer's update, s, and its next momentum, from its state at the last round and its weights now."""
+    """Write a trainer's update, s, and its next momentum, from its state at the last round and its current weights."""
     i, some = _here(size, SPAN)
     e = tl.load(residual + i, mask=some, other=0.0)
     delta = (tl.load(theta + i, mask=some, other=0.0) - e) - tl.load(local + i, mask=some, other=0.0)
@@ -72,9 +72,9 @@ def advance(
 
 @triton.jit(do_not_specialize=["size"])
 def flag_visible(theta, s, reach, bitmap, counts, largest, size):
-    """Mark the entries of s that, taken reach times, change the BF16 value of theta: a bit each, in words of 32.
+    """Mark the entries of s that, multiplied by reach, change the BF16 value of theta: a bit each, in words of 32.
 
-    Of each chunk of 4,096 there is also how many they are, and the largest bit pattern in s without the sign.
+    For each chunk of 4,096 it also writes their number, and the largest bit pattern in s without the sign.
     """
     c = tl.program_id(0)
     i = c * CHUNK + tl.arange(0, ROWS)[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -90,7 +90,7 @@ def flag_visible(theta, s, reach, bitmap, counts, largest, size):
 
 @triton.jit(do_not_specialize=["first"])
 def list_visible(s, bitmap, offsets, first: tl.int64, positions, values):
-    """Write what is marked, in order: its position, the first entry being number `first`, and its value."""
+    """Write the marked entries, in order: position, with the first entry at `first`, and value."""
     c = tl.program_id(0)
     row = tl.arange(0, ROWS)
     words = tl.load(bitmap + c * ROWS + row)
@@ -108,10 +108,10 @@ def list_visible(s, bitmap, offsets, first: tl.int64, positions, values):
 
 @triton.jit(do_not_specialize=["size"])
 def describe(theta, trend, out, size, SPAN: tl.constexpr):
-    """Write what everybody knows of each entry, as `kernels.rounds.describe` does; trend is FP32 or int8.
+    """Write what all trainers know of each entry, as `kernels.rounds.describe` does; trend is FP32 or int8.
 
-    Distances are compared as bit patterns, which are in their order; beyond the largest BF16 value, that to the outer
-    border is NaN, and counts as the nearest.
+    Distances are compared as bit patterns, which have the same order; above the largest BF16 value, the distance to the
+    outer border is NaN, and counts as the nearest.
     """
     i, some = _here(size, SPAN)
     x = tl.load(theta + i, mask=some, other=0.0)
@@ -129,10 +129,10 @@ def describe(theta, trend, out, size, SPAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size"])
 def move(theta, total, trainers, trend, moved, largest_mean, largest_theta, size, SPAN: tl.constexpr):
-    """Write theta less the mean of the updates over their total, and the signs of the mean to trend (int8).
+    """Overwrite the total of the updates with theta minus their mean, and write the signs of the mean to trend (int8).
 
-    Of each program there is how many means are not zero, and the largest bit patterns without the sign of the means
-    and of what was written.
+    For each program it writes the number of means that are not zero, and the largest bit patterns without the sign of
+    the means and of the new weights.
     """
     i, some = _here(size, SPAN)
     mean = tl.div_rn(tl.load(total + i, mask=some, other=0.0), trainers)
@@ -169,7 +169,7 @@ def divide(values, by, out, size, SPAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size"])
 def measure(values, nonzero, largest, size, SPAN: tl.constexpr):
-    """Of each program: how many values are not zero, and the largest bit pattern without the sign."""
+    """For each program: the number of values that are not zero, and the largest bit pattern without the sign."""
     i, some = _here(size, SPAN)
     sizes, p = _size(tl.load(values + i, mask=some, other=0.0)), tl.program_id(0)
     tl.store(nonzero + p, tl.sum((sizes != 0).to(tl.int32), axis=0))
@@ -178,9 +178,9 @@ def measure(values, nonzero, largest, size, SPAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["total", "values"])
 def add_at(total, positions, values, count: tl.int64, SPAN: tl.constexpr):
-    """Add values to the entries of total at these positions, each of which is there once.
+    """Add values to the entries of total at these positions, which are all different.
 
-    Both may be pieces of vectors that begin anywhere, for which it need not be compiled again.
+    Both may be pieces of vectors with any alignment, for which it is not compiled again.
     """
     j = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     some = j < count

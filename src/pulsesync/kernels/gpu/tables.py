@@ -1,18 +1,18 @@
-"""Tables of changes, as ranks of a group send them: of each tile the places of its changes, then what they become."""
+"""Tables of changes, as ranks of a group send them: for each tile the positions of its changes, then the new values."""
 
 import triton
 import triton.language as tl
 
 from pulsesync.kernels.gpu.words import load_bits, store_bits
 
-IN_BLOCK = tl.constexpr((1 << 20) - 1)  # the bits of a place in its tile that are the position in its block
+IN_BLOCK = tl.constexpr((1 << 20) - 1)  # the bits of a position in a tile that are the position in its block
 
 
 @triton.jit
 def write_table(
     place_at, value_at, begins, change_starts, positions, values, ITEM: tl.constexpr, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Write the changes of each block to the addresses that its places and its values have in a table."""
+    """Write the changes of each block to the addresses of its positions and values in a table."""
     b = tl.program_id(0)
     places, bits, begin = tl.load(place_at + b), tl.load(value_at + b), tl.load(begins + b)
     first, end = tl.load(change_starts + b), tl.load(change_starts + b + 1)
@@ -26,7 +26,7 @@ def write_table(
 
 @triton.jit
 def table_starts(block_tile, begins, place_at, counts, firsts, starts):
-    """Write where the changes of each block begin, looked for by halves among the places of its tile."""
+    """Write where the changes of each block begin, by binary search among the positions of its tile."""
     b = tl.program_id(0)
     tile = tl.load(block_tile + b)
     begin, places = tl.load(begins + b), tl.load(place_at + tile).to(tl.pointer_type(tl.uint32))
@@ -46,7 +46,7 @@ def read_table(
 ):  # fmt: skip
     """Read the changes of each tile: positions in their blocks, and values.
 
-    Counts in faults what is outside its tile or not in order.
+    Counts in `faults` positions that are outside their tile or not in order.
     """
     t = tl.program_id(0)
     size, first, count = tl.load(sizes + t), tl.load(firsts + t), tl.load(counts + t)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from pulsesync.kernels import spec
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no instructions of a GPU
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter has no instructions of a GPU
 CHUNK = tl.constexpr(4096)
 ROWS = tl.constexpr(128)  # words of 32 bits in a chunk
 P = tl.constexpr(spec.PROBABILITY_BITS)
@@ -16,7 +16,8 @@ LOW = tl.constexpr(spec.STATE_LOW)
 DIRECT = tl.constexpr(spec.DIRECT)
 ALL = tl.constexpr(0xFFFFFFFF)
 ROW = tl.constexpr(spec.ROW)
-PLACES = tl.constexpr(1 << 20)  # of a decision in its block; what is decoded is a decision plus PLACES times a symbol
+# Decisions in a block, at most; decoded values are a decision plus PLACES times a symbol.
+PLACES = tl.constexpr(1 << 20)
 CHUNK_BITS = tl.constexpr(spec.CHUNK_BITS)
 FIRST_SEED = tl.constexpr(spec.DIGEST_SEEDS[0])
 SECOND_SEED = tl.constexpr(spec.DIGEST_SEEDS[1])
@@ -24,7 +25,7 @@ SECOND_SEED = tl.constexpr(spec.DIGEST_SEEDS[1])
 
 @triton.jit
 def popcount(x):
-    """How many bits are set in words of 32."""
+    """The number of set bits in 32-bit words."""
     if INTERPRETED:
         x = x - ((x >> 1) & 0x55555555)
         x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -61,7 +62,7 @@ def span_of(c, first_chunk, sizes, b):
 
 @triton.jit
 def inside(marks, count):
-    """Marks of a chunk without those that stand for no weight."""
+    """Marks of a chunk without bits beyond its last weight."""
     if count < CHUNK:  # seldom
         left = tl.minimum(tl.maximum(count - 32 * tl.arange(0, ROWS), 0), 32)
         whole = tl.full([ROWS], 0xFFFFFFFF, tl.uint32)
@@ -71,7 +72,7 @@ def inside(marks, count):
 
 @triton.jit
 def chunk_words(at, begin, count, ITEM: tl.constexpr):
-    """A chunk as words of eight bytes: (ROWS, 4 * ITEM), 32 weights to a row; those outside are zero."""
+    """A chunk as words of eight bytes: (ROWS, 4 * ITEM), 32 weights per row; those outside are zero."""
     per: tl.constexpr = 4 * ITEM
     i = tl.arange(0, ROWS)[:, None] * per + tl.arange(0, per)[None, :]
     within = (8 * (at & 7)).to(tl.uint64)  # bits of the first word that are before the block
@@ -81,7 +82,8 @@ def chunk_words(at, begin, count, ITEM: tl.constexpr):
             x = tl.load(words + i)
         else:
             x = tl.load(words + i, mask=i * (8 // ITEM) < count, other=0)
-    else:  # groups of bundles begin anywhere: each word is made of two, and none without a weight of the block is read
+    # Groups of bundles have any alignment: each word is made of two, and no word without a weight of the block is read.
+    else:
         size = count * (8 * ITEM)
         x = tl.load(words + i, mask=64 * i < size, other=0) >> within
         after = tl.load(words + i + 1, mask=64 * (i + 1) < size + within.to(tl.int32), other=0)
@@ -91,7 +93,7 @@ def chunk_words(at, begin, count, ITEM: tl.constexpr):
 
 @triton.jit
 def _to_rows(low, high, ITEM: tl.constexpr):
-    """From halves of words of eight bytes, with a flag at the sign of each weight, to words of 32 flags, one a row."""
+    """From halves of words of eight bytes, with a flag at the sign of each weight, to words of 32 flags, by row."""
     if ITEM == 1:
         bits = _four(low) | (_four(high) << 4)
     elif ITEM == 2:
@@ -113,22 +115,22 @@ def _four(flags):
 
 @triton.jit
 def _halves(x):
-    """Words of eight bytes as two of four: 64 bits cost twice the instructions."""
+    """Words of eight bytes as two of four: 64-bit operations cost twice the instructions."""
     return x.to(tl.uint32), (x >> 32).to(tl.uint32)
 
 
 @triton.jit
 def _differs(x, ITEM: tl.constexpr):
-    """The sign of each weight in words of four bytes is set where a bit of it is."""
+    """Set the sign of each weight in words of four bytes if any bit of the weight is set."""
     ones: tl.constexpr = 0xFFFFFFFF // ((1 << (8 * ITEM)) - 1)  # a one for each weight
     signs: tl.constexpr = ones << (8 * ITEM - 1)
-    rest: tl.constexpr = signs - ones  # all bits but the signs
-    return (((x & rest) + rest) | x) & signs  # sums carry into the sign, and no further
+    rest: tl.constexpr = signs - ones  # all bits except the signs
+    return (((x & rest) + rest) | x) & signs  # sums carry into the sign, but not further
 
 
 @triton.jit
 def not_zero(x, ITEM: tl.constexpr):
-    """Of every weight in words of eight bytes, whether a bit of it is set: as bits of words of 32, by row."""
+    """For every weight in words of eight bytes, whether a bit of it is set: as bits of words of 32, by row."""
     low, high = _halves(x)
     if ITEM == 8:
         high, low = tl.where((low | high) != 0, 0x80000000, 0).to(tl.uint32), low
@@ -139,7 +141,7 @@ def not_zero(x, ITEM: tl.constexpr):
 
 @triton.jit
 def below_cut(x, cut, ITEM: tl.constexpr):
-    """Of every weight in words of eight bytes, whether its magnitude is below a cut: as bits of words of 32, by row.
+    """For every weight in words of eight bytes, whether its magnitude is below a cut: as bits of words of 32, by row.
 
     Weights that have an exponent have four bytes at most.
     """
@@ -186,7 +188,7 @@ def to_bf16(x):
 
 @triton.jit
 def ordered(bits, ITEM: tl.constexpr):
-    """Bit patterns in the order of the values they stand for."""
+    """Map bit patterns to the order of their values."""
     sign: tl.constexpr = 1 << (8 * ITEM - 1)
     full: tl.constexpr = 2 * sign - 1
     if ITEM < 4:
@@ -198,7 +200,7 @@ def ordered(bits, ITEM: tl.constexpr):
 
 @triton.jit
 def step_of(old, new, ITEM: tl.constexpr):
-    """Symbol, extra bits and size of a change, and whether it goes down, as `steps` has them."""
+    """Symbol, extra bits and size of a change, and whether it is downwards, as in `steps`."""
     sign: tl.constexpr = 1 << (8 * ITEM - 1)
     full: tl.constexpr = 2 * sign - 1
     a, b = ordered(old, ITEM), ordered(new, ITEM)
