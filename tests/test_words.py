@@ -168,7 +168,9 @@ CLEAN = [
     "src/pulsesync/errors.py",
     "src/pulsesync/format",
     "src/pulsesync/group",
+    "src/pulsesync/kernels",
     "src/pulsesync/loco",
+    "src/pulsesync/quantized",
     "src/pulsesync/run",
     "src/pulsesync/state",
 ]

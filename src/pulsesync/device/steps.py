@@ -77,7 +77,7 @@ def decode_steps(
     """Positions, sizes, and whether each is negative, of this number of entries.
 
     Raises:
-        FormatError and subclasses: bad bytes.
+        FormatError: or a subclass, for bad bytes.
     """
     if not count:
         if len(data):

@@ -227,7 +227,7 @@ def decode(
     """Check a part and decode all of it against its base state. Nothing is changed.
 
     Raises:
-        FormatError and subclasses: bad bytes.
+        FormatError: or a subclass, for bad bytes.
     """
     header, sections = container.open_part(data, expected_id, threads)
     opened = open_index(header, sections[0], layout)
@@ -272,7 +272,7 @@ def decode_tiles(
     A wanted tile may specify which of its groups are wanted.
 
     Raises:
-        FormatError and subclasses: bad bytes.
+        FormatError: or a subclass, for bad bytes.
     """
     weights = as_weights(old)
     jobs: list[list[DecodeTask]] = []  # of each tile
@@ -329,7 +329,7 @@ def open_tile(
     """Read and check the header of a tile's payload; return the remaining tasks, in the order of its blocks.
 
     Raises:
-        FormatError and subclasses: bad bytes.
+        FormatError: or a subclass, for bad bytes.
     """
     check_tile(entry, tile)
     if entry.codec not in PREDICTING:
@@ -410,7 +410,7 @@ def run_task(
     """Decode a task against the old weights and the history of its block.
 
     Raises:
-        FormatError and subclasses: bad bytes; VerificationError: the weights do not match the history.
+        FormatError: or a subclass, for bad bytes; VerificationError: the weights do not match the history.
     """
     tile = job.tile
     if job.payload is None:

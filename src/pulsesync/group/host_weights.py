@@ -196,7 +196,7 @@ class HostReceiverWeights:
         """Check a message and decode its tiles that are local, against the digests that tiles had before.
 
         Raises:
-            FormatError and subclasses: bad bytes; VerificationError: its tiles would not have the digests that it
+            FormatError: or a subclass, for bad bytes; VerificationError: its tiles would not have the digests that it
             states.
         """
         if bytes(message[:8]) == messages.TABLE:

@@ -103,7 +103,7 @@ def read_sums(message: Bits, wire: BundlePlan) -> dict[int, Sum]:
     """The digests in a message in host memory: all that a source needs of the other sources' messages.
 
     Raises:
-        FormatError and subclasses: bad bytes.
+        FormatError: or a subclass, for bad bytes.
     """
     if bytes(message[:8]) == TABLE:
         table, sums = Table.open(message, message.size, wire)

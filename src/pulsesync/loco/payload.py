@@ -108,7 +108,7 @@ class Coder:
         """Check a payload that a trainer sent for these entries, and read it.
 
         Raises:
-            FormatError and subclasses: bad bytes, or a payload of another trainer or round; BaseMismatchError: a
+            FormatError: or a subclass, for bad bytes, or a payload of another trainer or round; BaseMismatchError: a
             payload for another shared state.
         """
         head, body = read_head(data)

@@ -48,7 +48,7 @@ def decode_steps(described: Bits, data: memoryview, count: int) -> tuple[I64, I6
     """Positions, sizes, and whether each is negative, of this number of entries.
 
     Raises:
-        FormatError and subclasses: bad bytes.
+        FormatError: or a subclass, for bad bytes.
     """
     if not count:
         if len(data):

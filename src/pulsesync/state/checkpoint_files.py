@@ -70,7 +70,7 @@ def open_checkpoint(path: str | Path, *, private: bool = False) -> Checkpoint:
     The arrays are read-only; with private=True they can also be written, which changes memory and never the files.
 
     Raises:
-        NotFoundError: the file or folder does not exist; FormatError and subclasses: files that are not safetensors, or
+        NotFoundError: there is no such file; FormatError: or a subclass, for files that are not safetensors, or
         an index that does not match them.
     """
     path = Path(path)

@@ -132,7 +132,7 @@ class HostState(LiveState[Bits, Changes, History]):
         """Decode the local tiles of a part against this state.
 
         Raises:
-            FormatError and subclasses: bad bytes; StateError: a local slice splits a tile.
+            FormatError: or a subclass, for bad bytes; StateError: a local slice splits a tile.
         """
         self._check_codecs(body)
         wanted = None if self.whole else self.tiles

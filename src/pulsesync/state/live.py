@@ -361,7 +361,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         Returns the transition from the live state to the version, including the changes of `after`.
 
         Raises:
-            BaseMismatchError: it is for another state or history; FormatError and subclasses: bad bytes;
+            BaseMismatchError: it is for another state or history; FormatError: or a subclass, for bad bytes;
             VerificationError: the decoded weights are not those of the record.
         """
         return self.prepare_all([[(manifest, parts)]], after)
@@ -548,7 +548,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         No weight is written; blocks that differ from the weights are staged if `staged` is given.
 
         Raises:
-            FormatError and subclasses: bad bytes; VerificationError: the decoded weights are not those of the record;
+            FormatError: or a subclass, for bad bytes; VerificationError: the weights are not those of the record;
             StoreError: the disk is full, or failed.
         """
         return self._take_whole(manifest, parts, lambda blocks: self.check_blocks(blocks, staged))
