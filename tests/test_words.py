@@ -173,6 +173,7 @@ CLEAN = [
     "src/pulsesync/quantized",
     "src/pulsesync/run",
     "src/pulsesync/state",
+    "src/pulsesync/testing",
 ]
 
 

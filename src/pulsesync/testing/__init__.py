@@ -1,7 +1,7 @@
-"""For tests, ours and yours.
+"""The test kit, for this package and for others.
 
 Weight updates like those of a real run, a recorded run, arbitrary bits; a suite for stores, one for the weights of
-frameworks, and a store that fails; and a whole run in one thread, with everything that can go wrong in it.
+frameworks, and a store that fails; and a simulator of a whole run in one thread, with faults of all kinds.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import pytest only for those who write tests with a suite, and both ends of a run for those who simulate one."""
+    """Import pytest only if a suite is used, and publisher and subscriber only if a run is simulated."""
     if name == "RunSimulator":
         from pulsesync.testing.simulator import RunSimulator
 

@@ -23,7 +23,7 @@ def use_kernels(name: str) -> Iterator[None]:
 def host_as_device(on: bool = True) -> Iterator[None]:
     """Treat torch tensors in host memory as tensors on a GPU inside the block, for Triton's interpreter.
 
-    on=False treats them as what they are again, in a block inside.
+    on=False treats them as tensors in host memory again, in an inner block.
     """
     with mock.patch.object(device, "is_host", lambda where: not on and where.type == "cpu"):
         yield

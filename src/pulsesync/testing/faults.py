@@ -1,4 +1,4 @@
-"""A store that fails on purpose, by a seed: what networks, proxies and eventually consistent buckets do to a run."""
+"""A store that fails on purpose, by a seed, as networks, proxies and eventually consistent buckets do."""
 
 import random
 import threading
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class FaultyStore:
-    """Passes calls on to a store and lets some go wrong. `faults` counts them, by kind.
+    """Passes calls on to a store and makes some fail. `faults` counts them, by kind.
 
     Each keyword is the probability of one kind of fault, drawn for every call that it applies to. Calls of one thread
     fail in the same way for the same seed.
@@ -22,8 +22,8 @@ class FaultyStore:
         store: The store that carries the calls out.
         rng: Draws the faults.
         lost: A call is not carried out, and raises a retryable StoreError.
-        unanswered: A call is carried out, and raises a retryable StoreError all the same.
-        truncated: A get returns only a beginning.
+        unanswered: A call is carried out, but raises a retryable StoreError.
+        truncated: A get returns only the first bytes.
         flipped: A get returns one wrong bit.
         stale: A get returns what the object was before the last put over it.
         doubled: A put arrives twice.
@@ -52,7 +52,7 @@ class FaultyStore:
             "stale": stale,
             "doubled": doubled,
         }
-        self._now: dict[str, bytes] = {}  # as last put through here
+        self._now: dict[str, bytes] = {}  # as last put through this store
         self._before: dict[str, bytes] = {}
         self._lock = threading.Lock()
 

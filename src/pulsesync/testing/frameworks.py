@@ -1,6 +1,6 @@
 """One suite for the weights of every framework.
 
-Subclass it, say how weights are made, and pytest runs all of it:
+Subclass it, define how weights are made, and pytest runs all of it:
 
     class TestMyWeights(FrameworkTests):
         def make(self, arrays):
@@ -33,7 +33,7 @@ UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint6
 
 
 class FrameworkTests:
-    """What `FrameworkWeights` promises, alone and through a run.
+    """What `FrameworkWeights` promises, by itself and through a run.
 
     Attributes:
         dtypes: The dtypes of numpy and ml_dtypes that weights of this framework can have.
@@ -42,7 +42,7 @@ class FrameworkTests:
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32", "int32", "uint8")
 
     def make(self, arrays: Arrays) -> FrameworkWeights:
-        """New weights of the framework with exactly these bits, in memory of their own. To be overridden.
+        """New weights of the framework with exactly these bits, in new memory. To be overridden.
 
         Called twice with the same names, in the trainer and in the worker, it must give the same names of weights. They
         need not be the names of the arrays.
@@ -227,7 +227,7 @@ class FrameworkTests:
 
 
 class FailingWeights:
-    """Weights of which one write fails, after half of it is done as it may be.
+    """Weights of which one write fails, possibly after half of it is done.
 
     Args:
         weights: The weights.

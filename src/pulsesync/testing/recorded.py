@@ -59,7 +59,7 @@ class RecordedSlice:
 
 
 def load_recorded(path: str | Path) -> RecordedSlice:
-    """Load a slice and check that its steps lead to the state that was recorded.
+    """Load a slice and check that its steps lead to the recorded state.
 
     Raises:
         ValueError: they do not.

@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class StoreTests:
-    """What the protocol promises. The fixture `store` is a fresh and empty store for each test.
+    """Tests of what the store protocol promises. The fixture `store` is a fresh and empty store for each test.
 
     Attributes:
-        clock_slack_s: how far the store's clock may be off this process's, with the rounding of its dates.
-        large_bytes: size of the largest object; beyond where the store splits uploads, if it does.
+        clock_slack_s: how far the store's clock may differ from this process's, including the rounding of its dates.
+        large_bytes: size of the largest object; above the size from which the store splits uploads, if it does.
         races: how many times sixteen threads try to create the same object.
     """
 
@@ -242,7 +242,7 @@ class StoreTests:
 
 
 def created(store: Store, key: str, name: int) -> bool:
-    """Try to create an object with the content of a name. Returns whether this call did."""
+    """Try to create an object with the content of a name. Returns whether this call created it."""
     try:
         store.create(key, content_of(name))
     except ConflictError:
@@ -260,7 +260,7 @@ def put_all(store: Store, keys: Iterable[str]) -> None:
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:
-    """Call work(0), work(1), … in as many threads, all let go at the same moment."""
+    """Call work(0), work(1), … in as many threads, which all start at the same moment."""
     ready = Barrier(count)
 
     def one(name: int) -> T:

@@ -1,8 +1,8 @@
 """Weight updates that look like reinforcement learning, and arbitrary bit patterns for round-trip tests.
 
-`AdamUpdates` is for everyone without a recording of a real run: FP32 master weights, gradients with a persistent mean
-and fresh noise, a real Adam update, and the BF16 view a worker would be sent. `random_bits` and `mutate` make no claim
-to look like anything: they are for tests that must not care what the bits mean.
+`AdamUpdates` replaces a recording of a real run: FP32 master weights, gradients with a persistent mean and fresh noise,
+a real Adam update, and the BF16 view a worker would be sent. `random_bits` and `mutate` are for tests that must not
+depend on what the bits mean.
 
     updates = AdamUpdates({"layer.weight": (576, 576)}, seed=0)
     old = updates.state()
@@ -40,7 +40,7 @@ class AdamUpdates:
     98.6 / 98.7 %; bits per change for position given exponent 3.24 / 3.30, given steps since the last change as well
     2.56 / 2.57, for the sign 0.32 / 0.32, for the size 0.45 / 0.44. Density is nearly proportional to `lr / scale`.
 
-    Deterministic: the same arguments give the same bits on every machine with IEEE arithmetic. Randomness is taken as
+    Deterministic: the same arguments yield the same bits on every machine with IEEE arithmetic. Randomness is taken as
     raw words from PCG64, whose stream NumPy guarantees, and only `+ - * / sqrt` follow, each correctly rounded.
 
     Args:
@@ -78,15 +78,15 @@ class AdamUpdates:
             weights[:] = _normal(self._words, len(weights), fine=True) * np.float32(scale)
             weights[:] = _widen(_round_to_bf16(weights))
             means[:] = _normal(self._words, len(means))
-            for _ in range(2):  # a product of three has the heavy tails, towards zero too, that real gradients have
+            for _ in range(2):  # a product of three has the heavy tails of real gradients, also towards zero
                 means *= _normal(self._words, len(means))
 
     def state(self) -> dict[str, Bits16]:
-        """The current weights, rounded to nearest even, in arrays of the caller's own."""
+        """The current weights, rounded to nearest even, in new arrays."""
         return self._split(_round_to_bf16(self._weights))
 
     def step(self) -> dict[str, Bits16]:
-        """Take one optimizer step and return the weights after it, in arrays of the caller's own."""
+        """Take one optimizer step and return the weights after it, in new arrays."""
         beta1, beta2 = self.betas
         self._decays = [self._decays[0] * beta1, self._decays[1] * beta2]
         rate = np.float32(self.lr / (1 - self._decays[0]))
@@ -127,7 +127,7 @@ def random_bits(
 ) -> npt.NDArray[Unsigned]:
     """Arbitrary bit patterns as unsigned integers of 1, 2, 4 or 8 bytes.
 
-    With special, a quarter of them are the patterns that arithmetic would not keep: both zeros, the ends of the
+    With special, a quarter of them are patterns that arithmetic would not preserve: both zeros, the ends of the
     subnormal and normal ranges, infinities and NaNs with payloads, in every float format of that width.
     """
     bits = rng.integers(0, np.iinfo(dtype).max, size=shape, dtype=dtype, endpoint=True)
@@ -159,7 +159,10 @@ def _special_bits(dtype: type[Unsigned]) -> npt.NDArray[Unsigned]:
 
 
 def _normal(words: np.random.PCG64, count: int, fine: bool = False) -> Floats:
-    """Nearly normal numbers of unit variance: sums of four 16-bit words. Fine ones are spread between the sums too."""
+    """Nearly normal numbers of unit variance: sums of four 16-bit words.
+
+    With `fine`, values between the sums occur, too.
+    """
     raw = words.random_raw(count)
     pairs = ((raw & 0x0000FFFF0000FFFF) + (raw >> 16 & 0x0000FFFF0000FFFF)).view(np.uint32)
     numbers = (pairs[0::2] + pairs[1::2]).astype(np.float32)  # (count,), at most 2**18: exact

@@ -1,11 +1,11 @@
-"""A whole run by a seed: trainers, teams of them, workers, a squasher and prunes, over a store where things go wrong.
+"""A simulated run by a seed: trainers, teams of them, workers, a squasher and prunes, over a store with faults.
 
     RunSimulator(seed=7, events=60).run()
 
-The real Publisher, ShardedPublisher, Subscriber, Squasher and prune act on one store. Each process has its own line: it
-loses, repeats, delays and damages what goes over it, it lets another process act between two calls, and the process can
-die at any call, before or after it took effect. One thread runs at a time: the ranks of a team take turns. Time is a
-number, and work in the background is done when the simulator says.
+The real Publisher, ShardedPublisher, Subscriber, Squasher and prune act on one store. Each process has its own
+connection (a line), which loses, repeats, delays and damages messages, and lets another process act between two calls;
+and the process can die at any call, before or after it took effect. One thread runs at a time: the ranks of a team take
+turns. Time is a number, and background work is done when the simulator decides.
 
 What must be true after every event, and at the end, when all faults are gone, is listed in `Invariant`. A schedule in
 which one of these is violated raises an InvariantError that names it. A schedule in which something other than a
@@ -15,7 +15,7 @@ repeats them:
     python -m pulsesync.testing.simulator --seed 7 --events 60
     python -m pulsesync.testing.simulator --seeds 0:1000
 
-To try an engine or a store of your own, give the class of the worker's end, or a function that makes the store.
+To test your own engine or store, pass the class of the subscriber, or a function that makes the store.
 """
 
 from collections import Counter
@@ -87,7 +87,7 @@ TEAMS = 0.2  # of all trainers
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """What a schedule came to."""
+    """The result of a schedule."""
 
     seed: int
     versions: int
@@ -126,10 +126,10 @@ class RunSimulator:
         self.log, self.counts, self.faults = world.log, world.counts, world.faults
         self.clock, self.truth, self.ledger = world.clock, world.truth, world.ledger
         self.model, self.base, self.key, self.epoch_patches = world.model, world.base, world.key, world.epoch_patches
-        self.records, self.contents = world.book.records, world.book.contents  # of every version that ever was
+        self.records, self.contents = world.book.records, world.book.contents  # of every version ever committed
 
     def run(self) -> SimulationReport:
-        """Let it all happen.
+        """Run the schedule.
 
         Raises:
             InvariantError: the library did something wrong; SimulationCrashError: it raised something other than a
@@ -170,7 +170,7 @@ class RunSimulator:
         return self.world.rng.choices(list(EVENTS), [weight for weight, _ in EVENTS.values()])[0]
 
     def _happen(self, event: str) -> None:
-        """Let one event happen, and look whether all is well."""
+        """Run one event, and check all invariants."""
         world = self.world
         self.counts[event] += 1
         depth = world.indent
@@ -182,5 +182,5 @@ class RunSimulator:
             self.log[at] = f"{depth}{event}: {outcome}" if outcome else f"{depth}{event}"
             check(world)
         except Exception as e:
-            world.failure = world.failure or e  # within another event, the library may catch it
+            world.failure = world.failure or e  # the library may catch it inside another event
             raise

@@ -1,4 +1,4 @@
-"""The command line: one schedule with all its events, or many and what they came to."""
+"""The command line: one schedule with all its events, or many schedules and their results."""
 
 import argparse
 import logging
@@ -11,7 +11,7 @@ from pulsesync.testing.simulator import TEAMS, RunSimulator, SimulationError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one schedule, or many; print what happened."""
+    """Run one schedule and print its events, or many and print their results."""
     parser = argparse.ArgumentParser(prog="python -m pulsesync.testing.simulator", description=main.__doc__)
     parser.add_argument("--seed", type=int, help="run one schedule, and print all its events")
     parser.add_argument("--seeds", default="0:100", help="run many schedules: first:last+1")
@@ -60,5 +60,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger("pulsesync").setLevel(logging.CRITICAL)  # what fails here fails on purpose
+    logging.getLogger("pulsesync").setLevel(logging.CRITICAL)  # errors here are intended
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Who takes part in a simulated run, and which weights they hold. What they do with them is in trainers and workers."""
+"""The processes of a simulated run, and their weights. What they do is in `trainers` and `workers`."""
 
 import random
 from concurrent.futures import Future
@@ -56,7 +56,7 @@ class TensorSet:
         return out
 
     def arbitrary(self, rng: np.random.Generator) -> Arrays:
-        """Tensors with any bits at all."""
+        """Tensors with arbitrary bits."""
         arrays = self.new()
         for name in self.arrays:
             flat = bits(arrays[name])
@@ -82,7 +82,7 @@ def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 @dataclass(eq=False)
 class SimulatedProcess:
-    """Somebody who uses the store."""
+    """A process that uses the store."""
 
     name: str
     line: StoreLink
@@ -98,7 +98,7 @@ class SimulatedProcess:
 
 @dataclass(eq=False)
 class SimulatedTrainer(SimulatedProcess):
-    """Weights that change, and the publisher that publishes them, if it lives."""
+    """Weights that change, and the publisher that publishes them, if it is alive."""
 
     weights: Arrays
     spool: Path
@@ -108,7 +108,7 @@ class SimulatedTrainer(SimulatedProcess):
     step: int = 0
     saved: list[tuple[int, Content]] = field(default_factory=list)  # the trainer's own checkpoints
     futures: list[tuple["Future[PublishReport]", int]] = field(default_factory=list)
-    version: int = -1  # that the publisher reported last
+    version: int = -1  # last reported by the publisher
     sharding: Sharding | None = None  # if the trainer is a team: its first rank has `line`, the others these
     other_lines: list[StoreLink] = field(default_factory=list)
 
@@ -118,18 +118,18 @@ class SimulatedTrainer(SimulatedProcess):
 
     @property
     def waiting(self) -> int:
-        """How many tasks wait to be done in the background."""
+        """The number of pending background tasks."""
         return self.publisher.waiting if isinstance(self.publisher, SimulatedPublisher) else self.executor.waiting
 
 
 @dataclass(eq=False)
 class SimulatedWorker(SimulatedProcess):
-    """Weights that follow, and the subscriber that lets them, if it lives."""
+    """Weights that follow a run, and their subscriber, if it is alive."""
 
     weights: Arrays
-    last: Content  # what they were when they were last looked at
+    last: Content  # the weights when they were last checked
     cache: Path | None
     follow: str | None = None  # the pointer
     subscriber: Subscriber | None = None
-    saved: tuple[int, bytes, Content] | None = None  # version, history and weights, written down for a restart
+    saved: tuple[int, bytes, Content] | None = None  # version, history and weights, saved for a restart
     damaged: bool = False

@@ -1,4 +1,4 @@
-"""What was published, and which versions came of it: a simulation's own memory of a run, beside the store's."""
+"""What was published, and the versions that followed: the simulation's own record of a run."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,11 +13,12 @@ from pulsesync.testing.simulator.line import RECORDS
 
 
 class PublishLog:
-    """Every call to publish, and every version. Sees that each follows from the one before, and that it was called for.
+    """Every call to publish, and every version.
 
-    store: the store as it is. trust: the key that records are signed with, if they are. epoch_patches: of the run.
-    note: is called with each version.
-    fail: called if an invariant is violated.
+    Checks that each version follows from the one before, and that it was published.
+
+    store: the store without faults. trust: the key that records are signed with, if they are. epoch_patches: of the
+    run. note: is called with each version. fail: called if an invariant is violated.
     """
 
     def __init__(
@@ -29,9 +30,9 @@ class PublishLog:
         note: Callable[[str], None],
         fail: Fail,
     ) -> None:
-        self.records: list[Manifest] = []  # every version that ever was
+        self.records: list[Manifest] = []  # every version ever committed
         self.contents: list[Content] = []  # of each version
-        self.ordinals: list[int] = []  # of each version: the last call that can have led to it
+        self.ordinals: list[int] = []  # of each version: the last call that it can contain
         self._store, self._model, self._trust, self._note, self._fail = store, model, trust, note, fail
         self._epoch_patches = epoch_patches
         self._published: dict[int, list[tuple[int, Content]]] = {}  # step -> number of the call, weights
@@ -39,7 +40,7 @@ class PublishLog:
         self._parsed: dict[bytes, Manifest] = {}
 
     def add_call(self, step: int, content: Content) -> int:
-        """Remember what is published."""
+        """Record a call to publish."""
         self._calls += 1
         self._published.setdefault(step, []).append((self._calls, content))
         return self._calls
@@ -70,7 +71,7 @@ class PublishLog:
         if last is not None and record.run != last.run:
             return "belongs to another run"
         if record.base is None:
-            epoch = last.next_patch[0] + 1 if last else 0  # one that no version has started
+            epoch = last.next_patch[0] + 1 if last else 0  # an epoch that no version has started
             return "" if record.epoch == epoch else f"is a root in epoch {record.epoch}, and not {epoch}"
         if last is None:
             return "has a base, and is the first"
@@ -81,7 +82,7 @@ class PublishLog:
         return ""
 
     def stored(self) -> Iterator[tuple[str, Manifest]]:
-        """All records that are in the store now, by key."""
+        """All records in the store, by key."""
         for prefix in RECORDS:
             for entry in self._store.list(prefix):
                 data = self._store.get(entry.key)
@@ -90,7 +91,7 @@ class PublishLog:
                 yield entry.key, self._parsed[data]
 
     def joinable(self, version: int | None = None) -> bool:
-        """Whether a path leads to a version, or to the newest, from nothing, by all records that are there."""
+        """Whether the records in the store contain a path from an anchor to a version, or to the newest."""
         records = [record for _, record in self.stored()]
         reached = {record.version for record in records if record.kind == RecordKind.ANCHOR}
         for record in sorted(records, key=lambda record: record.version):

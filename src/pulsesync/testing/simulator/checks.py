@@ -1,6 +1,6 @@
 """What must hold after every event.
 
-Two things are looked at as they happen instead: `Ledger` sees that nothing is overwritten, and `PublishLog` that
+Two invariants are checked as things happen instead: `Ledger` checks that nothing is overwritten, and `PublishLog` that
 versions follow from each other.
 """
 
@@ -24,9 +24,9 @@ from pulsesync.testing.simulator.world import World
 
 
 def check(world: World) -> None:
-    """See that all processes have what they report, and that every record has its bodies and leads to its version."""
+    """Check that all processes have what they report, and that every record has its bodies and leads to its version."""
     if world.failure:
-        raise world.failure  # the library caught it
+        raise world.failure  # raised before, but caught by the library
     for worker in world.workers:
         check_worker(world, worker)
     for trainer in world.trainers:
@@ -41,13 +41,13 @@ def check(world: World) -> None:
 
 
 def moves_of(world: World, name: str) -> list[Pointer]:
-    """All moves of a pointer that ever were made."""
+    """All moves of pointers ever made."""
     moves = (pointers.parse(data) for data in world.ledger.moves)
     return [move for move in moves if move.name == name]
 
 
 def check_moves(world: World) -> None:
-    """See that pointers were moved by one record after the other, signed as they should be, to versions that exist."""
+    """Check that pointers were moved by one record after the other, with valid signatures, to versions that exist."""
     counts: Counter[str] = Counter()
     for data in world.ledger.moves:
         move = pointers.parse(data, {world.trust} if world.trust else None)
@@ -60,7 +60,7 @@ def check_moves(world: World) -> None:
 
 
 def check_followed(world: World, name: str, version: int, moves_before: int) -> None:
-    """Check the version that a worker was brought to: the one that its pointer named, then or in the meantime."""
+    """Check that a worker has the version that its pointer named, at the beginning of the sync or meanwhile."""
     named = [move.version for move in moves_of(world, name)]
     if version not in named[max(0, moves_before - 1) :]:
         world.fail(Invariant.POINTER, f"{name} names version {named[-1:]}, and a worker that follows it has {version}")
@@ -102,7 +102,7 @@ def check_trainer(world: World, trainer: SimulatedTrainer) -> None:
 
 
 def check_published(world: World, version: int | None, ordinal: int) -> None:
-    """Check the version that a publish reported, if it has led to one; ordinal: the number of that call."""
+    """Check the version that a publish reported, if there is one; ordinal: the number of that call."""
     if version is None:
         return
     if version >= len(world.book.ordinals):
@@ -119,7 +119,7 @@ def check_synced(world: World, end: Subscriber, report: SyncReport, version: int
     if report.digest != world.book.records[report.version].digest:
         world.fail(Invariant.SYNC_REPORT, f"another digest is reported for version {report.version}")
     if version not in (None, report.version):
-        world.fail(Invariant.SYNC_REPORT, f"version {version} was asked for, and {report.version} is reported")
+        world.fail(Invariant.SYNC_REPORT, f"version {version} was requested, but {report.version} is reported")
 
 
 def check_verified(world: World, worker: SimulatedWorker) -> None:
@@ -131,7 +131,7 @@ def check_verified(world: World, worker: SimulatedWorker) -> None:
 
 
 def _replay(world: World, key: str, record: Manifest) -> History | None:
-    """Apply a record to the weights of its base, whether a worker does so or not, and compare what comes of it.
+    """Apply a record to the weights of its base, whether a worker does so or not, and compare the result.
 
     Returns the history after it. None: an earlier patch of the epoch was pruned before it was replayed here.
     """
@@ -141,7 +141,7 @@ def _replay(world: World, key: str, record: Manifest) -> History | None:
     if is_version and record.index > 1:
         history = world.replayed.get(keys.manifest_key(record.version - 1))
     if history is None or (is_version and record.base is None):
-        return history  # a root has no body of its own
+        return history  # a root has no body
     arrays = world.model.new(world.book.contents[record.base.version] if record.base else None, "absent")
     try:
         layout = layouts.parse(world.truth.get(keys.layout_key(record.layout)), record.layout)

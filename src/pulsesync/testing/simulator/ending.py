@@ -1,4 +1,4 @@
-"""The end of a schedule: with all faults gone, whatever happened, the run goes on and costs what it should."""
+"""The end of a schedule: with all faults gone, the run can continue at its usual cost, whatever happened before."""
 
 from collections import Counter
 from contextlib import suppress
@@ -18,18 +18,18 @@ from pulsesync.testing.simulator.world import PART_BYTES, World
 
 
 def finish(world: World) -> None:
-    """With all faults gone: resume the run, squash it, follow it, join it, prune it."""
+    """Without faults: resume the run, squash it, follow it, join it, prune it."""
     try:
         _finish(world)
         check(world)
     except RunChangedError as e:
-        world.fail(Invariant.SAME_RUN, f"the run is taken for another one: {e}")
+        world.fail(Invariant.SAME_RUN, f"a process takes the run for another one: {e}")
     except PulseError as e:
-        world.fail(Invariant.PROGRESS, f"without faults this was raised: {type(e).__name__}: {e}")
+        world.fail(Invariant.PROGRESS, f"an error was raised without faults: {type(e).__name__}: {e}")
 
 
 def _finish(world: World) -> None:
-    world.log.append("the end: nothing goes wrong any more")
+    world.log.append("the end: no more faults")
     world.trouble = 0.0
     world.ledger.arrive()
     for line in world.lines:
@@ -63,7 +63,10 @@ def _finish(world: World) -> None:
 
 
 def _prune(world: World, trainer: SimulatedTrainer, squasher: Squasher) -> None:
-    """Prune, perhaps while all workers are so far behind that their own versions go; the run goes on as before."""
+    """Prune, perhaps while all workers are so far behind that their own versions are deleted.
+
+    The run continues as before.
+    """
     if world.rng.random() < 0.7:
         assert trainer.publisher is not None
         ends = trainer.publisher.ranks if isinstance(trainer.publisher, SimulatedPublisher) else [trainer.publisher]
@@ -74,7 +77,7 @@ def _prune(world: World, trainer: SimulatedTrainer, squasher: Squasher) -> None:
             _publish_for_sure(world, trainer)
         squasher.run()
         _spoil_head(world)
-    for name in NAMES if world.rng.random() < 0.8 else ():  # else they keep what they name, and all since
+    for name in NAMES if world.rng.random() < 0.8 else ():  # otherwise they keep their version, and all later ones
         world.log.append(move(world, SimulatedProcess("operator", world.new_line()), name, len(world.book.records) - 1))
     named = named_versions(world)
     for hours in (5.0, 0.0):
@@ -92,7 +95,7 @@ def _prune(world: World, trainer: SimulatedTrainer, squasher: Squasher) -> None:
 
 
 def _point(world: World) -> None:
-    """Let the pointer that workers follow name one of the last versions that can be reached, and its hint lag."""
+    """Move the pointer that workers follow to one of the last reachable versions, and make its hint stale."""
     versions = [record.version for record in world.book.records[-4:] if world.book.joinable(record.version)]
     operator = SimulatedProcess("operator", world.new_line())
     world.log.append(move(world, operator, "stable", world.rng.choice(versions)))
@@ -101,7 +104,7 @@ def _point(world: World) -> None:
 
 
 def _direct_a_fleet(world: World) -> None:
-    """Two workers follow a pointer that is moved on and back; one of them misses a move."""
+    """Two workers follow a pointer that is moved forwards and backwards; one of them misses a move."""
     fleet = [new_worker(world, None, follow="stable") for _ in range(2)]
     for number in range(3):
         for worker in fleet[number % 2 :]:
@@ -112,21 +115,21 @@ def _direct_a_fleet(world: World) -> None:
 
 
 def _spoil_head(world: World) -> None:
-    """Let the hint at the newest version lag, or say anything."""
+    """Make the hint to the newest version stale, or wrong."""
     kept = {entry.key for entry in world.truth.list("manifests/")}
     hints = [head for head in world.ledger.heads if keys.manifest_key(int(head)) in kept]
     world.truth.put(keys.HEAD, world.rng.choice([*hints, b"", b"9999", b"?"]))
 
 
 def _publish_for_sure(world: World, trainer: SimulatedTrainer) -> None:
-    """Publish; a publisher that finds another's version gives way to a new one, and that must succeed."""
+    """Publish; a publisher that finds a version of another one is replaced by a new publisher, which must succeed."""
     try:
         outcome = publish(world, trainer, now=True)
     except AnotherPublisherError:
         world.bury(trainer)
         outcome = publish(world, trainer, now=True)
     assert trainer.publisher is not None
-    with trainer.executor.at_once(), suppress(StoreError):  # an old anchor's fault: the next one is written
+    with trainer.executor.at_once(), suppress(StoreError):  # the error of an old anchor: the next one is written
         trainer.publisher.flush()
     world.log.append(f"{trainer.name} {outcome}")
 
@@ -148,7 +151,7 @@ def _arrive(world: World, worker: SimulatedWorker) -> None:
 
 
 def _join_cheaply(world: World) -> None:
-    """A worker with nothing arrives, by an anchor, squashes and the patches of one epoch, asking little."""
+    """A worker without weights joins through an anchor, squashes and the patches of one epoch, with few requests."""
     worker = new_worker(world, None, follow=None)
     end = open_subscriber(world, worker)
     report = end.sync(worker.weights)
@@ -172,5 +175,5 @@ def _join_cheaply(world: World) -> None:
 
 
 def _parts(world: World) -> int:
-    """How many parts an anchor has at most, in this model."""
+    """The most parts of an anchor, for this model."""
     return 1 + sum(tensor.size * tensor.kind.itemsize for tensor in world.model.layout.tensors) // PART_BYTES + 6

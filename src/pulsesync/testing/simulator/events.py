@@ -1,4 +1,4 @@
-"""What can happen in a simulated run: what trainers and workers do, squashes and prunes, and that time passes."""
+"""The events of a simulated run: actions of trainers and workers, squashes, prunes, and the passing of time."""
 
 from collections.abc import Callable
 
@@ -13,9 +13,9 @@ from pulsesync.testing.simulator.world import World
 
 def on_squash(world: World) -> str:
     if world.squasher and world.squasher[0] in world.busy:
-        return "is being done"
+        return "is running"
     if world.squasher and world.rng.random() < 0.2:
-        world.squasher = None  # begins anew
+        world.squasher = None  # begins again
     if world.squasher is None:
         line = world.new_line()
         end = Squasher(line, signing_key=world.key, trust=world.trust, epoch_patches=world.epoch_patches)
@@ -25,7 +25,7 @@ def on_squash(world: World) -> str:
 
 
 def on_prune(world: World) -> str:
-    world.ledger.arrive()  # nothing is held up for as long as a version is kept
+    world.ledger.arrive()  # no write is delayed for as long as a version is kept
     process = SimulatedProcess(world.new_name("prune"), world.new_line())
     keep, hours = world.rng.choice([1, 2, 5, 20]), world.rng.choice([0.0, 0.0, 0.5, 3.0])
     grace = world.rng.choice([0.0, 0.5, 2.0])
@@ -51,7 +51,7 @@ def describe_prune(report: PruneReport) -> str:
 def on_time_passes(world: World) -> str:
     minutes = world.rng.choice([1, 10, 60, 300, 3000])
     if world.busy:
-        minutes = min(minutes, 60)  # no publish takes a day, after which a prune would delete what it has put
+        minutes = min(minutes, 60)  # no publish takes a day, after which a prune would delete its objects
     world.clock.now_s += minutes * 60
     return f"{minutes} min"
 
@@ -62,13 +62,13 @@ def on_late_writes_arrive(world: World) -> str:
     return str(count)
 
 
-# How often an event comes, beside the others; and what it does, which is told in the log
+# The relative frequency of each event; and its function, whose result is logged
 EVENTS: dict[str, tuple[int, Callable[[World], str]]] = {
     "train": (8, trainers.on_train),
     "publish": (10, trainers.on_publish),
-    "publish behind": (8, trainers.on_publish_behind),
-    "work behind": (8, trainers.on_work_behind),
-    "go back to a checkpoint": (1, trainers.on_go_back_to_a_checkpoint),
+    "publish in the background": (8, trainers.on_publish_in_background),
+    "background work": (8, trainers.on_background_work),
+    "roll back to a checkpoint": (1, trainers.on_roll_back_to_a_checkpoint),
     "restart the trainer": (2, trainers.on_restart_the_trainer),
     "a second trainer": (1, trainers.on_a_second_trainer),
     "join": (3, workers.on_join),
@@ -85,10 +85,10 @@ EVENTS: dict[str, tuple[int, Callable[[World], str]]] = {
     "time passes": (2, on_time_passes),
     "late writes arrive": (2, on_late_writes_arrive),
 }
-# What may come in the middle of another one
+# Events that may happen during another one
 MEANWHILE = (
     "publish",
-    "publish behind",
+    "publish in the background",
     "sync",
     "squash",
     "move a pointer",

@@ -1,4 +1,4 @@
-"""Executors that do their work when a schedule says so, and in its thread."""
+"""Executors that do their work when a schedule decides, in its thread."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ class InlineExecutor(Executor):
 
 
 class QueuedExecutor(Executor):
-    """Does nothing until it is told to: what is behind waits for `run_one`, in whichever order suits a schedule."""
+    """Does nothing by itself: background tasks wait for `run_one`, in any order."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Future[Any], Callable[[], None]]] = deque()
@@ -29,7 +29,7 @@ class QueuedExecutor(Executor):
 
     @property
     def waiting(self) -> int:
-        """How many tasks wait. Not __len__: an executor that has nothing to do would be false."""
+        """The number of waiting tasks. Not __len__: an executor without tasks would be false."""
         return len(self._waiting)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
@@ -40,7 +40,7 @@ class QueuedExecutor(Executor):
         return future
 
     def run_one(self, number: int = 0) -> None:
-        """Do one of the tasks that wait, counted from the oldest."""
+        """Do one of the waiting tasks, counted from the oldest."""
         _, task = self._waiting[number]
         del self._waiting[number]
         task()
@@ -56,7 +56,10 @@ class QueuedExecutor(Executor):
 
     @contextmanager
     def at_once(self, backlog: bool = True) -> Iterator[None]:
-        """Run each new task inside the block as it comes, for a caller who waits for it; backlog: first what waits."""
+        """Run each new task at once inside the block, for a caller that waits for it.
+
+        backlog: first run waiting tasks.
+        """
         if backlog:
             self.run_all()
         self._at_once = True
@@ -67,7 +70,7 @@ class QueuedExecutor(Executor):
 
 
 class _Awaited(Future[T]):
-    """A future whose task is done, at the latest, when somebody waits for it."""
+    """A future whose task is done, at the latest, when a caller waits for it."""
 
     def __init__(self, run_now: "Callable[[Future[Any]], None]") -> None:
         super().__init__()

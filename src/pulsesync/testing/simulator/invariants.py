@@ -15,7 +15,9 @@ class Invariant(StrEnum):
     # Workers
     WORKER_WEIGHTS = "a worker has the weights of the version it reports; if it reports none, whole ones of any version"
     TIED_TENSORS = "tensors that are tied in the run are equal in a worker"
-    SYNC_REPORT = "sync and resume report what the worker then has, which is what was asked for and no older version"
+    SYNC_REPORT = (
+        "sync and resume report the version that the worker then has, which is the requested one and not an older one"
+    )
     VERIFIED_WEIGHTS = "verify succeeds only if the weights are those of the version"
     SAME_RUN = "no process mistakes the run for another one"
     # Trainers
@@ -27,24 +29,23 @@ class Invariant(StrEnum):
     BODIES_FIRST = "every object that a record names was put before the record, and stays as long as it does"
     PATCH_CONTENT = "every patch takes the weights of its base to those of its version"
     ANCHOR_AND_SQUASH_CONTENT = "every anchor and every squash leads to the weights of its version"
-    POINTER = (
-        "a worker that follows a pointer gets the version it names; each move is one more record; prunes keep both"
-    )
+    POINTER = "a worker that follows a pointer gets the version of the pointer; each move is one more record; prunes "
+    "keep both"
     PATH_TO_NEWEST = "records lead from an anchor to the newest version, and a prune leaves such a path"
     # The end, without faults
     PROGRESS = "without faults the run can be resumed, squashed, joined and pruned, and all reach the newest version"
-    JOIN_COST = "joining takes no more records and requests than docs/protocol.md says"
+    JOIN_COST = "joining takes no more records and requests than docs/protocol.md promises"
 
 
 class Violation(Exception):  # noqa: N818 - inside the simulator; callers see an InvariantError
-    """An invariant that does not hold, raised where this is found, which can be inside a call of the library."""
+    """A violated invariant, raised where it is found, which can be inside a call of the library."""
 
     def __init__(self, invariant: Invariant, reason: str) -> None:
         super().__init__(f"{invariant.name}: {reason}")
         self.invariant = invariant
 
 
-Fail = Callable[[Invariant, str], NoReturn]  # says which invariant is violated, and how
+Fail = Callable[[Invariant, str], NoReturn]  # takes the violated invariant, and the reason
 
 
 class SimulationError(AssertionError):
@@ -53,7 +54,7 @@ class SimulationError(AssertionError):
     Args:
         reason: What went wrong.
         seed: Of the schedule.
-        event: How many events had been completed; the number of events of the schedule, if it failed at its end.
+        event: The number of completed events; the number of events of the schedule, if it failed at its end.
         command: The command that repeats the schedule.
         log: What happened.
     """

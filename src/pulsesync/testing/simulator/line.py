@@ -1,4 +1,4 @@
-"""The store of a simulated run, and the ways to it, on which calls are lost, late, stale or a process's last."""
+"""The store of a simulated run, and the connections to it, with lost, late, stale and fatal calls."""
 
 import random
 from collections import Counter
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class Crash(BaseException):
-    """The process in which this is raised is no more."""
+    """The process in which this is raised has died."""
 
 
 class SimulatedClock:
-    """Seconds, that pass when somebody says so."""
+    """A clock in seconds, which only the simulator advances."""
 
     def __init__(self) -> None:
         self.now_s = 1_000_000_000.0
@@ -35,13 +35,14 @@ class SimulatedClock:
 
 
 class Ledger:
-    """The store as it is. Sees that nothing is overwritten that must not be, and tells of versions that come to be."""
+    """The store without faults. Checks that no immutable object is overwritten, and reports new versions."""
 
     def __init__(self, store: Store, on_version: Callable[[bytes], None], fail: Fail) -> None:
         self.store = store
-        self.heads: list[bytes] = []  # all that head has ever said
+        self.heads: list[bytes] = []  # all contents of head so far
         self.moves: list[bytes] = []  # of pointers, as they were created
-        self.hints: dict[str, list[bytes]] = {}  # at the newest moves, since some were last deleted
+        # Contents of the hints to the newest moves, since some were last deleted.
+        self.hints: dict[str, list[bytes]] = {}
         self.late: list[Callable[[], None]] = []  # writes that have not arrived yet
         self._on_version, self._fail = on_version, fail
         self._bodies: dict[str, bytes] = {}
@@ -81,7 +82,7 @@ class Ledger:
         self.store.delete(key)
 
     def arrive(self) -> None:
-        """Let writes that were held up arrive; one that was to create what is there by now comes too late."""
+        """Let delayed writes arrive; a create of an object that exists by now has no effect."""
         late, self.late = self.late, []
         for write in late:
             with suppress(ConflictError):
@@ -89,18 +90,18 @@ class Ledger:
 
 
 def bodies_of(record: Manifest) -> list[str]:
-    """What a record names: without these it is of no use."""
+    """The objects that a record needs."""
     parts = [keys.part_key(part.id) for part in record.parts if part.data is None]
     return [keys.layout_key(record.layout), *parts, *(keys.file_key(file.id) for file in record.files)]
 
 
 class StoreLink:
-    """The way of one process to the store: it goes through `weather`, and ends with the process."""
+    """The connection of one process to the store: it goes through `weather` (faults), and ends with the process."""
 
     def __init__(self, ledger: Ledger, rng: random.Random) -> None:
         self.ledger = ledger
         self.weather: Store = ledger  # for hints and pointers
-        self.checked: Store = ledger  # for records and bodies, in which a wrong bit is found
+        self.checked: Store = ledger  # for records and bodies, in which a wrong bit is detected
         self.stale = self.late = self.missed = 0.0
         self.dead = False
         self.calls = 0
@@ -109,17 +110,17 @@ class StoreLink:
         self._alarms: dict[int, tuple[str, Callable[[], None]]] = {}
 
     def calm(self) -> None:
-        """From now on nothing goes wrong."""
+        """From now on there are no faults."""
         self.weather = self.checked = self.ledger
         self.stale = self.late = self.missed = 0.0
         self._alarms.clear()
 
     def crash(self, calls: int, when: str) -> None:
-        """Let the process die at a call from now, "before" or "after" it took effect."""
+        """Make the process die at one of the next calls, "before" or "after" it took effect."""
         self._alarms[self.calls + calls] = when, self._die
 
     def interrupt(self, calls: int, event: Callable[[], None]) -> None:
-        """Let something else happen just before a call from now."""
+        """Run another event just before one of the next calls."""
         self._alarms[self.calls + calls] = "before", event
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
@@ -160,7 +161,7 @@ class StoreLink:
         return missed
 
     def call(self, call: Callable[[], T]) -> T:
-        """Do what the process does over this line, if it lives."""
+        """Do an action of the process over this line, if it is alive."""
         if self.dead:
             raise Crash
         self.calls += 1

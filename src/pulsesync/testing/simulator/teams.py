@@ -33,7 +33,7 @@ class Sharding:
     """Which part of each tensor each rank has."""
 
     size: int
-    parts: Mapping[str, Sequence[Slice | None]]  # by rank; None: it has nothing of the tensor, not even its name
+    parts: Mapping[str, Sequence[Slice | None]]  # by rank; None: it does not have the tensor, not even its name
     alias: str | None  # a second name of the tensor "embed"
 
     @classmethod
@@ -65,16 +65,17 @@ def _draw_parts(rng: random.Random, shape: tuple[int, ...], size: int) -> list[S
     if kind == "replicated" or (kind == "columns" and len(shape) < 2):
         return [Slice()] * size
     length = shape[0 if kind == "rows" else 1]
-    even, piece = rng.random() < 0.5, -(-length // size)  # or the first ranks have more, and the last perhaps nothing
+    # Otherwise the first ranks have more, and the last perhaps nothing.
+    even, piece = rng.random() < 0.5, -(-length // size)
     cuts = [length * rank // size if even else min(length, piece * rank) for rank in range(size + 1)]
     return [Slice(rows=span) if kind == "rows" else Slice(columns=span) for span in pairwise(cuts)]
 
 
 class SimulatedGroup:
-    """What connects the ranks of a team. It also runs them: one at a time, in an order that is drawn.
+    """Connects the ranks of a team. It also runs them: one at a time, in an order that is drawn.
 
     A gather ends when all ranks wait in one. If a rank has ended or died, those that wait get a GroupError, as they do
-    over gloo, and then the group is mostly of no use any more.
+    over gloo, and then the group can mostly no longer be used.
     """
 
     def __init__(self, size: int, rng: random.Random) -> None:
@@ -83,14 +84,14 @@ class SimulatedGroup:
         self._rng = rng
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._turn_is_over = threading.Semaphore(0)
-        self._notes: dict[int, tuple[bytes, bool]] = {}  # of the ranks that wait; and whether they miss the answer
+        self._notes: dict[int, tuple[bytes, bool]] = {}  # of the waiting ranks; and whether they miss the answer
         self._answers: dict[int, list[bytes] | None] = {}
 
     def run(self, works: Sequence[Callable[[], T]]) -> "list[Future[T]]":
-        """Let every rank do its work, each in a thread of its own; return how each ended.
+        """Run the work of every rank, each in its own thread; return how each ended.
 
         Raises:
-            AssertionError: the ranks do not come to an end.
+            AssertionError: the ranks do not end.
         """
         outcomes: list[Future[T]] = [Future() for _ in works]
 
@@ -118,7 +119,7 @@ class SimulatedGroup:
         return outcomes
 
     def _answer(self) -> list[int]:
-        """Answer the ranks that wait, which are all that have not ended; return them."""
+        """Answer the waiting ranks, which are all that have not ended; return them."""
         notes, self._notes = self._notes, {}
         complete = [notes[rank][0] for rank in range(self.size)] if len(notes) == self.size else None
         self._answers = {rank: None if misses else complete for rank, (_, misses) in notes.items()}
@@ -138,7 +139,7 @@ class SimulatedGroup:
 
 
 class GroupMember:
-    """A rank's end of a group, as a `Team`. A gather is a call on the rank's line: the process can die there too."""
+    """One rank of a group, as a `Team`. A gather is a call on the rank's line: the process can die there, too."""
 
     def __init__(self, group: SimulatedGroup, rank: int, line: StoreLink) -> None:
         self.rank, self.size = rank, group.size
@@ -152,8 +153,8 @@ class GroupMember:
 class SimulatedPublisher:
     """The publishers of all ranks as one: to the rest of the simulator, a team is a trainer with a publisher.
 
-    make: makes the publisher of a rank, given its store and its team. lines: of the ranks. note: logs something.
-    fail: called if an invariant is violated.
+    make: makes the publisher of a rank, given its store and its team. lines: of the ranks. note: logs a line. fail:
+    called if an invariant is violated.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class SimulatedPublisher:
 
     @property
     def version(self) -> int | None:
-        """The last version of which a rank knows that it was committed."""
+        """The last version that a rank knows to be committed."""
         return max((rank.version for rank in self.ranks if rank.version is not None), default=None)
 
     @property
@@ -184,7 +185,7 @@ class SimulatedPublisher:
         return sum(executor.waiting for executor in self.executors)
 
     def publish(self, weights: Mapping[str, Any], *, step: int, now: bool = False) -> PublishReport:
-        """Publish on all ranks. If a rank reports a version, that report counts: others may have died after it.
+        """Publish on all ranks. If a rank reports a version, that report is returned: others may have died after it.
 
         Raises:
             Crash: a rank died; PulseError: no rank reports a version.
@@ -201,7 +202,7 @@ class SimulatedPublisher:
         return report
 
     def publish_behind(self, weights: Mapping[str, Any], *, step: int) -> "list[Future[PublishReport]]":
-        """Have all ranks compare; return their futures. Raises: Crash, PulseError, if a rank does."""
+        """Make all ranks compare; return their futures. Raises: Crash, PulseError, if a rank does."""
         outcomes = self._run(
             lambda rank: self.ranks[rank].publish(self._sharding.shards(weights, rank), step=step, wait=False)
         )
@@ -212,7 +213,7 @@ class SimulatedPublisher:
         return futures
 
     def work(self) -> int:
-        """Let all ranks do what waits; return how many tasks that were."""
+        """Run all waiting tasks of all ranks; return their number."""
         count = self.waiting
         for outcome in self._run(lambda rank: self.executors[rank].run_all()):
             outcome.result()
@@ -227,7 +228,7 @@ class SimulatedPublisher:
             outcome.result()
 
     def _run(self, work: Callable[[int], T]) -> "list[Future[T]]":
-        """Let all ranks work until they have ended. If the group is lost, a launcher kills the ranks that are left."""
+        """Run all ranks until they have ended. If the group is lost, a launcher kills the remaining ranks."""
         outcomes = self.group.run([partial(work, rank) for rank in range(self.group.size)])
         for rank, outcome in enumerate(outcomes):
             if (error := outcome.exception()) is not None:
@@ -242,7 +243,7 @@ class SimulatedPublisher:
         return outcomes
 
     def _agreed(self, outcomes: "Sequence[Future[PublishReport]]") -> "Sequence[Future[PublishReport]]":
-        """Check that what the ranks report of one call is the same, and that only ranks that failed are named."""
+        """Check that the ranks report the same for one call, and that errors name only ranks that failed."""
         errors = [error for outcome in outcomes if (error := outcome.exception())]
         reports = [outcome.result() for outcome in outcomes if not outcome.exception()]
         for error in errors:
@@ -258,7 +259,7 @@ class SimulatedPublisher:
 
 
 def _first(outcomes: "Sequence[Future[T]]") -> T:
-    """What a rank returned; if none did, the error of the one that failed, rather than one that names it."""
+    """The result of a rank; if there is none, the error of the rank that failed, rather than an error that names it."""
     for outcome in outcomes:
         if not outcome.exception():
             return outcome.result()

@@ -1,4 +1,7 @@
-"""What trainers do: train, publish and wait, publish behind; go back, die and come again; be two, or a team."""
+"""Actions of trainers: train, publish and wait, publish in the background; roll back, die and restart.
+
+Be two, or a team.
+"""
 
 import random
 from contextlib import suppress
@@ -28,7 +31,7 @@ def new_trainer(world: World, content: Content) -> SimulatedTrainer:
         "epoch_patches": world.epoch_patches,
         "files": world.rng.choice([None, {"config.json": b"{}"}]),
         "publish_every": world.rng.choice([1, 1, 1, 2, "auto"]),
-        "anchor_every": world.rng.choice([0.1, 1.0, 10.0, 100.0]),  # the last: hardly ever
+        "anchor_every": world.rng.choice([0.1, 1.0, 10.0, 100.0]),  # the last value: hardly ever
     }
     sharding = draw_sharding(world) if world.rng.random() < world.teams else None
     name, spool = world.new_name("team" if sharding else "trainer"), world.new_folder("spool")
@@ -61,7 +64,7 @@ def _open_team(world: World, trainer: SimulatedTrainer, sharding: Sharding) -> S
 
 
 def train(world: World, trainer: SimulatedTrainer) -> str:
-    """Move some weights: by a place, mostly the same ones again; or to anything at all; or none."""
+    """Change some weights: by one unit in the last place, mostly the same ones again; or to anything; or none."""
     kind = world.rng.choices(["adam", "random", "nothing"], [8, 2, 1])[0]
     for name in world.model.arrays if kind != "nothing" else ():
         flat = bits(trainer.weights[name])
@@ -83,21 +86,21 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
     end = open_publisher(world, trainer)
     content, ordinal = _note_call(world, trainer)
     idle = isinstance(end, Publisher) and end._queue.stage == Stage.IDLE
-    late = idle and world.rng.random() < 0.5  # an anchor that waits is written after this version
+    late = idle and world.rng.random() < 0.5  # a waiting anchor is written after this version
     with trainer.executor.at_once(backlog=not late):
         try:
             report = end.publish(trainer.weights, step=trainer.step, now=now)
         except AnotherPublisherError:
-            if world.rng.random() < 0.7:  # else it tries again, and gets the same
+            if world.rng.random() < 0.7:  # otherwise it tries again, and gets the same error
                 world.bury(trainer)
             raise
     if report.version is None:
-        return "folds a step"
+        return "coalesces a step"
     check_published(world, report.version, ordinal)
     if report.version != end.version:
         world.fail(Invariant.PUBLISH_REPORT, f"version {report.version} is reported, and the last is {end.version}")
     if world.book.contents[report.version] != content:
-        world.fail(Invariant.PUBLISH_REPORT, f"version {report.version} is reported, and is another state")
+        world.fail(Invariant.PUBLISH_REPORT, f"version {report.version} is reported, but is another state")
     return f"makes version {report.version}"
 
 
@@ -109,20 +112,20 @@ def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
     else:
         futures = [end.publish(trainer.weights, step=trainer.step, wait=False)]
     trainer.futures += [(future, ordinal) for future in futures]
-    return f"hands over step {trainer.step}"
+    return f"queues step {trainer.step}"
 
 
 def _go_on(world: World, trainer: SimulatedTrainer) -> None:
-    """The trainer's thread publishes while those behind are at work."""
+    """The trainer's thread publishes while background threads work."""
     end = trainer.publisher
     if not isinstance(end, Publisher) or end.version is None or end._queue.lock._is_owned():  # type: ignore[attr-defined]
-        return  # without a base, or where the lock is taken, the trainer's thread would have to wait
+        return  # without a base, or if the lock is taken, the trainer's thread would have to wait
     world.note(f"meanwhile: {train(world, trainer)}")
     world.counts["publish meanwhile"] += 1
     with suppress(PulseError):
         publish_behind(world, trainer)
     quiet = end._queue.stage != Stage.SENDING
-    if quiet and trainer.executor.waiting:  # an anchor is being written, no version: both go on
+    if quiet and trainer.executor.waiting:  # an anchor is being written, and no version: both continue
         trainer.executor.run_one()
 
 
@@ -133,10 +136,10 @@ def _note_call(world: World, trainer: SimulatedTrainer) -> tuple[Content, int]:
 
 def on_train(world: World) -> str:
     trainer = world.pick(world.trainers)
-    return train(world, trainer) if trainer else "nobody is idle"
+    return train(world, trainer) if trainer else "no trainer is idle"
 
 
-def on_go_back_to_a_checkpoint(world: World) -> str:
+def on_roll_back_to_a_checkpoint(world: World) -> str:
     trainer = world.pick([one for one in world.trainers if one.saved])
     if trainer is None:
         return "there is none"
@@ -148,28 +151,28 @@ def on_go_back_to_a_checkpoint(world: World) -> str:
 def on_publish(world: World) -> str:
     trainer = world.pick(world.trainers)
     if trainer is None:
-        return "nobody is idle"
+        return "no trainer is idle"
     if world.rng.random() < 0.6:
         train(world, trainer)
     open_publisher(world, trainer)
     return world.act(trainer, lambda: publish(world, trainer))
 
 
-def on_publish_behind(world: World) -> str:
+def on_publish_in_background(world: World) -> str:
     trainer = world.pick(world.trainers)
     if trainer is None:
-        return "nobody is idle"
+        return "no trainer is idle"
     if world.rng.random() < 0.6:
         train(world, trainer)
     open_publisher(world, trainer)
     return world.act(trainer, lambda: publish_behind(world, trainer))
 
 
-def on_work_behind(world: World) -> str:
-    """Let a publisher's threads do some of what they have to; meanwhile the trainer may go on."""
+def on_background_work(world: World) -> str:
+    """Run some tasks of a publisher's background threads; meanwhile the trainer may continue."""
     trainer = world.pick([one for one in world.trainers if one.waiting])
     if trainer is None:
-        return on_publish_behind(world)  # so that there is something
+        return on_publish_in_background(world)  # so that there is a task
     if isinstance(team := trainer.publisher, SimulatedPublisher):
         return world.act(trainer, team.work, lambda count: f"does {count} tasks")
     number = world.rng.randrange(trainer.executor.waiting)
@@ -184,13 +187,13 @@ def on_work_behind(world: World) -> str:
 
 
 def on_restart_the_trainer(world: World) -> str:
-    """A new process, with the weights it had, older ones or others, with its spool or on another machine.
+    """A new process, with the same, older or other weights, with its spool or on another machine.
 
-    Or a team in place of a process, a process in place of a team, or a team with other shards.
+    Or a team instead of a process, a process instead of a team, or a team with other shards.
     """
     trainer = world.pick(world.trainers)
     if trainer is None:
-        return "nobody is idle"
+        return "no trainer is idle"
     world.bury(trainer)
     trainer.kill()
     kind = world.rng.choice(["the same", "older", "base", "any version's", "other"])
@@ -218,7 +221,7 @@ def on_restart_the_trainer(world: World) -> str:
 
 
 def _replace(world: World, trainer: SimulatedTrainer) -> SimulatedTrainer:
-    """Let another trainer continue, with other options: one process where a team was, or the other way around."""
+    """Replace a trainer by another one, with other options: a process instead of a team, or vice versa."""
     other = new_trainer(world, world.model.content(trainer.weights))
     other.step, other.saved = trainer.step, trainer.saved
     world.trainers[world.trainers.index(trainer)] = other
@@ -229,7 +232,7 @@ def on_a_second_trainer(world: World) -> str:
     if len(world.trainers) > 1:
         left = world.pick(world.trainers)
         if left is None:
-            return "nobody is idle"
+            return "no trainer is idle"
         world.bury(left)
         left.kill()
         world.trainers.remove(left)

@@ -1,4 +1,4 @@
-"""What workers do: join, sync, be interrupted; find damage; die, resume and leave."""
+"""Actions of workers: join, sync, be interrupted; find damage; die, resume and leave."""
 
 import shutil
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def sync(world: World, worker: SimulatedWorker, version: int | None = None) -> s
         check_followed(world, worker.follow, report.version, moves)
     elif version is None and report.version < (before or 0):
         world.fail(Invariant.SYNC_REPORT, f"{worker.name} went from version {before} to {report.version}")
-    to = "" if version is None else f" (asked for {version})"
+    to = "" if version is None else f" (requested {version})"
     return f"from {before} to {report.version}{to} by {', '.join(report.path) or 'nothing'}"
 
 
@@ -65,7 +65,7 @@ def refill(world: World, worker: SimulatedWorker, content: Content) -> None:
 
 def on_join(world: World) -> str:
     if len(world.workers) >= WORKERS:
-        return "enough are here"
+        return "there are enough workers"
     kind = world.rng.choice(["zeros", "base", "any version", "other weights"])
     content: Content | None = None
     if kind == "base":
@@ -82,7 +82,7 @@ def on_join(world: World) -> str:
 def on_sync(world: World) -> str:
     worker = world.pick(world.workers)
     if worker is None:
-        return "nobody is idle"
+        return "no worker is idle"
     open_subscriber(world, worker)
     return world.act(worker, lambda: sync(world, worker))
 
@@ -90,7 +90,7 @@ def on_sync(world: World) -> str:
 def on_sync_to_a_version(world: World) -> str:
     worker = world.pick(world.workers)
     if worker is None or not world.book.records:
-        return "nobody is idle"
+        return "no worker is idle"
     open_subscriber(world, worker)
     version = world.rng.randrange(max(0, len(world.book.records) - 8), len(world.book.records) + 1)
     return world.act(worker, lambda: sync(world, worker, version))
@@ -99,7 +99,7 @@ def on_sync_to_a_version(world: World) -> str:
 def on_restart_a_worker(world: World) -> str:
     worker = world.pick(world.workers)
     if worker is None:
-        return "nobody is idle"
+        return "no worker is idle"
     world.bury(worker)
     worker.kill()
     kind = world.rng.choice(["its weights", "zeros", "base"])
@@ -111,20 +111,20 @@ def on_restart_a_worker(world: World) -> str:
 
 
 def on_resume_a_worker(world: World) -> str:
-    """Write down what is held; or come back with what was written down, which may be long ago."""
+    """Save version, history and weights; or restart from what was saved, which may be old."""
     worker = world.pick(world.workers)
     if worker is None:
-        return "nobody is idle"
+        return "no worker is idle"
     end = worker.subscriber
     if end and end.version is not None and end.state and (worker.saved is None or world.rng.random() < 0.5):
         worker.saved = end.version, end.state.history.to_bytes(), world.model.content(worker.weights)
         if world.rng.random() < 0.4:
-            return f"{worker.name} writes down version {end.version}"
+            return f"{worker.name} saves version {end.version}"
     if worker.saved is None:
         return f"{worker.name} has nothing to resume from"
     version, history, content = worker.saved
     if world.rng.random() < 0.4:
-        content = world.rng.choice(world.book.contents)  # and somebody has loaded other weights
+        content = world.rng.choice(world.book.contents)  # other weights were loaded meanwhile
     world.bury(worker)
     refill(world, worker, content)
     again = open_subscriber(world, worker)
@@ -139,10 +139,10 @@ def on_resume_a_worker(world: World) -> str:
 
 
 def on_damage_a_worker(world: World) -> str:
-    """Somebody else writes to the weights; after a sync, or without one, a recount finds out."""
+    """Another program writes to the weights; after a sync, or without one, a recount detects it."""
     worker = world.pick([one for one in world.workers if one.subscriber and one.subscriber.version is not None])
     if worker is None:
-        return "nobody is there"
+        return "there is no worker"
     end = open_subscriber(world, worker)
     flat = bits(worker.weights[world.rng.choice(list(world.model.arrays))])
     flat[world.rng.randrange(flat.size)] ^= 1
@@ -154,12 +154,12 @@ def on_damage_a_worker(world: World) -> str:
         end.verify(worker.weights)
         check_verified(world, worker)
         worker.damaged = False
-        return "is well again"
+        return "is repaired"
 
     outcome = world.act(worker, find)
     if worker.subscriber is None or worker.subscriber.version is None:
-        worker.last, worker.damaged = world.model.content(worker.weights), False  # nothing is claimed of them
-    elif worker.damaged:  # a fault on the line kept it from being found: look again
+        worker.last, worker.damaged = world.model.content(worker.weights), False  # the worker reports no version
+    elif worker.damaged:  # a fault on the line prevented detection: check again
         with suppress(VerificationError):
             worker.subscriber.verify(worker.weights)
             check_verified(world, worker)
@@ -168,10 +168,10 @@ def on_damage_a_worker(world: World) -> str:
 
 
 def on_interrupt_a_write(world: World) -> str:
-    """A sync that is stopped in the middle of its commit."""
+    """A sync that is interrupted in the middle of its commit."""
     worker = world.pick(world.workers)
     if worker is None:
-        return "nobody is idle"
+        return "no worker is idle"
     open_subscriber(world, worker)
     number = world.rng.randrange(3)
     with _interrupted_commit(worker.weights, number):
@@ -181,14 +181,14 @@ def on_interrupt_a_write(world: World) -> str:
 def on_leave(world: World) -> str:
     worker = world.pick(world.workers)
     if worker is None:
-        return "nobody is idle"
+        return "no worker is idle"
     world.workers.remove(worker)
     return worker.name
 
 
 @contextmanager
 def _interrupted_commit(weights: Arrays, number: int) -> Iterator[None]:
-    """Let the n-th write of a commit to these weights be interrupted, once."""
+    """Interrupt the n-th write of a commit to these weights, once."""
     commit, write = HostState.commit, HostState.write_change
     left: list[int] = []
 

@@ -1,6 +1,6 @@
-"""What a simulation consists of: chance, time, a store, those who take part, and what goes wrong while they act.
+"""The state of a simulation: randomness, time, a store, processes, and faults while they act.
 
-Events change a world and checks look at one; neither which events there are nor what must hold is known here.
+Events change a world and checks read one; this module depends on neither.
 """
 
 import random
@@ -36,19 +36,20 @@ from pulsesync.testing.simulator.invariants import Invariant, Violation
 from pulsesync.testing.simulator.line import Crash, Ledger, SimulatedClock, StoreLink
 
 PART_BYTES = 900  # of weights in one part of an anchor, so that one has several
-INLINE_BYTES = (0, 600, 4096)  # of parts in a record, by the seed: so that none, some or most parts stand in records
+# Of parts in a record, by the seed: so that none, some or most parts are stored in records.
+INLINE_BYTES = (0, 600, 4096)
 
 T = TypeVar("T")
 
 
 class Interrupted(BaseException):
-    """Somebody stopped the writing of weights half-way."""
+    """The writing of weights was interrupted half-way."""
 
 
 class World:
-    """All that a schedule has. Everything that is left to chance is drawn from the seed, in the order of the calls.
+    """The state of a schedule. All random choices are drawn from the seed, in the order of the calls.
 
-    meanwhile: events that may come in the middle of what somebody does. happen: lets one happen, by its name.
+    meanwhile: events that may happen during an action. happen: runs an event, by its name.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class World:
         self.log: list[str] = []
         self.counts: Counter[str] = Counter()  # of events
         self.faults: Counter[str] = Counter()
-        self.failure: Exception | None = None  # the first one; the library may have caught it
+        self.failure: Exception | None = None  # the first failure; the library may have caught it
         self.rng, self.noise = random.Random(seed), np.random.default_rng(seed)
         self.clock = SimulatedClock()
         self.truth = make_store(self.clock)
@@ -82,7 +83,7 @@ class World:
         self.trainers: list[SimulatedTrainer] = []
         self.workers: list[SimulatedWorker] = []
         self.squasher: tuple[SimulatedProcess, Squasher] | None = None
-        self.busy: list[SimulatedProcess] = []  # those in the middle of something
+        self.busy: list[SimulatedProcess] = []  # those in the middle of an action
         self.lines: list[StoreLink] = []
         self._meanwhile, self._happen = meanwhile, happen
         self._names: Counter[str] = Counter()
@@ -90,7 +91,7 @@ class World:
 
     @contextmanager
     def rules(self) -> Iterator[None]:
-        """Anchors in many parts, one thread, no chance and no time but the simulator's own."""
+        """Anchors in many parts, one thread, and no randomness or time except the simulator's own."""
         fast = "/dev/shm" if Path("/dev/shm").is_dir() else None
         words = random.Random(self.seed)
         chance = SimpleNamespace(token_hex=lambda n: f"{words.getrandbits(8 * n):0{2 * n}x}")
@@ -108,7 +109,7 @@ class World:
                 (publisher, "time", times),
                 (writer, "time", times),
                 (anchors, "time", times),
-                (writer, "CALL_TIMEOUT_S", 0.0),  # a rank that has not made a call makes none while others wait
+                (writer, "CALL_TIMEOUT_S", 0.0),  # a rank that has not made a call does not make it while others wait
                 (commit, "time", times),
                 (commit, "secrets", chance),
                 (pointing, "time", times),
@@ -124,18 +125,18 @@ class World:
 
     @property
     def indent(self) -> str:
-        """What a line of the log begins with: deeper, the more are in the middle of something."""
+        """The indentation of a line of the log: one level for each process in the middle of an action."""
         return "  " * len(self.busy)
 
     def note(self, text: str) -> None:
-        """Log something that happens inside an event."""
+        """Log a line inside an event."""
         self.log.append(f"{self.indent}({text})")
 
     def fail(self, invariant: Invariant, reason: str) -> NoReturn:
         """End the schedule, because an invariant is violated.
 
-        This is called within calls of the library too, which may catch what is raised: so it is kept, and the next
-        check raises it again.
+        This may be called within a call of the library, which may catch the error: so it is kept, and the next check
+        raises it again.
         """
         violation = Violation(invariant, reason)
         self.failure = self.failure or violation
@@ -154,12 +155,12 @@ class World:
         return self._folder / self.new_name(kind).replace(" ", "-")
 
     def pick(self, of: Sequence[T]) -> T | None:
-        """Draw one that is not in the middle of something; None if all are."""
+        """Draw a process that is idle; None if there is none."""
         idle = [one for one in of if one not in self.busy]
         return self.rng.choice(idle) if idle else None
 
     def act(self, process: SimulatedProcess, work: Callable[[], T], describe: Callable[[T], str] = str) -> str:
-        """Let somebody do something over a line on which things may go wrong."""
+        """Run an action of a process over a line with faults."""
         for line in process.lines:
             self._stir(line)
         self.busy.append(process)
@@ -180,21 +181,21 @@ class World:
             for line in process.lines:
                 self._settle_faults(line)
         if len(self.log) == at + 1:
-            self.log.pop()  # nothing came in between
+            self.log.pop()  # nothing happened in between
         if any(line.dead for line in process.lines):
             outcome += "; is dead"
             self.bury(process)
         return f"{process.name} {outcome}"
 
     def _stir(self, line: StoreLink) -> None:
-        """Draw what goes wrong until the process is done."""
+        """Draw the faults until the process is done."""
         line.calm()
         if self.rng.random() < 0.4 * self.trouble:
             chances = {kind: self.rng.choice([0.0, 0.0, 0.02, 0.1]) for kind in ("lost", "unanswered", "truncated")}
             flipped, doubled = self.rng.choice([0.0, 0.0, 0.03]), self.rng.choice([0.0, 0.2])
             rng = random.Random(self.rng.getrandbits(32))
             line.checked = FaultyStore(self.ledger, rng, **chances, flipped=flipped, doubled=doubled)
-            # in a pointer that is not signed, a wrong digit is not found
+            # in an unsigned pointer, a wrong digit is not detected
             line.weather = FaultyStore(self.ledger, rng, **chances, flipped=flipped if self.key else 0.0)
             line.late = self.rng.choice([0.0, 0.0, 0.1])
             line.missed = self.rng.choice([0.0, 0.0, 0.02, 0.1])
@@ -212,7 +213,7 @@ class World:
         line.calm()
 
     def bury(self, process: SimulatedProcess) -> None:
-        """Let go of the publisher, subscriber or squasher of a process that is no more."""
+        """Release the publisher, subscriber or squasher of a process that has died."""
         if isinstance(process, SimulatedTrainer):
             process.publisher = None
             process.executor = QueuedExecutor()
