@@ -87,5 +87,5 @@ def _run(future: "Future[T]", work: Callable[[], T]) -> None:
         future.set_result(work())
     except Crash:
         raise  # all threads of a process die together
-    except BaseException as e:  # noqa: BLE001 - for whoever holds the future
+    except BaseException as e:  # noqa: BLE001 - raised where the future is read
         future.set_exception(e)

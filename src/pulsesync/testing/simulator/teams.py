@@ -201,7 +201,7 @@ class SimulatedPublisher:
             self._fail(Invariant.PUBLISH_REPORT, f"the ranks report version {report.version}, and are at {known}")
         return report
 
-    def publish_behind(self, weights: Mapping[str, Any], *, step: int) -> "list[Future[PublishReport]]":
+    def publish_in_background(self, weights: Mapping[str, Any], *, step: int) -> "list[Future[PublishReport]]":
         """Make all ranks compare; return their futures. Raises: Crash, PulseError, if a rank does."""
         outcomes = self._run(
             lambda rank: self.ranks[rank].publish(self._sharding.shards(weights, rank), step=step, wait=False)

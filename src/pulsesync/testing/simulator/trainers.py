@@ -104,11 +104,11 @@ def publish(world: World, trainer: SimulatedTrainer, now: bool = False) -> str:
     return f"makes version {report.version}"
 
 
-def publish_behind(world: World, trainer: SimulatedTrainer) -> str:
+def publish_in_background(world: World, trainer: SimulatedTrainer) -> str:
     end = open_publisher(world, trainer)
     _, ordinal = _note_call(world, trainer)
     if isinstance(end, SimulatedPublisher):
-        futures = end.publish_behind(trainer.weights, step=trainer.step)
+        futures = end.publish_in_background(trainer.weights, step=trainer.step)
     else:
         futures = [end.publish(trainer.weights, step=trainer.step, wait=False)]
     trainer.futures += [(future, ordinal) for future in futures]
@@ -123,7 +123,7 @@ def _go_on(world: World, trainer: SimulatedTrainer) -> None:
     world.note(f"meanwhile: {train(world, trainer)}")
     world.counts["publish meanwhile"] += 1
     with suppress(PulseError):
-        publish_behind(world, trainer)
+        publish_in_background(world, trainer)
     quiet = end._queue.stage != Stage.SENDING
     if quiet and trainer.executor.waiting:  # an anchor is being written, and no version: both continue
         trainer.executor.run_one()
@@ -165,7 +165,7 @@ def on_publish_in_background(world: World) -> str:
     if world.rng.random() < 0.6:
         train(world, trainer)
     open_publisher(world, trainer)
-    return world.act(trainer, lambda: publish_behind(world, trainer))
+    return world.act(trainer, lambda: publish_in_background(world, trainer))
 
 
 def on_background_work(world: World) -> str:
