@@ -208,6 +208,7 @@ COMPILED = {
 # Shell blocks whose `pulse` commands are parsed by the real parser and not run.
 PARSED = {
     ("README.md", "pulse publish checkpoint/"): "an overview of the commands; tests/cli runs each of them",
+    ("docs/doctor.md", "pulse doctor"): "checks the machine of the reader; tests/cli/test_doctor.py runs it",
     ("docs/experiments.md", "pulse study experiment list"): "trains for minutes to hours; tests/lab runs small ones",
     ("docs/fleet.md", "$ pulse status"): "shows a fleet of three workers; tests/cli/test_status.py has one",
     ("docs/integrations/delta_folders.md", "pulse import"): "reads what a trainer writes: test_delta_folder.py imports",

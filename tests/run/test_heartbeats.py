@@ -348,6 +348,16 @@ def publish(store: Any, steps: int) -> None:
             publisher.publish(weights, step=step)
 
 
+def recount_of(subscriber: Subscriber) -> bool | None:
+    assert subscriber.events.heartbeat is not None
+    return subscriber.events.heartbeat.record.recount_equal
+
+
+def has_ended(store: Any) -> bool:
+    found = read(store)
+    return found is not None and found.ended
+
+
 def test_a_subscriber_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "SOONEST_S", 0.05)
     store = MemoryStore()
@@ -363,15 +373,14 @@ def test_a_subscriber_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None
         assert found.fetched_bytes > 0
         assert found.pause_s is not None
         subscriber.verify()
-        assert subscriber.events.heartbeat is not None
-        assert subscriber.events.heartbeat.record.recount_equal is True
+        assert recount_of(subscriber) is True
         weights["w"][5] = 99
         with pytest.raises(pulsesync.VerificationError):
             subscriber.verify()
-        assert subscriber.events.heartbeat.record.recount_equal is False
+        assert recount_of(subscriber) is False
         (worker,) = pulsesync.read_fleet(store).workers
         assert (worker.name, worker.lag) == ("rollout-3", 0)
-    wait_until(lambda: bool(read(store).ended))  # type: ignore[union-attr]
+    wait_until(lambda: has_ended(store))
 
 
 def test_a_sync_that_fails_is_shown_until_one_succeeds() -> None:
@@ -403,7 +412,7 @@ def test_a_watch_that_idles_is_seen_all_the_same(monkeypatch: pytest.MonkeyPatch
     store = MemoryStore()
     publish(store, 1)
     subscriber, weights = follower(store)
-    times = set()
+    times: set[float] = set()
 
     def watch() -> None:
         for _ in subscriber.watch(weights, interval_s=60, max_interval_s=60):
@@ -429,7 +438,7 @@ def test_a_subscriber_that_is_forgotten_ends_its_heartbeat() -> None:
     wait_until(lambda: read(store) is not None)
     del subscriber
     gc.collect()
-    wait_until(lambda: bool(read(store).ended))  # type: ignore[union-attr]
+    wait_until(lambda: has_ended(store))
 
 
 def test_a_bad_name_is_refused_at_once() -> None:

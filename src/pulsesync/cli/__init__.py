@@ -60,6 +60,10 @@ COMMANDS = {
         "pulsesync.cli.status:status",
         "Show a run and its workers at a glance: newest version, last anchor, pointers, and where each worker is.",
     ),
+    "doctor": (
+        "pulsesync.cli.doctor:doctor",
+        "Check this machine and, if it is given, a location, and say for each check what was found and what to do.",
+    ),
     "log": (
         "pulsesync.cli.log:log",
         "List the versions of a run, the newest first, with the anchors and squashed patches that lead to them.",

@@ -119,6 +119,11 @@ class HttpStore(ReadOnlyStore):
         self._idle: list[Connection] = []  # append and pop are atomic: no lock
         weakref.finalize(self, _close, self._idle)
 
+    @property
+    def has_token(self) -> bool:
+        """Whether a token is sent with every request."""
+        return bool(self._headers)
+
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         """Return an object or a range of it, as every store does; of a longer answer, no more than `end` is read.
 

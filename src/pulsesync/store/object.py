@@ -82,6 +82,15 @@ class ObjectStore:
             raise ValueError(f"cannot open {url}: {_said(e)}") from e
         self._has_credentials = self._credentials is not None and not self._credentials.from_metadata
 
+    @property
+    def credentials_from(self) -> str:
+        """Where the credentials come from, for people; never a secret."""
+        if self._credentials is not None:
+            return self._credentials.source
+        cloud = "GOOGLE_" if self.url.startswith("gs://") else "AZURE_"
+        names = sorted(name for name in os.environ if name.startswith(cloud))
+        return ", ".join(names) or f"where obstore looks for them: no variable {cloud}… is set"
+
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         check_key(key)
         with self._translated(key, "read"):

@@ -65,8 +65,8 @@ def open_recordings(places: Sequence[str], how: MeasureSettings | None = None) -
     how = how or MeasureSettings()
     kinds = {kind_of(place) for place in places}
     if len(kinds) != 1:
-        found = " and ".join(sorted(kinds)) or "nothing"
-        raise ValueError(f"give recorded files, runs or checkpoints, of one kind; got {found}")
+        got = " and ".join(sorted(kinds)) or "nothing"
+        raise ValueError(f"give recorded files, runs or checkpoints, of one kind; got {got}")
     kind = kinds.pop()
     if kind == "recorded files":
         found = _read_files(places)
