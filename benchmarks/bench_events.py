@@ -5,11 +5,12 @@
 
 A trainer publishes into a folder, and a worker syncs from it, in one process. Each round does so with no listener,
 with one that does nothing, and with the one of the Prometheus metrics, in an order that is drawn anew. A publish, a
-sync of a new version, and a sync that finds nothing new are timed on their own. Two figures compare a listener with
-none: the median of the ratios of neighbours in a round, and the ratio of the 10th percentiles, which other programs
-on the machine disturb least. Events that are queued after a round are delivered before the next one, and that is not
-timed: a listener has its own thread, and its CPU time per event is shown. The call that makes and emits an event is
-also timed alone, with a listener's thread that looks for events by itself, and with one that rests and must be woken.
+sync of a new version, and a sync that finds nothing new are timed on their own, by the clock and by the CPU time of
+all threads, which other programs on the machine disturb less. A listener is compared with none by the median of the
+ratios of neighbours in a round. Before each of the three, the listener has received all events: in a real run trainer
+and worker are different processes. The listener has its own thread; its CPU time per event is shown. The call that
+makes and emits an event is also timed alone, with a listener's thread that looks for events by itself, and with one
+that rests and must be woken.
 """
 
 import argparse
@@ -19,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -48,21 +48,28 @@ class Run:
         self.publisher, self.subscriber = Publisher(folder), Subscriber(folder)
         self.version()
 
-    def version(self) -> dict[str, float]:
-        """Publish and sync a version, and find nothing new; return the seconds of each, of which the last is a mean."""
+    def version(self, settle: Callable[[], object] = lambda: None) -> dict[str, tuple[float, float]]:
+        """Publish and sync a version, and find nothing new; return the seconds of each, by the clock and of CPU.
+
+        settle: Called before each of the three, which is not timed.
+        """
         for name, bits in self.updates.step().items():
             self.weights[name].view(np.uint16)[...] = bits
-        times = [time.perf_counter()]
-        self.publisher.publish(self.weights)
-        times.append(time.perf_counter())
-        report = self.subscriber.sync(self.held)
-        times.append(time.perf_counter())
-        for _ in range(IDLE):
-            self.subscriber.sync(self.held)
-        times.append(time.perf_counter())
-        assert report.version == self.publisher.version
-        took = [after - before for before, after in pairwise(times)]
-        return dict(zip(CALLS, (*took[:2], took[2] / IDLE), strict=True))
+
+        def find_nothing() -> None:
+            for _ in range(IDLE):
+                self.subscriber.sync(self.held)
+
+        took = {}
+        works = (lambda: self.publisher.publish(self.weights), lambda: self.subscriber.sync(self.held), find_nothing)
+        for call, work in zip(CALLS, works, strict=True):
+            settle()
+            began = time.perf_counter(), time.process_time()
+            work()
+            times = IDLE if work is find_nothing else 1
+            took[call] = (time.perf_counter() - began[0]) / times, (time.process_time() - began[1]) / times
+        assert self.subscriber.version == self.publisher.version
+        return took
 
     def check(self) -> None:
         """The worker has the trainer's weights, bit for bit."""
@@ -84,12 +91,13 @@ class CountingListener:
 
 
 @contextmanager
-def listening(listener: Listener | None) -> Iterator[None]:
+def listening(listener: Listener | None) -> Iterator[Callable[[], object]]:
+    """Have a listener receive events; what is yielded waits until it has received all so far."""
     if listener is None:
-        yield
+        yield lambda: None
         return
-    with pulse.listen(listener):
-        yield
+    with pulse.listen(listener) as one:
+        yield one.flush
 
 
 def interleave(run: Run, listeners: dict[str, CountingListener | None], rounds: int, seed: int) -> list[Rounds]:
@@ -98,26 +106,19 @@ def interleave(run: Run, listeners: dict[str, CountingListener | None], rounds: 
     for _ in range(rounds):
         rng.shuffle(order)
         for name in order:
-            with listening(listeners[name]):
-                for call, seconds in run.version().items():
+            with listening(listeners[name]) as settle:
+                for call, (seconds, cpu_s) in run.version(settle).items():
                     found[name].add(call, seconds)
+                    found[name].add(f"{call}, CPU", cpu_s)
     run.check()
     return list(found.values())
 
 
-def percent_more(one: Rounds, plain: Rounds, call: str, rng: np.random.Generator) -> dict[str, list[float]]:
-    """How much longer a call takes than without a listener, in percent, by two figures, with intervals of 95 %."""
-    some, none = np.array(one.seconds[call]), np.array(plain.seconds[call])
-    picks = rng.integers(0, len(none), (2000, len(none)))
-
-    def spread(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> list[float]:
-        drawn = np.percentile(of(some[picks], none[picks]), (2.5, 97.5))
-        return [float(100 * (value - 1)) for value in (of(some[None], none[None])[0], *drawn)]
-
-    return {
-        "median ratio": spread(lambda a, b: np.median(a / b, axis=1)),
-        "10th percentile": spread(lambda a, b: np.percentile(a, 10, axis=1) / np.percentile(b, 10, axis=1)),
-    }
+def percent_more(one: Rounds, plain: Rounds, call: str, rng: np.random.Generator) -> list[float]:
+    """How much longer a call takes than without a listener, in percent: the median, and its interval of 95 %."""
+    ratios = 100 * (np.divide(one.seconds[call], plain.seconds[call]) - 1)
+    medians = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
+    return [float(np.median(ratios)), *(float(one) for one in np.percentile(medians, (2.5, 97.5)))]
 
 
 def emit_alone(listener: Listener | None, rests: bool) -> dict[str, float]:
@@ -165,27 +166,25 @@ def main() -> None:
         run.publisher.close()
     plain, *others = found
     rng = np.random.default_rng(wanted.seed)
-    more = {one.name: {call: percent_more(one, plain, call, rng) for call in CALLS} for one in others}
+    measures = [f"{call}{what}" for call in CALLS for what in ("", ", CPU")]
+    more = {one.name: {call: percent_more(one, plain, call, rng) for call in measures} for one in others}
     cpu_us = {
         name: 1e6 * (one.cpu_s - cpu[name][1]) / (one.count - cpu[name][0]) for name, one in listeners.items() if one
     }
     emit_us = {name: emit_alone(one, rests=False) for name, one in listeners.items()}
     emit_us["does nothing, was resting"] = emit_alone(listeners["does nothing"], rests=True)
     print(f"{wanted.weights:g} M weights, {wanted.rounds} rounds; a folder on the local disk.\n")
-    print("Milliseconds without a listener: median (10th–90th percentile); and with one so many percent more, by two")
-    print("figures, each with its interval of 95 %.\n")
+    print("Milliseconds without a listener: median (20th–80th percentile); and with one so many percent more: median")
+    print("of the ratios of neighbours (its interval of 95 %).\n")
     rows = []
-    for call in CALLS:
-        p10, p50, p90 = 1e3 * np.percentile(plain.seconds[call], (10, 50, 90))
-        cells = [
-            f"{value:+.2f} ({low:+.2f} to {high:+.2f})"
-            for one in others
-            for value, low, high in more[one.name][call].values()
-        ]
-        rows.append([call, f"{p50:.3f} ({p10:.3f}–{p90:.3f})", *cells])
-    print(table(["", "ms", *(f"{one.name}: {figure}" for one in others for figure in more[one.name][CALLS[0]])], rows))
+    for call in measures:
+        p20, p50, p80 = 1e3 * np.percentile(plain.seconds[call], (20, 50, 80))
+        found_more = [more[one.name][call] for one in others]
+        cells = [f"{value:+.2f} ({low:+.2f} to {high:+.2f})" for value, low, high in found_more]
+        rows.append([call, f"{p50:.3f} ({p20:.3f}–{p80:.3f})", *cells])
+    print(table(["", "ms", *(one.name for one in others)], rows) + "\n")
     print(
-        "\nMicroseconds: to make and emit the event of a sync, in the thread that syncs (median of 1,000); and CPU time"
+        "Microseconds: to make and emit the event of a sync, in the thread that syncs (median of 1,000); and CPU time"
     )
     print("in the listener's own thread, for each event.\n")
     rows = [
