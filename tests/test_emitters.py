@@ -584,5 +584,5 @@ def test_a_request_that_is_repeated_is_logged(tmp_path: Path, caplog: pytest.Log
     inner.before = lambda verb, key: _refuse(key) if tries.append(key) or len(tries) < 3 else None  # type: ignore[func-returns-value]
     RetryStore(inner, sleep=lambda _: None).put("head", b"1")
     assert [record.getMessage() for record in caplog.records] == [
-        f"Attempt {n} of 5 at a request failed, and is repeated: too busy." for n in (1, 2)
+        f"Attempt {n} of 5 at a request failed; trying again: too busy." for n in (1, 2)
     ]

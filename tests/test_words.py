@@ -170,9 +170,13 @@ CLEAN = [
     "src/pulsesync/group",
     "src/pulsesync/kernels",
     "src/pulsesync/loco",
+    "src/pulsesync/maintain",
+    "src/pulsesync/publish",
     "src/pulsesync/quantized",
     "src/pulsesync/run",
+    "src/pulsesync/server",
     "src/pulsesync/state",
+    "src/pulsesync/store",
     "src/pulsesync/testing",
 ]
 

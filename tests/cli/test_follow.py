@@ -111,7 +111,7 @@ def test_publish_says_in_a_line_what_it_did(checkpoints: Checkpoints, tmp_path: 
     assert done.out.startswith("version 0 (step 0): 1,207 of 1,207 weights changed")
     assert pulse("publish", tmp_path / "missing", tmp_path / "run").refused(1, "missing")
     write(tmp_path / "other", {"c": np.ones(3)})
-    assert pulse("publish", tmp_path / "other", tmp_path / "run").refused(1, "publish into a new place")
+    assert pulse("publish", tmp_path / "other", tmp_path / "run").refused(1, "publish to a new location")
 
 
 def test_an_older_version_can_be_had(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_without_old_weights_nothing_can_be_compared(trainer: Trainer) -> None:
 def test_old_weights_are_for_publishers_that_keep_none(keep: Any, trainer: Trainer) -> None:
     with hooked(MemoryStore(), keep=keep) as pub:
         pub.publish(trainer.masters)
-        with pytest.raises(ValueError, match="keep='hook' alone"):
+        with pytest.raises(ValueError, match="old= is for a Publisher with keep='hook'"):
             trainer.publish(pub)
         assert pub.version == 0
 
@@ -451,7 +451,7 @@ def test_old_weights_are_for_teams_that_keep_none(device: str) -> None:
         group.publish(trainer.masters)
         for one in group.try_publish(trainer.masters, 1, old=trainer.model):
             assert isinstance(one, ValueError)
-            assert "keep='hook' alone" in str(one)
+            assert "old= is for a Publisher with keep='hook'" in str(one)
 
 
 # On a GPU, where work is queued

@@ -133,7 +133,7 @@ def test_a_device_that_does_not_exist_is_refused(device: str, message: str, monk
 
 def test_a_machine_without_a_gpu_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(StateError, match="finds no CUDA device: see whether nvidia-smi lists one"):
+    with pytest.raises(StateError, match="finds none: check that nvidia-smi lists one"):
         warm_up(device="cuda")
 
 

@@ -373,7 +373,7 @@ GOOD = {"run": "0" * 32, "version": 3, "step": 3, "digest": "0" * 64}
 )
 def test_what_is_no_state_of_a_publisher_is_refused_in_few_words(state: Any) -> None:
     with Publisher(MemoryStore()) as pub:
-        with pytest.raises(ValueError, match="a publisher's state has run, version, step, digest") as caught:
+        with pytest.raises(ValueError, match="a dictionary with run, version, step, digest") as caught:
             pub.load_state_dict(state)
         assert len(str(caught.value)) < 400
         assert pub.state_dict() == {}
@@ -384,7 +384,7 @@ def test_a_state_cannot_be_loaded_after_the_first_publish() -> None:
     state = checkpoint_at(1, store, training, to=2)
     with Publisher(store) as pub:
         pub.publish(training.weights, step=2)
-        with pytest.raises(RuntimeError, match="before the first publish; create a new Publisher"):
+        with pytest.raises(RuntimeError, match="after the first publish; create a new Publisher"):
             pub.load_state_dict(state)
 
 

@@ -109,7 +109,9 @@ def test_a_call_that_does_not_come_fails_the_version() -> None:
     queue = SendQueue(longest=4, alone=False)
     taken = (put(queue), queue.take())[1]
     assert taken is not None
-    with pytest.raises(GroupError, match=r"made 1 calls of publish and no other for 0\.01 s, and another rank made 2"):
+    with pytest.raises(
+        GroupError, match=r"called publish 1 times and none for 0\.01 s, but another rank called it 2 times"
+    ):
         queue.fix(taken, 2, 0.01, resumes=False)
     queue.failed(taken, GroupError("late"), lambda: None, is_lost=False)
     assert queue.stage == Stage.IDLE

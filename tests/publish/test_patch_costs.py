@@ -146,7 +146,7 @@ def test_every_change_of_mind_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO, "pulsesync.publish.costs"):
         found.begin_epoch(StepTrial(MANY, STEP))
         found.begin_epoch(StepTrial(MANY, STEP))
-    assert caplog.messages == [f"Versions are from now on coded as step: {found.choice.reason}."]
+    assert caplog.messages == [f"From now on, versions are coded as step: {found.choice.reason}."]
 
 
 def test_step_is_tried_on_blocks_from_all_over_a_version() -> None:
@@ -167,7 +167,7 @@ def test_step_is_tried_on_blocks_from_all_over_a_version() -> None:
 
 @pytest.mark.parametrize("bad", [0, -1.0, float("nan")])
 def test_a_link_that_carries_nothing_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match=r"link must be a number of bits a second above 0, or None"):
+    with pytest.raises(ValueError, match=r"link must be a number of bits per second above 0, or None"):
         Publisher(MemoryStore(), link=bad)
 
 

@@ -341,7 +341,7 @@ def test_what_cannot_write_itself_is_no_configuration() -> None:
 
 def test_a_configuration_that_is_too_large_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pulsesync.publish.companions.MAX_FILE_BYTES", 10)
-    with Publisher(MemoryStore()) as pub, pytest.raises(ValueError, match=r"config\.json has 23 bytes"):
+    with Publisher(MemoryStore()) as pub, pytest.raises(ValueError, match=r"config\.json'\] has 23 bytes"):
         pub.publish(Model(Training().weights))
 
 
@@ -351,7 +351,7 @@ def test_a_file_may_be_given_as_a_path(tmp_path: Path, monkeypatch: pytest.Monke
     publish_steps(store, 1, files=files)
     assert files_of(store, 0) == {"tokenizer.json": b'{"vocab": 3}'}
     monkeypatch.setattr("pulsesync.publish.companions.MAX_FILE_BYTES", 10)
-    with pytest.raises(ValueError, match=r"tokenizer\.json has 12 bytes"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json'\] has 12 bytes"):
         publish_steps(MemoryStore(), 1, files=files)
 
 
@@ -676,7 +676,9 @@ def test_closing_reports_the_steps_that_are_in_no_version(
         for step in range(steps):
             pub.publish(training.weights, step=step, now=now and step == steps - 1)
             training.step()
-    expected = f"The last {missing} steps are in no version: publish_every=4. Publish the last step with now=True."
+    expected = (
+        f"The last {missing} steps are in no version, due to publish_every=4. Publish the last step with now=True."
+    )
     assert caplog.messages == ([expected] if missing else [])
 
 
@@ -1212,8 +1214,11 @@ def test_without_any_thread_versions_are_sent_and_anchors_wait(
         for step in (1, 2, 3):
             training.step()
             assert pub.publish(training.weights, wait=False).result(0).version == step
-        assert "The anchor of epoch 1 waits for a later version: can't start new thread" in caplog.text
-        with pytest.raises(StoreError, match="the anchor of epoch 1 was not begun"):
+        assert (
+            "The anchor of epoch 1 was not started and is tried with a later version: can't start new thread"
+            in caplog.text
+        )
+        with pytest.raises(StoreError, match="the anchor of epoch 1 was not started"):
             pub.flush()
         monkeypatch.undo()
         pub.publish(training.weights)
@@ -1294,7 +1299,7 @@ def test_a_callback_that_exits_does_not_end_the_sender(caplog: pytest.LogCapture
     training.step()
     assert pub.publish(training.weights, wait=False).result(10).version == (1 if fails else 2)
     pub.close()
-    assert "A callback of the future of step 0 raised SystemExit: 1" in caplog.text
+    assert "A callback of the publish future of step 0 raised SystemExit: 1" in caplog.text
 
 
 def called_back(again: Callable[[Publisher, Training], object], queued: bool = False) -> tuple[object, int | None]:
@@ -1339,7 +1344,7 @@ def test_a_call_that_would_wait_for_the_thread_that_makes_it_raises(
 ) -> None:
     error, newest = called_back(again, queued)
     assert isinstance(error, RuntimeError)
-    assert "in a callback of its own future" in str(error)
+    assert "by a callback of a publish future" in str(error)
     assert newest == (2 if queued else 1)
 
 
@@ -1379,7 +1384,9 @@ def test_a_signal_handler_that_needs_a_publisher_within_publish_raises(call: str
         training.step()
         future = pub.publish(training.weights, wait=False)
         assert gate.reached.wait(10)
-        with pytest.raises(RuntimeError, match=f"{call} was called within publish.*raise SystemExit in the handler"):
+        with pytest.raises(
+            RuntimeError, match=f"{call} was called by a signal handler.*raise SystemExit in the handler"
+        ):
             pub.publish(Interrupting(training.weights), wait=False)
         gate.open.set()
         assert future.result(10).version == 1
@@ -1725,7 +1732,7 @@ def test_a_publisher_whose_base_was_pruned_is_refused() -> None:
         pub.publish(training.weights)
         store.delete(keys.manifest_key(0))
         training.step()
-        with pytest.raises(AnotherPublisherError, match="version 1 cannot be created, because its base is gone"):
+        with pytest.raises(AnotherPublisherError, match="version 1 cannot be created, because its base was pruned"):
             pub.publish(training.weights)
 
 
@@ -2173,7 +2180,7 @@ def test_an_anchor_from_the_spool_that_fails_again_is_logged_and_tried_with_the_
             with suppress(StoreError):
                 pub.flush()
             training.step()
-        assert caplog.text.count("The anchor of epoch 0 is not in the store: StoreError: 503 unavailable") >= 2
+        assert caplog.text.count("The anchor of epoch 0 was not uploaded: StoreError: 503 unavailable") >= 2
         store.fail_at()
         for _ in range(2):  # after two failures it waits for two versions
             pub.publish(training.weights)
@@ -2200,7 +2207,7 @@ def test_a_part_that_changed_on_disk_is_not_uploaded_and_the_next_epoch_has_an_a
         pub.publish(training.weights)
         with pytest.raises((ChecksumError, FormatError, NotFoundError)):
             pub.flush()
-        assert "The anchor of epoch 0 is not in the store" in caplog.text
+        assert "The anchor of epoch 0 was not uploaded" in caplog.text
         assert list((tmp_path / "outbox").iterdir()) == []
         assert anchored(store) == []
         training.step()

@@ -624,7 +624,7 @@ def test_a_rank_that_closes_before_it_makes_the_call_of_the_others_fails_the_ver
     with stopped(ranks.pubs[1]):
         ahead = [ranks.go(1, 1), ranks.go(1, 2)]
     mine = ranks.go(0, 1)
-    with pytest.raises(GroupError, match=r"made 2 calls of publish and then closed.*another rank made 3"):
+    with pytest.raises(GroupError, match=r"called publish 2 times and then closed.*another rank called it 3 times"):
         ranks.pubs[0].close()
     errors = results(ahead)
     assert all(isinstance(error, GroupError) and error.failed_rank == 0 for error in errors)

@@ -155,7 +155,7 @@ def test_an_upstream_that_refuses_costs_nothing_but_one_warning(
     wait_until(lambda: upstream.asked == 3)
     assert len(board.list("heartbeats/", [])) == 3
     assert [one.message for one in caplog.records] == [
-        "The heartbeats of workers cannot be passed on to the upstream: refused"
+        "The heartbeats of workers cannot be sent to the upstream: refused"
     ]
 
 

@@ -273,7 +273,7 @@ def test_the_token_opens_and_nothing_else(folder: Path, tmp_path: Path) -> None:
             assert store.get("head") == b"41"
         allowed = ask(server.url, "/parts/small", Authorization="Bearer s3cret")
         assert allowed.headers["Cache-Control"].startswith("private,")  # no cache in between may hand it to others
-        with pytest.raises(StoreError, match="asks for a token"):
+        with pytest.raises(StoreError, match="requires a token"):
             HttpStore(server.url).get("head")
 
 

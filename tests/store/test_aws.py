@@ -125,7 +125,9 @@ def test_keys_prevail_over_a_program_in_the_same_profile(home: Home) -> None:
 
 def test_a_file_that_is_broken_is_named_and_not_quoted(home: Home) -> None:
     home.write("aws_secret_access_key = hush\n")
-    with pytest.raises(ValueError, match="credentials is not a file of AWS profiles: there is an error in line 1") as e:
+    with pytest.raises(
+        ValueError, match="credentials cannot be read as a file of AWS profiles: there is a syntax error in line 1"
+    ) as e:
         find_credentials({}, home.environment())
     assert "hush" not in str(e.value)
 
@@ -257,6 +259,6 @@ def test_where_the_metadata_service_has_none_the_error_lists_what_was_tried(
 
     with broken_server(answer) as metadata:
         said = use("s3://bucket/run", {"HOME": str(home.path), "AWS_METADATA_ENDPOINT": metadata})
-    assert said.startswith(f"{retryable} cannot write head in s3://bucket/run: found no AWS credentials. Tried, in ord")
+    assert said.startswith(f"{retryable} cannot write head in s3://bucket/run: found no AWS credentials; provide")
     assert f"profile 'default' in {home.path}/.aws/credentials (no such file)" in said
     assert f"the metadata service of an EC2 instance ({words}" in said

@@ -209,7 +209,7 @@ def test_an_answer_that_breaks_off_may_be_tried_again(data: bytes) -> None:
 
 def test_a_skipped_part_that_breaks_off_is_not_taken_for_the_end() -> None:
     with asking(lambda _: TRUNCATED["a body"]) as (store, _):
-        with pytest.raises(StoreError, match="broke off") as caught:
+        with pytest.raises(StoreError, match="connection was closed") as caught:
             store.get("a", 50, 60)
         assert caught.value.retryable
 
@@ -223,7 +223,7 @@ def test_nobody_listening_may_be_tried_again() -> None:
 
 
 def test_silence_ends_after_the_timeout_and_may_be_tried_again() -> None:
-    saying = "timed out: the server is too slow for a limit of 0.1 s"
+    saying = "timed out: the server is too slow for the limit of 0.1 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StoreError, match=saying) as caught:
         HttpStore(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.1).get("a")
     assert caught.value.retryable
@@ -394,7 +394,7 @@ def test_no_more_than_the_end_is_read_of_an_answer_without_bounds(head: bytes) -
 def test_another_range_than_the_one_asked_for_is_refused(said: str) -> None:
     with (
         asking(lambda _: answer("206 Partial Content", bytes(10), Content_Range=said)) as (store, _),
-        pytest.raises(StoreError, match="asked for bytes 0-9"),
+        pytest.raises(StoreError, match="request was for bytes 0-9"),
     ):
         store.get("a", 0, 10)
 
@@ -402,14 +402,14 @@ def test_another_range_than_the_one_asked_for_is_refused(said: str) -> None:
 def test_an_encoding_that_was_not_asked_for_is_refused() -> None:
     with (
         asking(lambda _: answer("200 OK", b"\x1f\x8b", Content_Encoding="gzip")) as (store, _),
-        pytest.raises(StoreError, match="encodes"),
+        pytest.raises(StoreError, match="Content-Encoding"),
     ):
         store.get("a")
 
 
 @pytest.mark.parametrize("key", ["", "/", "../x", "a/../../x", "a//b", "a/", "./a", "..\\x"])
 def test_what_is_not_a_key_is_not_asked_for(key: str) -> None:
-    with asking(plain) as (store, place), pytest.raises(StoreError, match="not a key"):
+    with asking(plain) as (store, place), pytest.raises(StoreError, match="a key must be"):
         store.get(key)
     assert place.requests == []
 
@@ -512,7 +512,7 @@ def test_a_listing_is_asked_for_by_its_prefix() -> None:
 def test_a_listing_with_a_bad_line_is_refused(line: object) -> None:
     with (
         asking(listing({"key": "parts/a", "size": 1, "modified": 1}, line)) as (store, _),
-        pytest.raises(StoreError, match="bad line"),
+        pytest.raises(StoreError, match="malformed line"),
     ):
         list(store.list("parts/"))
 
@@ -574,7 +574,7 @@ def test_an_answer_without_a_length_that_does_not_end_is_given_up(
         caught: list[StoreError] = []
 
         def ask() -> None:
-            with pytest.raises(StoreError, match=r"does not end within the limit of 0\.3 s") as raised:
+            with pytest.raises(StoreError, match=r"did not end within the limit of 0\.3 s") as raised:
                 call(store)
             caught.append(raised.value)
 

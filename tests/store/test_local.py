@@ -140,7 +140,7 @@ def test_a_spool_file_is_not_listed_and_not_a_key(store: LocalStore) -> None:
     store.put("a/x", b"1")
     (store.folder / "a" / ".spool-0").write_bytes(b"half")
     assert [entry.key for entry in store.list("a/")] == ["a/x"]
-    with pytest.raises(StoreError, match="not a key"):
+    with pytest.raises(StoreError, match="cannot be a key"):
         store.put("a/.spool-0", b"")
 
 
@@ -372,7 +372,7 @@ def test_a_served_folder_is_not_written(linked: Path) -> None:
         lambda: store.delete("parts/a"),
     ]
     for write in writes:
-        with pytest.raises(StoreError, match="for reading"):
+        with pytest.raises(StoreError, match="a ServedFolder is read-only"):
             write()
     assert store.get("parts/a") == b"1"
 
@@ -400,6 +400,6 @@ def test_each_link_that_leads_out_of_a_served_folder_is_logged_once(
             served.get(key)
     assert [entry.key for prefix in ("parts/", "files/") for entry in served.list(prefix)] == ["files/c"]
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
-        f"Not served: {tmp_path}/run/parts leads to {tmp_path}/disk",
-        f"Not served: {tmp_path}/run/files/a leads to {tmp_path}/disk/a",
+        f"Not served: {tmp_path}/run/parts is a link to {tmp_path}/disk",
+        f"Not served: {tmp_path}/run/files/a is a link to {tmp_path}/disk/a",
     ]

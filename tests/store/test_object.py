@@ -208,7 +208,7 @@ def test_a_call_in_a_forked_process_fails_instead_of_waiting_for_ever() -> None:
     before, parent, after = done.stdout.splitlines()
     assert "400" in before
     assert "400" in parent
-    assert "start it by spawn" in after
+    assert "start the process with 'spawn'" in after
 
 
 def calls(store: ObjectStore) -> list[Callable[[], object]]:

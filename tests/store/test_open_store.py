@@ -57,7 +57,7 @@ def test_servers_are_tried_again(scheme: str) -> None:
 
 
 def test_an_unknown_scheme_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no store for ftp://; there are .*file://.*memory://.*s3://.*https://"):
+    with pytest.raises(ValueError, match=r"must be one of .*file://.*memory://.*s3://.*https://; got ftp://"):
         open_store("ftp://host/run")
 
 

@@ -1,1 +1,1 @@
-"""Looking after a run: squash, prune and verify, away from the trainer."""
+"""Maintain a run: squash, prune, verify and move pointers, in processes other than the trainer."""

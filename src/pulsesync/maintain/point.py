@@ -1,9 +1,9 @@
-"""Moving a pointer of a run: all workers that follow it go to the version that it names, forwards or backwards.
+"""Move a pointer of a run: all workers that follow it sync to the version that it names, newer or older.
 
     move_pointer("s3://bucket/run", "stable", 120, signing_key=key)
 
-A move is a record that is created if it is absent, with the number after the newest. Of two processes that move a
-pointer at the same time one succeeds, and the other gets an error that says where the pointer is now.
+A move is a record that is created if it is absent, numbered after the newest. If two processes move a pointer at the
+same time, one succeeds, and the other gets an error with the version that the pointer names now.
 """
 
 import logging
@@ -39,10 +39,10 @@ def move_pointer(
     trust: str | Collection[str] | None = None,
     epoch_patches: int = EPOCH_PATCHES,
 ) -> Pointer:
-    """Let a pointer name a version, and create the pointer if there is none of this name; return the move that counts.
+    """Move a pointer to a version, or create it if there is none of this name; return its newest move.
 
-    A pointer that names the version already is left alone. A version that no anchor leads to is refused, because a
-    worker that joins could not reach it.
+    A pointer that names the version already is not changed. A version that no anchor leads to is refused, because a
+    new worker could not reach it.
 
     Args:
         location: A path or URL of the run, or a store.
@@ -55,8 +55,8 @@ def move_pointer(
     Raises:
         PointerMovedError: another process moved the pointer first, and this call changed nothing; MissingLinkError: the
             version is not published, or cannot be reached; NothingPublishedError: there is no run, or no anchor yet;
-            SignatureError: the run is signed, and not with a key that is trusted here; ValueError: `name` is not a
-            name; FormatError, ChainError; StoreError: if it is `retryable`, the same call can be repeated.
+            SignatureError: the run is signed, and no trusted key signed it; ValueError: `name` is not a valid name;
+            FormatError, ChainError; StoreError: if it is `retryable`, the same call can be repeated.
     """
     check_name(name)
     store = open_store(location) if isinstance(location, str) else location
@@ -71,13 +71,13 @@ def move_pointer(
 
 
 def _target(records: RunReader, version: int, signing_key: SigningKey | None) -> Manifest:
-    """The record of a version that a pointer may name. Raises: as `move_pointer`."""
+    """Return the record of a version, if a pointer may name it. Raises: as `move_pointer`."""
     goal, key = records.version(version), keys.manifest_key(version)
     if goal is None:
         if records.newest() is None:
             raise records.nothing_published()
         raise MissingLinkError(
-            f"version {version} is not published, or not any more; pulse log lists the versions", version=version
+            f"version {version} is not published, or was pruned; pulse log lists the versions", version=version
         )
     if signing_key is None and goal.signed_by:
         raise SignatureError("this run is signed; pass signing_key= (pulse point --key) to move its pointers", key=key)
@@ -96,11 +96,11 @@ def _create(records: RunReader, move: Pointer, signing_key: SigningKey | None) -
         store.create(key, signature.sign(line, signing_key) if signing_key else line)
     except ConflictError as e:
         winner = records.pointer(move.name)
-        if winner != move:  # else the answer to this very move was lost, and it was sent again
+        if winner != move:  # otherwise it is this move: the answer was lost, and the request was sent again
             version = winner.version if winner else None
             raise PointerMovedError(
-                f"{move.name} was moved to version {version} meanwhile, and not to {move.version}; look at what moved "
-                "it, and move it again if that was wrong",
+                f"another process moved {move.name} to version {version} meanwhile, so it was not moved to "
+                f"{move.version}; find out what moved it, and move it again if that was wrong",
                 key=key,
                 pointer=move.name,
                 version=version,
@@ -115,6 +115,6 @@ def _create(records: RunReader, move: Pointer, signing_key: SigningKey | None) -
         ) from e
     try:
         store.put(keys.pointer_hint(move.name), str(move.number).encode())
-    except StoreError as e:  # it may lag; the pointer is moved
-        logger.warning("Pointer %s is moved; the hint to its newest move could not be written: %s", move.name, e)
+    except StoreError as e:  # the hint may lag; the pointer is moved
+        logger.warning("Pointer %s was moved, but the hint to its newest move was not written: %s", move.name, e)
     return move

@@ -1,7 +1,8 @@
-"""Retention: take old versions out of use, and a grace period later the bodies that nothing names any more.
+"""Retention: delete the records of old versions, and after a grace period the bodies that no record names any more.
 
-Records go first, so that nobody begins on a way that is about to end; who is on it already has the grace period. What
-exactly may go is written down before anything does, so that a prune that dies is finished by the next.
+Records are deleted first, so that no worker begins a path that is about to disappear; a worker that is already on it
+has the grace period to finish. A list of what will be deleted is written before anything is deleted, so that the next
+prune can finish one that dies.
 """
 
 import json
@@ -24,13 +25,13 @@ from pulsesync.store import LocalStore, ObjectEntry, Store
 __all__ = ["PruneReport", "prune"]
 
 PRUNED = "pruned/"
-CLOCK = "pruned/clock"  # put to read the store's own time
-ORPHAN_HOURS = 24.0  # after which a body that no record names is taken to be left over from a crash
+CLOCK = "pruned/clock"  # an object that is written to read the store's own time
+ORPHAN_HOURS = 24.0  # age after which a body that no record names counts as left over from a crash
 HEARTBEAT_HOURS = 7 * 24.0  # after which the heartbeat of a worker is deleted
 HOUR = 3600.0
 MAX_LIST_BYTES = 1 << 28
-LOOK_EVERY = 100  # bodies that are deleted after a look at what there is, before the next look
-LISTED_A_CALL = 1000  # keys in an answer of a store's listing
+LOOK_EVERY = 100  # bodies that are deleted before the store is listed again
+LISTED_A_CALL = 1000  # keys in one answer of a store's listing
 _RECORDS = ("manifests/", "anchors/", "squashes/")
 _BODIES = ("parts/", "files/", "layouts/")
 logger = logging.getLogger(__name__)
@@ -40,13 +41,13 @@ logger = logging.getLogger(__name__)
 class PruneReport:
     """What a prune did."""
 
-    kept_from: int | None  # the oldest version that is left; None for an empty run
+    kept_from: int | None  # the oldest version that is kept; None for an empty run
     newest: int | None
-    versions: int  # taken out of use
-    records: int  # anchors and squashed patches taken out of use
-    bodies: int  # deleted
+    versions: int  # versions removed
+    records: int  # anchors and squashed patches removed
+    bodies: int  # bodies deleted
     freed_bytes: int
-    pinned_by: str | None = None  # a pointer because of whose version more is kept than was asked for
+    pinned_by: str | None = None  # a pointer whose version makes the prune keep more than requested
 
 
 def prune(
@@ -58,18 +59,21 @@ def prune(
     trust: Collection[str] | None = None,
     progress: Report = quietly,
 ) -> PruneReport:
-    """Delete what no worker should need: see docs/protocol.md, Retention. All times are the store's.
+    """Delete what no worker should need: see docs/protocol.md, Retention. All times are by the store's clock.
 
-    The newest anchor at or before the oldest version to keep stays, with every version since: there is always a path.
-    The version that a pointer names is kept too. Moves of a pointer before its newest go with the versions they name.
+    The newest anchor at or before the oldest version to keep is kept, with every version since: there is always a path.
+    The version that a pointer names is kept too. Older moves of a pointer are deleted with the versions they name.
 
     Raises:
-        FormatError, SignatureError: a record cannot be read, or a list that an earlier prune wrote; StoreError. If it
-            is a record that was there at the beginning, nothing was deleted. Lists, and records that appear meanwhile,
+        FormatError, SignatureError: a record, or a list that an earlier prune wrote, cannot be read; StoreError. If it
+            is a record that existed at the beginning, nothing was deleted. Lists, and records that appear meanwhile,
             are read later: what was deleted by then stays deleted, and the next prune continues.
     """
     if keep_versions < 1 or keep_hours < 0 or grace_hours < 0:
-        raise ValueError("at least one version is kept, and times are not negative")
+        raise ValueError(
+            "keep_versions must be at least 1, and keep_hours and grace_hours must not be negative; got "
+            f"{keep_versions=}, {keep_hours=}, {grace_hours=}"
+        )
     now_s = _now(store)
     records = RunReader(store, trust)
     versions = list(_read(store, records, "manifests/", progress))
@@ -89,7 +93,7 @@ def prune(
     if gone:
         _take_out(store, doomed, [record for _, record in gone], progress)
     for pointer, old in moves:
-        if old:  # the hint first, so that no reader begins at one that is gone
+        if old:  # the hint first, so that no reader begins at a move that is deleted
             store.put(keys.pointer_hint(pointer.name), str(pointer.number).encode())
         for key in old:
             store.delete(key)
@@ -105,7 +109,7 @@ def prune(
 
 
 def _now(store: Store) -> float:
-    """The store's time: that of something just written."""
+    """Return the store's time: that of an object just written."""
     store.put(CLOCK, b"")
     return next(entry.modified_s for entry in store.list(PRUNED) if entry.key == CLOCK)
 
@@ -115,21 +119,21 @@ def _read(store: Store, records: RunReader, prefix: str, progress: Report) -> It
     for done, entry in enumerate(entries, 1):
         record = records.look(entry.key)
         progress(done, len(entries), f"reading {prefix}")
-        if record is not None:  # else somebody else deleted it just now
+        if record is not None:  # otherwise another process has just deleted it
             yield entry, record
 
 
 def _pointers(
     store: Store, records: RunReader, versions: list[tuple[ObjectEntry, Manifest]]
 ) -> list[tuple[Pointer, list[int]]]:
-    """The newest move of every pointer of this run, with the numbers of all; another run may have left some here."""
+    """Return the newest move of every pointer of this run, with the numbers of its moves; ignore other runs."""
     runs = {record.run for _, record in versions}
     found = [(records.pointer(name), numbers) for name, numbers in list_moves(store).items()]
     return [(pointer, numbers) for pointer, numbers in found if pointer is not None and pointer.run in runs]
 
 
 def _old_moves(records: RunReader, name: str, numbers: list[int], first: int) -> list[str]:
-    """The keys of the first moves of a pointer, up to one whose version is kept, as that of the newest always is."""
+    """Return the keys of a pointer's moves before the first whose version is kept; that of the newest always is."""
     gone = takewhile(lambda number: (move := records.move(name, number)) is None or move.version < first, numbers)
     return [keys.pointer_key(name, number) for number in gone]
 
@@ -141,7 +145,7 @@ def _first_kept(
     since_s: float,
     pointed: Collection[int],
 ) -> int:
-    """The oldest version that must stay: that of the newest anchor from which all that are kept can be reached."""
+    """Return the oldest version to keep: that of the newest anchor from which all versions to keep can be reached."""
     if not versions:
         return 0
     wanted = [record.version for entry, record in versions if entry.modified_s >= since_s]
@@ -152,7 +156,7 @@ def _first_kept(
 
 
 def _take_out(store: Store, doomed: list[str], gone: list[Manifest], progress: Report) -> None:
-    """Write down what goes, then delete records, oldest versions first, and the hints at them."""
+    """Write the list of what will be deleted, then delete records, oldest versions first, and the hints at them."""
     named = sorted({key for record in gone for key in _bodies(record)})
     numbers = [record.version for record in gone]
     store.put(f"{PRUNED}{min(numbers)}-{max(numbers)}-{secrets.token_hex(8)}", json.dumps(named).encode())
@@ -167,11 +171,13 @@ def _take_out(store: Store, doomed: list[str], gone: list[Manifest], progress: R
 
 
 def _listed(store: Store, key: str) -> list[str]:
-    """What a prune before this one wrote down. Raises: FormatError."""
+    """Return the list that an earlier prune wrote. Raises: FormatError."""
     try:
         named = json.loads(store.get(key, 0, MAX_LIST_BYTES))
     except ValueError as e:
-        raise FormatError(f"{key} is not a list of what was pruned; delete it, if nobody wrote it on purpose") from e
+        raise FormatError(
+            f"{key} must be a list of pruned objects, but cannot be read as one; delete it, and prune again"
+        ) from e
     return [key for key in named if isinstance(key, str)] if isinstance(named, list) else []
 
 
@@ -193,7 +199,7 @@ def _delete_bodies(
     seen: Collection[str],
     progress: Report,
 ) -> tuple[int, int]:
-    """Delete bodies that were taken out of use long enough ago, or never were in use; return how many, and bytes."""
+    """Delete bodies whose records were removed long enough ago, or that never had one; return number and bytes."""
     named = {key for record in left for key in _bodies(record)}
     stored = {entry.key: entry for prefix in _BODIES for entry in store.list(prefix)}
     waiting: set[str] = set()
@@ -203,14 +209,14 @@ def _delete_bodies(
         listed = _listed(store, entry.key)
         if entry.modified_s > now_s - grace_s:
             waiting.update(listed)
-        else:  # but not what was put again since: a version under way may name it
+        else:  # but not what was written again since: a version that is being published may name it
             due.update(key for key in listed if key in stored and stored[key].modified_s <= entry.modified_s)
     orphans = {
         key for key, entry in stored.items() if entry.modified_s < now_s - ORPHAN_HOURS * HOUR and key not in waiting
     }
     doomed = [stored[key] for key in sorted(((due - waiting) | orphans) & (stored.keys() - named))]
     deleted: list[ObjectEntry] = []
-    some = max(LOOK_EVERY, len(stored) // LISTED_A_CALL)  # so that looking takes no longer than deleting
+    some = max(LOOK_EVERY, len(stored) // LISTED_A_CALL)  # so that listing takes no longer than deleting
     for first in range(0, len(doomed), some):
         going = _still_unused(store, doomed[first : first + some], records, seen)
         for entry in going:
@@ -224,7 +230,7 @@ def _delete_bodies(
 
 
 def _delete_heartbeats(store: Store, now_s: float) -> None:
-    """Delete what workers wrote that have been silent for a week: they are gone."""
+    """Delete the heartbeats of workers that have been silent for a week."""
     for entry in list(store.list(keys.HEARTBEATS)):
         if entry.modified_s < now_s - HEARTBEAT_HOURS * HOUR:
             store.delete(entry.key)
@@ -233,14 +239,14 @@ def _delete_heartbeats(store: Store, now_s: float) -> None:
 def _still_unused(
     store: Store, doomed: list[ObjectEntry], records: RunReader, seen: Collection[str]
 ) -> list[ObjectEntry]:
-    """Of these bodies, those that no publisher has put again since, and that no new record names.
+    """Return those of these bodies that no publisher has written again since, and that no new record names.
 
-    The bytes of a patch can recur. Its publisher puts the body again before it creates the record.
+    The bytes of a patch can recur. Then its publisher writes the body again before it creates the record.
     """
     there = {entry for prefix in _BODIES for entry in store.list(prefix)}
     unseen = [entry.key for prefix in _RECORDS for entry in store.list(prefix) if entry.key not in seen]
     named = {key for record in map(records.look, unseen) if record for key in _bodies(record)}
     going = [entry for entry in doomed if entry in there and entry.key not in named]
     if len(going) < len(doomed):
-        logger.info("%d bodies were put again while they were to be deleted, and stay.", len(doomed) - len(going))
+        logger.info("%d bodies were written again before they were deleted, and are kept.", len(doomed) - len(going))
     return going

@@ -1,9 +1,9 @@
-"""Squashed patches: many versions as one, from epoch start to epoch start, written off the trainer's path.
+"""Squashed patches: many versions as one, from epoch start to epoch start, written by a process beyond the trainer.
 
-    Squasher("s3://bucket/run", signing_key=key).run()       # writes every one that the run has come to be ready for
+    Squasher("s3://bucket/run", signing_key=key).run()       # writes every one that is possible now
 
-A squasher is a follower with a state of its own. It goes through the run epoch by epoch; of the spans that are still
-growing it keeps what they changed, and nothing of the state's size.
+A squasher follows the run with a state of its own, epoch by epoch. For spans of epochs that are not complete yet it
+keeps only what changed, so it needs memory for one state.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -37,15 +37,15 @@ class SquashReport:
 
     level: int
     number: int
-    base: int  # version
+    base: int  # the version it is applied to
     version: int
     size_bytes: int
-    instead_of_bytes: int  # the patches it spans, one by one
+    instead_of_bytes: int  # bytes of the single patches that it replaces
 
 
 @dataclass(frozen=True)
 class _Span:
-    """What happened from one epoch start to a later one."""
+    """The changes from one epoch start to a later one."""
 
     number: int
     base: Manifest
@@ -63,7 +63,7 @@ class _Span:
 
 
 class Squasher:
-    """Follows a run and writes its squashed patches. Several may do so at once: the first to write one wins.
+    """Follows a run and writes its squashed patches. Several may run concurrently: the first to write one wins.
 
     Args:
         location: A path or URL of the run, or a store.
@@ -88,20 +88,20 @@ class Squasher:
         self.trust = trusted(trust)
         self._epoch_patches = epoch_patches
         self._state: AnyState | None = None
-        self._at: Manifest | None = None  # the epoch start that the state is at
+        self._at: Manifest | None = None  # the epoch start of the state
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span
 
     def run(self) -> list[SquashReport]:
-        """Write every squashed patch that is possible now and not there yet.
+        """Write every squashed patch that is possible now and does not exist yet.
 
         Raises:
-            FormatError, StoreError, ChainError: the run cannot be read; what was written is good. RunChangedError:
+            FormatError, StoreError, ChainError: the run cannot be read; what was written is valid. RunChangedError:
             the run was replaced, forked or rolled back since the last call; the next call starts over.
         """
         return list(self.steps())
 
     def steps(self) -> Iterator[SquashReport]:
-        """The same, one at a time: for a progress bar."""
+        """Do the same, and yield after each squashed patch: for a progress bar."""
         try:
             while self._ready(records := RunReader(self.store, self.trust, epoch_patches=self._epoch_patches)):
                 assert self._at is not None
@@ -110,11 +110,11 @@ class Squasher:
                     return
                 yield from self._take(self._at, epoch, records)
         except BaseException:
-            self._state, self._at, self._spans = None, None, {}  # what was not written is come by again
+            self._state, self._at, self._spans = None, None, {}  # what was not written is computed again
             raise
 
     def _ready(self, records: RunReader) -> bool:
-        """Stand at an epoch start: the one after the last epoch taken, or that of the newest anchor.
+        """Have a state at an epoch start: the one after the last epoch, or that of the newest anchor.
 
         Raises:
             RunChangedError: the run is not the one that was followed so far; the next call starts over.
@@ -140,7 +140,7 @@ class Squasher:
         return self._at is not None
 
     def _cut_off(self, records: RunReader) -> bool:
-        """Whether the epoch that begins here was ended by a root, so that nothing leads on."""
+        """Return whether a root has ended the current epoch, so that no patch continues it."""
         assert self._at is not None
         version = self._at.version
         while (later := records.version(version + 1)) is not None:
@@ -152,7 +152,7 @@ class Squasher:
         return False
 
     def _epoch(self, at: Manifest, records: RunReader) -> list[Manifest] | None:
-        """The patches of the epoch that begins at a version, if it is complete."""
+        """Return the patches of the epoch that begins at a version, if it is complete."""
         found: list[Manifest] = []
         while len(found) < self._epoch_patches:
             record = records.version(at.version + 1 + len(found))
@@ -163,7 +163,7 @@ class Squasher:
         return found
 
     def _take(self, at: Manifest, epoch: list[Manifest], records: RunReader) -> Iterator[SquashReport]:
-        """Go through an epoch, and write the spans that end with it."""
+        """Apply an epoch, and write the spans that end with it."""
         state = self._state
         assert state is not None
         transition: AnyTransition | None = None

@@ -1,11 +1,11 @@
-"""Looking a run over: which records it has, and whether every byte that they name is good.
+"""Verify a run: find its records, and check every byte that they name.
 
-    audit = Audit("s3://bucket/run", trust=public_key)
-    for checked in audit.run():
-        ...                                              # checked.fault is None, or says what is wrong
+    verifier = RunVerifier("s3://bucket/run", trust=public_key)
+    for checked in verifier.run():
+        ...                                              # checked.fault is None, or the reason why the record is bad
 
-A place that can list is listed. Elsewhere (a plain web server) the versions are walked back from the newest, and the
-other records are where the versions say, or where one could be.
+A store that can list is listed. Otherwise (a plain web server) the versions are read backwards from the newest, and
+other records are looked for under the keys that versions name, or that they could have.
 """
 
 import hashlib
@@ -31,13 +31,13 @@ from pulsesync.store import Store, open_store
 
 __all__ = ["CheckedRecord", "RunVerifier"]
 
-MISSED = 2  # levels without a squashed patch after which none higher is looked for
+MISSED = 2  # levels without a squashed patch after which higher levels are not searched
 _KEY = re.compile(r"(manifests|anchors|squashes/\d\d)/\d{16}", re.ASCII)
 
 
 @dataclass(frozen=True)
 class FoundRecord:
-    """A record and where it is; None for one that cannot be read, with the reason."""
+    """A record and its key; the record is None if it cannot be read, and `fault` is the reason."""
 
     key: str
     record: Manifest | None
@@ -45,9 +45,9 @@ class FoundRecord:
 
 
 def find_records(records: RunReader, limit: int | None = None, progress: Report = quietly) -> list[FoundRecord]:
-    """The newest versions of a run, or all, oldest first, and the anchors and squashed patches that belong to them.
+    """Return the newest versions of a run, or all, oldest first, with their anchors and squashed patches.
 
-    A record that is bad, or that nobody who is trusted signed, is among them with its fault.
+    A record that is bad, or that no trusted key signed, is among them with its fault.
 
     Raises:
         StoreError; FormatError, SignatureError: the newest version cannot be read.
@@ -63,7 +63,7 @@ def find_records(records: RunReader, limit: int | None = None, progress: Report 
         named = [key for key in listed if key.startswith("manifests/")]
         named = named[-limit:] if limit else named
         versions = list(_counted((_look(records, key) for key in named), len(named), what, progress))
-    versions = [found for found in versions if found.record or found.fault]  # else it was pruned just now
+    versions = [found for found in versions if found.record or found.fault]  # otherwise it was pruned just now
     good = [found.record for found in versions if found.record]
     first = min((record.epoch for record in good), default=0)
     if listed is None:
@@ -91,14 +91,14 @@ def _look(records: RunReader, key: str) -> FoundRecord:
 
 
 def _order(found: FoundRecord) -> tuple[int, bool, str]:
-    """By version; and what leads there, or would, behind it."""
+    """Sort by version; anchors and squashed patches that lead to a version come after it."""
     if found.record is not None:
         return found.record.version, found.record.kind != RecordKind.VERSION, found.key
     return int(found.key[-16:]) if found.key.startswith("manifests/") else -1, True, found.key
 
 
 def _listed(store: Store) -> list[str] | None:
-    """All keys of records, in order; None where they cannot be listed."""
+    """Return all keys of records, in order; None if the store cannot list."""
     try:
         entries = [entry for prefix in ("manifests/", "anchors/", "squashes/") for entry in store.list(prefix)]
     except StoreError:
@@ -111,12 +111,12 @@ def _walk_back(records: RunReader, newest: Manifest, limit: int | None) -> Itera
     for version in range(newest.version, last, -1):
         found = _look(records, keys.manifest_key(version))
         if found.record is None and not found.fault:
-            return  # what is before was pruned
+            return  # earlier versions were pruned
         yield found
 
 
 def _guessed(records: RunReader, versions: list[Manifest]) -> Iterator[FoundRecord]:
-    """Anchors and squashed patches of these versions, from every place in which there could be one."""
+    """Yield anchors and squashed patches of these versions, under every key that one could have."""
     starts = sorted({record.starts for record in versions if record.at_start})
     named = {record.anchor for record in versions if record.anchor is not None}
     for epoch in sorted(named.union(starts)):
@@ -132,14 +132,14 @@ def _guessed(records: RunReader, versions: list[Manifest]) -> Iterator[FoundReco
 
 
 def _ends(key: str) -> int:
-    """The epoch that begins where an anchor or squashed patch leads."""
+    """Return the epoch that begins at the version to which an anchor or squashed patch leads."""
     kind, *level, number = key.split("/")
     return int(number) if kind == "anchors" else (int(number) + 1) << int(level[0])
 
 
 @dataclass(frozen=True)
 class CheckedRecord:
-    """A record that was looked at, with all that it names."""
+    """A record that was checked, with everything that it names."""
 
     key: str
     record: Manifest | Pointer | None
@@ -172,18 +172,20 @@ class RunVerifier:
         self.store = open_store(location) if isinstance(location, str) else location
         self.trust = trusted(trust)
         self._records = RunReader(self.store, self.trust, epoch_patches=epoch_patches)
-        self.found = find_records(self._records, progress=progress)  # all that will be looked at
+        self.found = find_records(self._records, progress=progress)  # all records that will be checked
         if not self.found:
-            raise NotFoundError("there is no run here: no version is published", key="manifests/")
+            raise NotFoundError(
+                "there is no run at this location, or it has no version yet; check the location", key="manifests/"
+            )
         self._state: HostState | None = None
         self._position: Position | None = None
         self._files: dict[str, str | None] = {}  # id -> fault
 
     def run(self) -> Iterator[CheckedRecord]:
-        """Look at every record, versions in order; a fault in one is told and does not end it.
+        """Check every record, versions in order, and yield each with its fault; a fault in one does not end the check.
 
         Raises:
-            StoreError: the store does not answer, which says nothing about the run.
+            StoreError: the store does not answer, which is no fault of the run.
         """
         anchors: defaultdict[int, list[FoundRecord]] = defaultdict(list)
         squashes: defaultdict[int, list[FoundRecord]] = defaultdict(list)
@@ -199,15 +201,13 @@ class RunVerifier:
                 version = found.record.version
                 yield from self._version(found, anchors.pop(version, []), squashes.pop(version, []))
         for found in (one for group in (*anchors.values(), *squashes.values()) for one in group):
-            yield CheckedRecord(
-                found.key, found.record, "it belongs to a version that is not published, or not any more"
-            )
+            yield CheckedRecord(found.key, found.record, "it belongs to a version that is not published, or was pruned")
         yield from self._pointers()
 
     def _pointers(self) -> Iterator[CheckedRecord]:
-        """Check every move of every pointer. The version of an old one may have been pruned, that of the newest not."""
+        """Check every move of every pointer. Only the version of the newest move must exist."""
         if _listed(self.store) is None:
-            return  # nothing says which names there are
+            return  # without a listing, the names are not known
         for name, numbers in list_moves(self.store).items():
             for number in numbers:
                 move = None
@@ -231,10 +231,12 @@ class RunVerifier:
                 self._replay(record)
             elif record.base is not None and not anchors:
                 self._position = None
-                raise MissingLinkError(f"version {record.base.version}, from which it follows, could not be replayed")
+                raise MissingLinkError(f"its base, version {record.base.version}, could not be replayed")
             elif not anchors:
                 self._position = None
-                raise MissingLinkError("nothing leads here: it has no base, and its anchor is not there, or not yet")
+                raise MissingLinkError(
+                    "it cannot be reached: it has no base, and its anchor does not exist yet or is lost"
+                )
             else:
                 self._position = None
             self._check_files(record)
@@ -244,7 +246,7 @@ class RunVerifier:
                 self._check_anchor(one.record, record)
             checked.append(CheckedRecord(one.key, one.record, faults[0] if faults else None))
         if self._position is None and anchors and not checked[0].fault:
-            checked[0] = CheckedRecord(found.key, record, "it can be reached by its anchor alone, which is bad")
+            checked[0] = CheckedRecord(found.key, record, "it can be reached only from its anchor, which is bad")
         yield from checked
         for one in squashes:
             with _told() as faults:
@@ -253,17 +255,17 @@ class RunVerifier:
 
     def _replay(self, record: Manifest) -> None:
         assert self._state is not None
-        position, self._position = self._position, None  # until it is done
+        position, self._position = self._position, None  # set again when it is done
         planner.accept(position, record)
         bodies = [fetch_body(self.store, ref, self._state.layout, None)[0] for ref in record.parts]
         self._state.commit(self._state.prepare(record, bodies))
         self._position = Position.of(record)
 
     def _check_anchor(self, anchor: Manifest | None, record: Manifest) -> None:
-        """Check an anchor against its version; and if no patch has led to that, go on from here."""
+        """Check an anchor against its version; if no patch has led to that version, continue from the anchor."""
         assert anchor is not None
         if (anchor.run, anchor.digest, anchor.layout) != (record.run, record.digest, record.layout):
-            raise VerificationError("the anchor is of another state than its version")
+            raise VerificationError("the anchor's digest differs from that of its version")
         if self._state is None or self._state.layout.id != anchor.layout:
             layout = self._records.layout(anchor.layout)
             check_room(self.store, anchor, layout)
@@ -276,7 +278,7 @@ class RunVerifier:
             self._state.check_whole(anchor, bodies)
 
     def _check_squash(self, squash: Manifest | None) -> None:
-        """Decode a squashed patch over its base, which the state is at, and hold it against the version it leads to."""
+        """Decode a squashed patch over its base, which is the current state, and compare it with its version."""
         assert squash is not None
         if self._position is None or self._state is None:
             raise MissingLinkError("its base could not be replayed")
@@ -285,7 +287,7 @@ class RunVerifier:
         self._state.prepare(squash, bodies)
         version = self._records.version(squash.version)
         if version is not None and version.digest != squash.digest:
-            raise VerificationError(f"it leads to another state than version {version.version}")
+            raise VerificationError(f"its result differs from version {version.version}")
 
     def _check_files(self, record: Manifest) -> None:
         for file in record.files:
@@ -299,7 +301,7 @@ class RunVerifier:
 
 @contextmanager
 def _told() -> Iterator[list[str]]:
-    """Take down what is wrong with a record, and go on; that a store does not answer is not for this list."""
+    """Collect the faults of a record, and continue; that a store does not answer is raised instead."""
     faults: list[str] = []
     try:
         yield faults

@@ -1,1 +1,1 @@
-"""Writing a run: compare with the last version, encode, commit; alone or as a team of trainers."""
+"""Write a run: compare with the last version, encode, commit; in one process or in a team of them."""

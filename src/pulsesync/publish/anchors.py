@@ -1,4 +1,4 @@
-"""Writing anchors in the background: full checkpoints, from a snapshot to disk and from there to the store."""
+"""Write anchors in the background: full checkpoints, from a snapshot to disk and from there to the store."""
 
 import logging
 import math
@@ -25,22 +25,22 @@ from pulsesync.run.spool import Outbox
 from pulsesync.state.live import AnyState, Snapshot
 from pulsesync.store import Store
 
-FRESH_S = 6 * 3600.0  # that parts which no record names yet are counted on: a prune deletes them after a day
-PART_BYTES = 1 << 25  # of weights in one part of an anchor: what is in memory at a time, unless a tile is larger
+FRESH_S = 6 * 3600.0  # age up to which parts that no record names yet are relied on: a prune deletes them after a day
+PART_BYTES = 1 << 25  # bytes of weights in one part of an anchor, and in memory at a time, unless a tile is larger
 
 logger = logging.getLogger(__name__)
 
 
 class AnchorWriter:
-    """Writes the anchors of one run, one at a time, and gives way to versions that are being sent.
+    """Writes the anchors of one run, one at a time, and waits while a version is being sent.
 
-    Of a team each rank uploads the tiles that are its own: `share` is then what it has uploaded, until the coordinator
-    has created the record (`complete`) and every rank knows it (`recorded`). A team of one creates it at once.
+    In a team, each rank uploads its own tiles: `share` is what it has uploaded, until the coordinator has created the
+    record (`complete`) and every rank knows about it (`recorded`). A team of one creates the record at once.
 
     Args:
         give_way: Waits while a version is being sent.
-        ranks: Of the team.
-        costs: By which it is chosen how tiles are written; they measure the uploads.
+        ranks: The number of ranks of the team.
+        costs: Chooses how tiles are coded, and measures the uploads for that.
         created: Called with the record of an anchor that was created here, and the seconds since it was begun.
     """
 
@@ -57,38 +57,38 @@ class AnchorWriter:
     ) -> None:
         self.store, self.outbox, self.sign = store, outbox, sign
         self.newest: int | None = None  # epoch of the newest anchor that is in the store
-        self.owed = False  # one was begun and is not in the store
+        self.owed = False  # whether one was begun and is not in the store
         self.written_bytes = 0
         self.share: AnchorShare | None = None
         self.costs = costs or AnchorCosts()
-        self.choice: CodecChoice | None = None  # by which the last anchor was encoded
-        self._uploaded_s = 0.0  # when the share was
-        self._version: Manifest | None = None  # of which the last anchor was begun
+        self.choice: CodecChoice | None = None  # how the last anchor was encoded
+        self._uploaded_s = 0.0  # when the share was uploaded
+        self._version: Manifest | None = None  # the version of which the last anchor was begun
         self._executor, self._give_way, self._alone = executor, give_way, ranks == 1
         self._ranks, self._created = ranks, created
         self._began_s = 0.0  # when the last anchor was
         self._current: Future[None] | None = None
-        self._failures = 0  # in a row that may be made up for later
-        self._pause: float = 0  # versions to come before the anchor is tried again
+        self._failures = 0  # consecutive uploads that failed and are tried again later
+        self._pause: float = 0  # versions to wait for before the anchor is tried again
 
     @property
     def busy(self) -> bool:
         return self._current is not None and not self._current.done()
 
     def begin(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
-        """Write the anchor of a version, of which this is the state, unless one is being written.
+        """Write the anchor of a version with this state, unless an anchor is being written.
 
-        tiles: those that are this rank's.
+        tiles: the tiles of this rank.
         """
         if not self.busy:
             self.owed, self._pause, self.share, self._version = True, 0, None, version
             self._current = self._start(version.starts, self._write, snapshot, version, tiles)
 
     def finish(self, run: str) -> None:
-        """Upload what is finished on disk, also by a process before this one. Called with every version.
+        """Upload the anchors that are complete on disk, also those of an earlier process. Called with every version.
 
-        An upload that failed is as large as the model. So it is tried again 1, 2, 4, 8… versions later if its error was
-        retryable, and otherwise not at all: then the next epoch has an anchor of its own.
+        An upload that failed is as large as the model. Therefore it is tried again 1, 2, 4, 8… versions later if its
+        error was retryable, and otherwise not at all: then an anchor of the next epoch is written instead.
         """
         if self.busy or self.share is not None:
             return
@@ -111,8 +111,8 @@ class AnchorWriter:
             self._current.result(timeout_s)
         except CancelledError as e:
             raise StoreError(
-                "an anchor was not begun, because the executor was shut down with cancel_futures=True; the next epoch "
-                "gets one",
+                "an anchor was not started, because the executor was shut down with cancel_futures=True; an anchor of "
+                "the next epoch is written instead",
                 retryable=True,
             ) from e
 
@@ -124,14 +124,14 @@ class AnchorWriter:
         return record
 
     def recorded(self, epoch: int) -> None:
-        """The record of an anchor is in the store: nothing of it, or of one before it, is needed here any more."""
+        """Note that the record of an anchor is in the store: its files, and those of earlier ones, can be removed."""
         self.newest = max(epoch, self.newest or 0)
         if self.share is not None and self.share.epoch <= epoch:
             self.share, self.owed = None, False
         self.outbox.discard_before(epoch + 1)
 
     def _start(self, epoch: int, work: Callable[..., None], *args: Any) -> "Future[None]":
-        """Run work in the background; what stops it is logged, and raised by `wait`."""
+        """Run work in the background; an error is logged, and raised by `wait`."""
         self._began_s = time.monotonic()
 
         def run() -> None:
@@ -142,11 +142,13 @@ class AnchorWriter:
                 self._pause = 2**self._failures if retried else math.inf
                 self._failures += retried
                 logger.warning(
-                    "The anchor of epoch %d is not in the store: %s: %s. %s",
+                    "The anchor of epoch %d was not uploaded: %s: %s. %s",
                     epoch,
                     type(e).__name__,
                     e,
-                    "It is tried again with a later version." if retried else "The next epoch gets one instead.",
+                    "It is tried again with a later version."
+                    if retried
+                    else "An anchor of the next epoch is written instead.",
                 )
                 raise
             self._failures = 0
@@ -154,9 +156,14 @@ class AnchorWriter:
         try:
             return submit(self._executor, run)
         except RuntimeError as e:
-            logger.warning("The anchor of epoch %d waits for a later version: %s.", epoch, e)
+            logger.warning("The anchor of epoch %d was not started and is tried with a later version: %s.", epoch, e)
             waits: Future[None] = Future()
-            waits.set_exception(StoreError(f"the anchor of epoch {epoch} was not begun: {e}", retryable=True))
+            waits.set_exception(
+                StoreError(
+                    f"the anchor of epoch {epoch} was not started and is tried with a later version: {e}",
+                    retryable=True,
+                )
+            )
             return waits
 
     def _write(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
@@ -175,9 +182,9 @@ class AnchorWriter:
         self._upload(epoch, record, data, ahead.result())
 
     def _waiting(self, run: str) -> list[tuple[int, Manifest, bytes]]:
-        """What the outbox has for this run; the rest of it goes. A look at the disk, without the parts.
+        """Return what the outbox has for this run, and remove the rest. It does not read the parts.
 
-        Of a team, what a process before this one has left goes too: the tiles may be others' now.
+        In a team, what an earlier process has left is removed too: the tiles may belong to other ranks now.
         """
         found = []
         for epoch, data in self.outbox.waiting():
@@ -201,9 +208,9 @@ class AnchorWriter:
         self.owed = self.share is not None
 
     def _upload(self, epoch: int, record: Manifest, data: bytes, uploaded: Collection[str] = ()) -> None:
-        """Put all parts, whether they are there already or not: one that is old might be about to be pruned.
+        """Upload all parts, even those that are in the store: an old one might be about to be pruned.
 
-        uploaded: those that were put just now.
+        uploaded: those that were uploaded just now.
         """
         for ref in record.parts:
             if ref.data is not None:
@@ -233,7 +240,7 @@ class AnchorWriter:
             self._created(record, time.monotonic() - self._began_s)
 
     def _staged(self, epoch: int, ref: PartRef) -> bytes:
-        """A part from disk. Raises: FormatError, NotFoundError, if it is not as it was written; the rest goes too."""
+        """Read a part from disk. Raises: FormatError, NotFoundError, if it has changed; then the anchor is removed."""
         try:
             return self.outbox.part(epoch, ref)
         except (FormatError, NotFoundError):
@@ -242,7 +249,7 @@ class AnchorWriter:
 
 
 def _one_ahead(executor: Executor, parts: Iterable[EncodedPart]) -> Iterator[EncodedPart]:
-    """Yield parts, each of which is encoded while the caller has the one before it, and waits for the disk."""
+    """Yield parts; each is encoded while the caller writes the one before it to disk."""
     encoding = iter(parts)
     coming = submit(executor, next, encoding, None)
     while (part := coming.result()) is not None:
@@ -253,18 +260,18 @@ def _one_ahead(executor: Executor, parts: Iterable[EncodedPart]) -> Iterator[Enc
 class _UploadsAhead:
     """Uploads parts from memory while the next ones are encoded, as far as the link keeps up.
 
-    A part that comes while another one is being uploaded is left for later: it is on disk.
+    A part that is encoded while another one is being uploaded is uploaded later, from disk.
     """
 
     def __init__(self, executor: Executor, put: Callable[[str, bytes | memoryview], None]) -> None:
         self._executor, self._put = executor, put
         self._uploaded: set[str] = set()
-        self._last: Future[None] | None = None  # after one that failed there is none
+        self._last: Future[None] | None = None  # the last upload; none is started after one that failed
 
     def offering(self, parts: Iterable[EncodedPart]) -> Iterator[EncodedPart]:
-        """Yield parts, and upload each that fits when the caller is done with it, which then has it on disk.
+        """Yield parts; when the caller has written one to disk, upload it, unless another upload is running.
 
-        A small one is left for later too: it may stand in the record.
+        A small part is left for later too: it may be stored in the record.
         """
         for part in parts:
             yield part
@@ -279,7 +286,7 @@ class _UploadsAhead:
         self._uploaded.add(part.id)
 
     def result(self) -> Collection[str]:
-        """The parts that are in the store, when the last upload has ended. Raises: what it raised."""
+        """Wait for the last upload and return the parts that are in the store. Raises: what the upload raised."""
         if self._last is not None:
             self._last.result()
         return self._uploaded
@@ -288,7 +295,7 @@ class _UploadsAhead:
 def encode_parts(
     tiles: Iterable[Tile], state: Snapshot | AnyState, costs: AnchorCosts | None = None
 ) -> Iterator[EncodedPart]:
-    """Encode a state, or these tiles of one, whole: part by part, at least one."""
+    """Encode all weights of a state, or of these tiles of it, part by part; at least one part."""
     costs = costs or AnchorCosts("dense")
     some: list[Tile] = []
     size = 0
@@ -310,14 +317,14 @@ def _encode_part(tiles: Sequence[Tile], size: int, state: Snapshot | AnyState, c
 
 
 def anchor_record(version: Manifest, parts: tuple[PartRef, ...], newest: int | None) -> Manifest:
-    """The record of a version's whole state, at an epoch's start; newest: the epoch of the anchor before it."""
+    """Return the record of a version's anchor, at the start of an epoch; newest: the epoch of the anchor before it."""
     return replace(version, kind=RecordKind.ANCHOR, base=None, history=None, parts=parts, anchor=newest)
 
 
 def path_since_anchor(last: Manifest, look: Look) -> tuple[int | None, float]:
-    """The epoch of the newest anchor that leads to a version, and the bytes that a joiner fetches beside it.
+    """Return the epoch of the newest anchor that leads to a version, and the bytes of the patches after it.
 
-    Without an anchor, infinitely many. Raises: StoreError.
+    A worker that joins fetches both. Without an anchor, the bytes are infinite. Raises: StoreError.
     """
     try:
         path = planner.find_path(None, last, look)

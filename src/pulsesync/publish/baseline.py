@@ -1,8 +1,8 @@
-"""What a publisher compares with: the tiles that a process owns, as they were in the last version.
+"""The baseline, with which a publisher compares: the tiles that a process owns, as they were in the last version.
 
-A process that has the whole model owns all tiles. The copy is in host memory for sources that are there; for those on a
-GPU it is there too or in pinned host memory (`device.baseline`), or nowhere, and the caller passes the old weights to
-every comparison (`device.hook`).
+A process that has the entire model owns all tiles. The copy of a source in host memory is in host memory. The copy of a
+source on a GPU is on the GPU or in pinned host memory (`device.baseline`); or there is none, and the caller passes the
+old weights to every comparison (`device.hook`).
 """
 
 from collections.abc import Mapping
@@ -31,81 +31,84 @@ Keep = Literal["device", "host", "hook"]
 
 
 class Difference(Protocol):
-    """How a source differed from the base it was compared with. The source may change again."""
+    """How a source differs from the base that it was compared with. The source may change afterwards."""
 
     def after(self, done: AnyTransition) -> "Difference":
-        """The same, now that the base has made a transition."""
+        """Return the difference from the base after a transition."""
         ...
 
     def try_step(self) -> StepTrial | None:
-        """What the codec `step` takes, tried on a sample; None where it always takes longer than the others."""
+        """Measure the codec `step` on a sample; None where it always takes longer than the others."""
         ...
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
-        """Encode it against the base, which is at the version last. Changes nothing."""
+        """Encode the difference from the base, which is the version `last`. Changes nothing."""
         ...
 
 
 class Baseline(Protocol):
     """Where the last version of a share is kept, and how a source is compared with it."""
 
-    hands_over: bool  # no weights are kept: the caller passes the old ones to `compare`
+    hands_over: bool  # whether no weights are kept, and the caller passes the old ones to `compare`
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
-        """A source as it is published. Raises: StateError."""
+        """Return the source's tensors as they are published. Raises: StateError."""
         ...
 
     def copy(self, share: TileShare, shards: Shards) -> AnyState:
-        """A base that is the source as it is now."""
+        """Return a base that equals the source as it is now."""
         ...
 
     def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any] | None:
-        """Tensors of their own, in the windows of the share, for a subscriber of its slices to bring to a version.
+        """Return new tensors in the windows of the share, which a subscriber of its slices then syncs to a version.
 
-        They are the source as it is now, because a path may begin there. None: no base is kept.
+        They equal the source as it is now, because a path may begin there. None: no base is kept.
         """
         ...
 
     def adopt(self, share: TileShare, state: AnyState) -> AnyState:
-        """The state of such tensors as the base, kept where it is to be."""
+        """Return the state of such tensors as the base, in the memory where it is kept."""
         ...
 
     def compare(
         self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> Difference:
-        """Compare a source with the base, which is at the version last; when this returns, the source may change.
+        """Compare a source with the base, which is the version `last`; when this returns, the source may change.
 
-        old: the weights of the base, if they are handed over.
+        old: the weights of the base, if the caller passes them.
         """
         ...
 
     def compare_later(
         self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> Difference:
-        """The same for a source that changes only after `wait`: it may return before the source is compared."""
+        """Compare a source that changes only after `wait`: this may return before the source is compared."""
         ...
 
     def wait(self) -> None:
-        """Wait until no comparison reads a source any more. What stopped one is raised by its difference."""
+        """Wait until no comparison reads a source any more. The error of one is raised by its difference."""
         ...
 
 
 def check_keep(keep: Keep | None) -> None:
-    """Raises: ValueError, if there is no such place to keep a base."""
+    """Raises: ValueError, if keep is not one of its choices."""
     if keep not in (None, *get_args(Keep)):
         raise ValueError(f"keep must be one of {', '.join(map(repr, get_args(Keep)))}; got {keep!r}")
 
 
 def baseline_for(source: Any, keep: Keep | None) -> Baseline:
-    """How the base of a source is kept: on its device, if it is on one, unless something else is asked for.
+    """Return where the base of a source is kept: on the source's device, unless `keep` names another place.
 
     Raises:
-        ValueError: keep is for another kind of source; StateError: a tensor is neither in host memory nor on a GPU.
+        ValueError: keep does not apply to this source; StateError: a tensor is neither in host memory nor on a GPU.
     """
     where = device.find(local_tensors(source))
     if where is None:
         if keep not in (None, "host"):
-            raise ValueError(f"keep={keep!r} is for tensors on a GPU; these are in host memory, and so is their base")
+            raise ValueError(
+                f"keep={keep!r} applies to tensors on a GPU, and these are in host memory, as is their base; leave out "
+                "keep="
+            )
         return HostBaseline()
     baseline: Baseline
     if keep == "hook":
@@ -121,7 +124,7 @@ class HostBaseline:
     hands_over = False
 
     def __init__(self) -> None:
-        self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # without the weights
+        self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # of the last read, without the weights
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         if self._last is not None and self._last[1] == cast and self._last[0].fit(source):
@@ -164,11 +167,11 @@ class HostBaseline:
     compare_later = compare
 
     def wait(self) -> None:
-        """A comparison is over when `compare` returns."""
+        """Nothing to wait for: a comparison ends before `compare` returns."""
 
 
 def _memory_of(share: TileShare) -> dict[str, Bits]:
-    """Memory for the tiles of a share. What lies between them, in a window around them, is never read."""
+    """Allocate memory for the tiles of a share. What lies between them, in a window around them, is never read."""
     specs = {name: window.local for name, window in share.tensors.items()}
     return {name: np.empty(spec.size, spec.kind.bits) for name, spec in specs.items()}
 
@@ -192,8 +195,8 @@ class HostDifference:
 
     state: AnyState
     changes: Changes
-    diffs: list[Diff] | None = None  # None once it was rebased: to be found again from the changes
-    codec: CodecName = "auto"  # that the diffs are for
+    diffs: list[Diff] | None = None  # None after the base has moved: then computed again from the changes
+    codec: CodecName = "auto"  # the codec that the diffs are for
 
     def after(self, done: AnyTransition) -> "HostDifference":
         keys = self.changes.keys() | done.changes.keys()

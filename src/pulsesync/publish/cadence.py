@@ -1,7 +1,8 @@
 """How many steps go into one version: rules without I/O or clock.
 
-A patch over k steps is smaller than k patches, because the same weights move again; but it is k steps late. So: publish
-every step while the link can bear it, and coalesce steps where sending takes more than a share of their time.
+A patch over k steps is smaller than k patches, because the same weights change again; but it is k steps late. Therefore
+every step is published while the link is fast enough, and steps are coalesced where sending takes more than a share of
+their time.
 """
 
 from collections import deque
@@ -10,11 +11,9 @@ from typing import Literal
 
 Every = int | Literal["auto"]
 
-SHARE = 0.5  # of the time between versions that sending one may take: the rest is for anchors, and for catching up
-WINDOW = 8  # versions that the estimates look back on
-GROWTH = (
-    0.65  # bytes(k) = bytes(1) * k ** GROWTH, until versions of two sizes say otherwise; measured on the recorded run
-)
+SHARE = 0.5  # share of the time between versions that sending one may take: the rest is for anchors, and for retries
+WINDOW = 8  # versions that the estimates are based on
+GROWTH = 0.65  # bytes(k) = bytes(1) * k ** GROWTH, until versions of two sizes were measured; from the recorded run
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,25 @@ class SentVersion:
 class Cadence:
     """Decides, step by step, whether to publish now. Not safe for two threads.
 
-    every: a fixed number of steps, or "auto". longest: steps that a version may be behind the trainer at most.
+    every: a fixed number of steps, or "auto". longest: the most steps by which a version may lag.
     """
 
     def __init__(self, every: Every = 1, longest: int = 16) -> None:
         if every != "auto" and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise ValueError(f"publish_every is a number of steps, at least 1, or 'auto', not {every!r}")
+            raise ValueError(f"publish_every must be a number of steps, at least 1, or 'auto'; got {every!r}")
         if longest < 1:
-            raise ValueError(f"a version must be allowed to be at least 1 step behind, not {longest!r}")
+            raise ValueError(f"max_behind must be a number of steps, at least 1; got {longest!r}")
         self.every, self.longest = every, longest
         self.waiting = 0  # steps since the last version
         self._sent: deque[SentVersion] = deque(maxlen=WINDOW)
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
         self._last_call: float | None = None
-        self._agreed: deque[tuple[int, int]] = deque(maxlen=WINDOW)  # calls after which a target holds, and that target
+        self._agreed: deque[tuple[int, int]] = deque(
+            maxlen=WINDOW
+        )  # calls after which a target applies, and the target
 
     def step(self, now_s: float, call: int = 0) -> bool:
-        """Count a step of the trainer; return whether it is to be published."""
+        """Count a step of the trainer; return whether to publish it."""
         if self._last_call is not None:
             self._steps_s.append(now_s - self._last_call)
         self._last_call = now_s
@@ -52,24 +53,24 @@ class Cadence:
         return self.waiting >= self._target_at(call)
 
     def agree(self, target: int, after_call: int) -> None:
-        """Ranks that publish together all use this target from the next call on: whatever they measure themselves."""
+        """Use this target from the next call on, as all ranks of a team do, whatever each of them measures."""
         self._agreed.append((after_call, target))
 
     def _target_at(self, call: int) -> int:
-        """A rank that is behind the others uses the target that they used for the same call."""
+        """Return the target of a call: a rank that lags uses the one that the others used for the same call."""
         return next((target for after_call, target in reversed(self._agreed) if call > after_call), self.target())
 
     def published(self) -> int:
-        """A version with all waiting steps is on its way; return how many are in it besides the last."""
+        """Note that a version with all waiting steps is being sent; return how many are in it besides the last."""
         coalesced, self.waiting = max(0, self.waiting - 1), 0
         return coalesced
 
     def sent(self, sent: SentVersion) -> None:
-        """Take note of a version that was committed."""
+        """Note how long a version took that was committed."""
         self._sent.append(sent)
 
     def target(self) -> int:
-        """Steps that the next version should have."""
+        """Return how many steps the next version should have."""
         if self.every != "auto":
             return self.every
         if not self._sent or not self._steps_s:
@@ -81,7 +82,7 @@ class Cadence:
         return self.longest
 
     def predict_s(self, steps: int) -> float:
-        """How long a version of so many steps would take to send, by what the last ones took."""
+        """Predict how long it takes to send a version of this many steps, from the time that the last ones took."""
         estimates = sorted(sent.seconds * (steps / sent.steps) ** GROWTH for sent in self._sent)
         middle: float = estimates[len(estimates) // 2]
         return middle

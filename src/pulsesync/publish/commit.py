@@ -1,4 +1,4 @@
-"""How a version is committed: its record, and the order in which a publisher writes and looks."""
+"""How a version is committed: its record, and the order in which a publisher writes and reads objects."""
 
 import logging
 import secrets
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def encode_next(
     state: AnyState, last: Manifest, diffs: Sequence[Diff], codec: CodecName
 ) -> tuple[EncodedPart, AnyTransition]:
-    """Encode what takes a state, or the part of it that is held, from the last version on. Changes nothing."""
+    """Encode the patch from the last version to the next, of a state or of this rank's part of one. Changes nothing."""
     _, index = last.next_patch
     history = state.history if index > 1 else History()
     known = history if codec in ("auto", "history") else None
@@ -43,7 +43,7 @@ def next_record(
     anchor: int | None,
     files: tuple[FileRef, ...],
 ) -> Manifest:
-    """The record of a patch to the last version."""
+    """Return the record of a patch to the last version."""
     epoch, index = last.next_patch
     return Manifest(
         run=last.run,
@@ -72,9 +72,9 @@ def root_record(
     files: tuple[FileRef, ...],
     epoch_patches: int = EPOCH_PATCHES,
 ) -> Manifest:
-    """The record of a state that has no base, in a new run or after the last version of one.
+    """Return the record of a state that has no base, in a new run or after the last version of one.
 
-    Its epoch is new: the last version may have started one itself, and that one's anchor would take the root's place.
+    Its epoch is new: the last version may have started an epoch, whose anchor would have the key of the root's anchor.
     """
     return Manifest(
         run=after.run if after else secrets.token_hex(16),
@@ -95,10 +95,10 @@ def root_record(
 
 
 def is_committed(store: Store, version: int, data: bytes) -> bool:
-    """Whether this is the record of a version, if a store did not say whether it was created.
+    """Return whether this is the stored record of a version, after a store did not answer whether it was created.
 
     Raises:
-        StoreError: it still does not say.
+        StoreError: it still does not answer.
     """
     try:
         stored = store.get(keys.manifest_key(version), 0, manifests.MAX_BYTES + 1)
@@ -106,18 +106,22 @@ def is_committed(store: Store, version: int, data: bytes) -> bool:
         return False
     if stored != data:
         try:
-            manifests.parse(stored)  # somebody else's
+            manifests.parse(stored)  # that of another publisher
         except FormatError as e:
-            raise StoreError("the store does not say whether the last version was committed", retryable=True) from e
+            raise StoreError(
+                f"the record of version {version} in the store cannot be read, so it is not known whether that version "
+                "was committed; publish again",
+                retryable=True,
+            ) from e
     return stored == data
 
 
 def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None) -> int:
-    """Make a version of what is put already: hint at its start, create its record, hint at its head; return its bytes.
+    """Commit a version whose parts are in the store: write its start, its record and the head; return the bytes.
 
     Raises:
-        AnotherPublisherError: it exists, or the version it comes after is gone, because others have published for so
-        long that it was pruned. StoreError.
+        AnotherPublisherError: the version exists; or the version before it is gone, because others have published for
+        so long that it was pruned. StoreError.
     """
     key = keys.manifest_key(manifest.version)
     if manifest.at_start or manifest.history is None:
@@ -127,7 +131,7 @@ def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None
             store.get(keys.manifest_key(after.version), 0, 1)
         store.create(key, data)
     except (ConflictError, NotFoundError) as e:
-        found = "already exists" if isinstance(e, ConflictError) else "cannot be created, because its base is gone"
+        found = "already exists" if isinstance(e, ConflictError) else "cannot be created, because its base was pruned"
         raise AnotherPublisherError(
             f"version {manifest.version} {found}: another publisher is writing to this run. Its versions are "
             "unchanged; stop one of the two, or create a new Publisher to resume the run from its newest version",
@@ -136,6 +140,6 @@ def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None
         ) from e
     try:
         store.put(keys.HEAD, str(manifest.version).encode())
-    except StoreError as e:  # it may lag; the version is there
-        logger.warning("Version %d is committed; the hint to it could not be written: %s", manifest.version, e)
+    except StoreError as e:  # the head may lag; the version is committed
+        logger.warning("Version %d is committed, but the head could not be updated: %s", manifest.version, e)
     return len(data)

@@ -1,4 +1,4 @@
-"""The small files that travel with a model (config.json, tokenizer): collected from the caller, the model and the run.
+"""The small files that are published with a model (config.json, tokenizer), from the caller, the model and the run.
 
 They are content-addressed objects of the run, and every version names those that belong to it.
 """
@@ -17,7 +17,9 @@ Files = Mapping[str, bytes | os.PathLike[str]]  # by name: the content, or the p
 
 
 def put_companions(store: Store, files: Files, source: Any, last: Manifest | None) -> tuple[FileRef, ...]:
-    """Put the files that travel with a run. Of one name: the one given, or the source's own, or that of the run.
+    """Write the files that are published with a version: those given, then the source's, then the run's.
+
+    Of several files with one name, the first in that order counts.
 
     Raises:
         ValueError, TypeError, OSError: a file is too large, of another type, or cannot be read; StoreError.
@@ -35,12 +37,12 @@ def _content(name: str, given: bytes | os.PathLike[str]) -> bytes:
         raise TypeError(f"files[{name!r}] must be bytes or a pathlib.Path; got the text {given[:80]!r}")
     size = os.stat(given).st_size if isinstance(given, os.PathLike) else len(given)
     if size > MAX_FILE_BYTES:
-        raise ValueError(f"{name} has {size} bytes; files that travel with a run have at most {MAX_FILE_BYTES}")
+        raise ValueError(f"files[{name!r}] has {size} bytes; a file of a run must have at most {MAX_FILE_BYTES}")
     return Path(given).read_bytes() if isinstance(given, os.PathLike) else given
 
 
 def _configs_of(source: Any) -> dict[str, bytes]:
-    """The configuration of a model that can write it, as Hugging Face's can, under its name in a checkpoint."""
+    """Return the configurations that a model can write, as Hugging Face models can, by their names in a checkpoint."""
     found = {}
     for name in ("config", "generation_config"):
         to_json = getattr(getattr(source, name, None), "to_json_string", None)

@@ -1,9 +1,8 @@
-"""How versions and anchors are coded: by what the link and the cores of a run are worth.
+"""How versions and anchors are coded: chosen by the speed of the link and of the cores.
 
 The codecs with the fewest bytes take the most time. On a slow link the bytes decide, on a fast one the time. Both ends
-are taken to be alike: a worker decodes as long as the trainer encodes, and fetches as long as the trainer sends. What
-that takes is measured on the last versions and on a sample of the current one; a choice follows from these figures
-alone.
+are assumed to be equal: a worker decodes as long as the trainer encodes, and fetches as long as the trainer sends. The
+times are measured on the last versions and on a sample of the current one; a choice depends on these figures only.
 """
 
 import hashlib
@@ -26,11 +25,11 @@ from pulsesync.format.patch import AnchorCodec, CodecName
 from pulsesync.format.weights import Changes
 from pulsesync.group.cost_model import KEPT
 
-LINK_BYTES = 1 << 20  # that were uploaded before the link is known
-RECENT_BYTES = 1 << 26  # of uploads, beyond which earlier ones count less and less
-PACKED_BYTES = 1 << 26  # of weights that were packed before anchors may be written otherwise
-VERSIONS = 8  # the last ones, of whose figures the median counts
-WORTH_S = 0.01  # of a version at each end: less than that is not worth more bytes
+LINK_BYTES = 1 << 20  # bytes that must be uploaded before the link's speed counts as known
+RECENT_BYTES = 1 << 26  # bytes of uploads after which earlier ones count less and less
+PACKED_BYTES = 1 << 26  # bytes of weights that must be packed before anchors may be written as `raw`
+VERSIONS = 8  # the last versions, of whose figures the median is used
+WORTH_S = 0.01  # seconds of a version at each end: saving less than that does not justify more bytes
 SAMPLES, SAMPLE_CHANGES = 16, 1 << 12  # blocks of a version on which `step` is tried, and changes of each
 
 ASKED, UNMEASURED = "as asked for", "nothing was measured yet"
@@ -52,13 +51,13 @@ class CodecChoice:
 
 
 class LinkSpeed:
-    """How fast parts get to the store and from there to workers: as the caller says, or as uploads have shown.
+    """The speed of the link to the store, and from there to workers: given by the caller, or measured on uploads.
 
-    For all threads. What was uploaded long ago counts less and less.
+    Safe for several threads. Older uploads count less and less.
 
     Args:
-        given: Bits a second; None: it is measured.
-        is_local: The store is a disk or memory of this machine, so that uploads say nothing about the workers' link.
+        given: Bits per second; None: it is measured.
+        is_local: The store is a disk or memory of this machine, so uploads do not show the speed of the workers' link.
     """
 
     def __init__(self, given: float | None = None, is_local: bool = False) -> None:
@@ -67,7 +66,7 @@ class LinkSpeed:
         self._lock = threading.Lock()
 
     def sent(self, size_bytes: int, took_s: float) -> None:
-        """A part of this size was uploaded."""
+        """Note that a part of this size was uploaded."""
         with self._lock:
             if self._sent_bytes > RECENT_BYTES:
                 self._sent_bytes, self._sent_s = self._sent_bytes / 2, self._sent_s / 2
@@ -75,7 +74,7 @@ class LinkSpeed:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None if it is not known."""
+        """The speed; None if it is not known."""
         if self._given is not None:
             return self._given / 8
         with self._lock:
@@ -84,7 +83,7 @@ class LinkSpeed:
             return self._sent_bytes / max(self._sent_s, 1e-9)
 
     def __str__(self) -> str:
-        """The link as a reason names it."""
+        """The link, as the reason of a choice names it."""
         speed = self.bytes_per_s
         if speed is not None:
             return f"a link of {8e-6 * speed:,.0f} Mbit/s" + ("" if self._given is None else ", as given")
@@ -95,31 +94,31 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class CodingCost:
-    """What coding takes, for one change."""
+    """The cost of coding one change."""
 
     seconds: float
     size_bytes: float
 
     def at(self, bytes_per_s: float) -> float:
-        """Seconds of a change at one end: coding it, and sending its bytes."""
+        """Return the seconds of a change at one end: to code it, and to send its bytes."""
         return self.seconds + self.size_bytes / bytes_per_s
 
 
 def choose_method(
     last: Method, changes: int, smallest: CodingCost | None, step: CodingCost, link: LinkSpeed
 ) -> CodecChoice:
-    """How the versions of an epoch are coded, of which the first has this many changes: "smallest" or "step".
+    """Choose how the versions of an epoch are coded, of which the first has this many changes: "smallest" or "step".
 
-    Where both take the same time to within `WORTH_S`, it is the one with fewer bytes. Otherwise it is that of the epoch
-    before, unless that takes `KEPT` times as long as the other: what is known of a method that is not used is less
-    certain.
+    If both take the same time to within `WORTH_S`, the one with fewer bytes is chosen. Otherwise the method of the
+    epoch before is kept, unless it takes `KEPT` times as long as the other: the figures of a method that is not used
+    are less certain.
 
     Args:
         last: How the versions of the epoch before were coded.
-        changes: Of the version.
-        smallest: What the codecs with the fewest bytes took; None: no version was coded so.
-        step: What `step` takes.
-        link: Over which the versions go.
+        changes: The number of changes in the version.
+        smallest: The cost of the codecs with the fewest bytes; None: no version was coded with them.
+        step: The cost of `step`.
+        link: The link over which the versions are sent.
     """
     speed = link.bytes_per_s
     if smallest is None:
@@ -141,14 +140,14 @@ def choose_method(
 
 @dataclass(frozen=True)
 class StepTrial:
-    """A version that `step` was tried on: all its changes, and what some of them took."""
+    """A version on which `step` was tried: the number of its changes, and the cost of a sample of them."""
 
     changes: int
     cost: CodingCost
 
 
 class PatchCosts:
-    """How the versions of a run are coded: as asked for, or, for "auto", by what was measured. For one thread.
+    """How the versions of a run are coded: as requested, or, for "auto", by measured costs. For one thread.
 
     The choice is made at the first version of an epoch, so that history is kept throughout an epoch or not at all.
     """
@@ -156,10 +155,10 @@ class PatchCosts:
     def __init__(self, codec: CodecName, link: LinkSpeed) -> None:
         self.codec, self.link = codec, link
         self.choice = CodecChoice("smallest", UNMEASURED) if codec == "auto" else CodecChoice(codec, ASKED)
-        self._costs: dict[str, deque[CodingCost]] = {}  # of the last versions, by what was chosen
+        self._costs: dict[str, deque[CodingCost]] = {}  # of the last versions, by codec
 
     def begin_epoch(self, trial: StepTrial | None) -> None:
-        """Choose for the epoch that a version begins; trial: None where `step` takes more time than all others."""
+        """Choose the codec of the epoch that a version begins; trial: None if `step` always takes longest."""
         if self.codec != "auto" or (trial is not None and not trial.changes):
             return
         chosen = CodecChoice("smallest", "weights on a GPU are coded there, which takes less time than `step`")
@@ -169,11 +168,11 @@ class PatchCosts:
             last: Method = "step" if self.choice.codec == "step" else "smallest"
             chosen = choose_method(last, trial.changes, self._recent("smallest"), step, self.link)
         if chosen.codec != self.choice.codec:
-            logger.info("Versions are from now on coded as %s.", chosen)
+            logger.info("From now on, versions are coded as %s.", chosen)
         self.choice = chosen
 
     def coded(self, choice: CodecChoice, changes: int, size_bytes: int, took_s: float) -> None:
-        """A version with this many changes was coded by a choice."""
+        """Note the cost of a version with this many changes, which was coded by a choice."""
         if changes:
             costs = self._costs.setdefault(choice.codec, deque(maxlen=VERSIONS))
             costs.append(CodingCost(took_s / changes, size_bytes / changes))
@@ -185,14 +184,14 @@ class PatchCosts:
 
 
 def patch_codec(asked: CodecName, choice: CodecChoice) -> CodecName:
-    """What an encoder is asked for, for which "auto" is the smallest."""
+    """Return the codec for an encoder, for which "auto" means the smallest."""
     return "step" if asked == "auto" and choice.codec == "step" else asked
 
 
 def try_step(tiles: Sequence[Tile], changes: Changes) -> StepTrial:
-    """Try `step` on blocks from all over a version."""
+    """Measure `step` on a sample of a version's blocks."""
     keys = sorted(changes)
-    tried, size_bytes, began = 0, 0, time.thread_time()  # of this thread alone: others may be busy
+    tried, size_bytes, began = 0, 0, time.thread_time()  # CPU time of this thread: others may be busy
     for key in keys[:: max(1, -(-len(keys) // SAMPLES))]:
         block = changes[key]
         where, old, new = block.positions[:SAMPLE_CHANGES], block.old[:SAMPLE_CHANGES], block.new[:SAMPLE_CHANGES]
@@ -207,8 +206,8 @@ def try_step(tiles: Sequence[Tile], changes: Changes) -> StepTrial:
 class AnchorCosts:
     """How tiles of anchors are written: as `dense`, or as `raw` where the link is faster than packing them.
 
-    It is `raw` where encoding and sending a byte of weights takes less time that way, by the speed of the link, what it
-    took to pack the last weights, and how fast this machine hashes.
+    It is `raw` if encoding and sending a byte of weights then takes less time, by the speed of the link, of packing the
+    last weights, and of hashing on this machine.
     """
 
     def __init__(self, codec: AnchorCodecChoice = "auto", link: LinkSpeed | None = None) -> None:
@@ -218,14 +217,14 @@ class AnchorCosts:
         self._lock = threading.Lock()
 
     def packed(self, plain_bytes: int, packed_bytes: int, took_s: float) -> None:
-        """Weights were encoded as a part, as `dense`."""
+        """Note that weights were encoded as a `dense` part."""
         with self._lock:
             self._plain_bytes += plain_bytes
             self._packed_bytes += packed_bytes
             self._packed_s += took_s
 
     def choose(self) -> AnchorCodec:
-        """The codec for the next part."""
+        """Return the codec for the next part."""
         if self.codec != "auto":
             return self.codec
         link = self.link.bytes_per_s
@@ -249,7 +248,7 @@ class AnchorCosts:
 
 @cache
 def hash_rate() -> float:
-    """Bytes a second of SHA-256 on all cores of this process."""
+    """Return the bytes per second of SHA-256 on all cores of this process."""
     data, began = bytes(1 << 22), time.perf_counter()
     hashlib.sha256(data)
     return default_threads() * len(data) / max(time.perf_counter() - began, 1e-9)

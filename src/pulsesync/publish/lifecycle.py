@@ -1,10 +1,10 @@
 """The life of a version between `publish` and the store: one queue, one state machine, without I/O.
 
 Calls of `publish` put a version into the queue; one sender takes it out. While a version is sent, one more may wait: it
-is replaced by the next call, unless it must stay alone. `Stage` and `MOVES` are drawn in docs/lifecycle.md.
+is replaced by the next call, unless it must not be coalesced. `Stage` and `MOVES` are drawn in docs/lifecycle.md.
 
 Where several ranks publish together, each has its own queue, and their senders agree on the call that a version ends
-with (`fix`): every rank is then at the same call, however far its own trainer was when it was asked.
+with (`fix`): the version then ends with the same call on every rank, however many calls each rank had made before.
 """
 
 import logging
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 class Stage(StrEnum):
-    """Where the sender is. In every stage but IDLE and QUEUED there is one current version."""
+    """The state of the sender. In every stage except IDLE and QUEUED there is one current version."""
 
     IDLE = "idle"  # nothing waits and nothing is sent
     QUEUED = "queued"  # a version waits for the sender
     OFFERED = "offered"  # the ranks agree on the call that the version ends with; calls wait
     FIXED = "fixed"  # they agreed: calls up to that one are still merged into the version
-    RESUMING = "resuming"  # there is no base: the run is looked for, and resumed if there is one
+    RESUMING = "resuming"  # there is no base: the store is searched for a run, which is resumed if there is one
     SENDING = "sending"  # it is encoded, uploaded and committed; one more version may wait
-    ENDING = "ending"  # it is committed, or it failed; an anchor is begun if one is due, and callers are answered
+    ENDING = "ending"  # it is committed, or it failed; an anchor is started if one is due, and callers get the outcome
 
 
 MOVES = {
@@ -48,10 +48,10 @@ MOVES = {
     (Stage.FIXED, Stage.SENDING): "this rank has made that call",
     (Stage.FIXED, Stage.RESUMING): "the same, and there is no base",
     (Stage.RESUMING, Stage.SENDING): "the run was resumed, or a new root is published",
-    (Stage.SENDING, Stage.ENDING): "it is committed, and the base has moved; or it failed",
-    (Stage.ENDING, Stage.IDLE): "its callers have the report, or the error",
+    (Stage.SENDING, Stage.ENDING): "the version is committed and the base has advanced, or the version failed",
+    (Stage.ENDING, Stage.IDLE): "the callers have the report or the error",
     (Stage.ENDING, Stage.QUEUED): "the same, and another version waits",
-    # Failures before that
+    # Failures before the version is sent
     (Stage.QUEUED, Stage.IDLE): "no thread could be started for the sender",
     (Stage.OFFERED, Stage.ENDING): "the ranks could not agree, or the last version is not settled",
     (Stage.FIXED, Stage.ENDING): "this rank did not make the call in time",
@@ -65,17 +65,17 @@ class PublishReport:
 
     version: int | None  # None: nothing was sent, the step goes into a later version
     step: int
-    changed: int  # weights
-    total: int  # weights
-    payload_bytes: int  # all that the version added to the store, by all ranks
-    full_bytes: int  # what the whole state would be
+    changed: int  # number of weights that changed
+    total: int  # number of weights of the model
+    payload_bytes: int  # all bytes that the version added to the store, by all ranks
+    full_bytes: int  # bytes of the full weights
     coalesced: int  # publishes before this one that are in this version
-    blocked_s: float  # how long publish kept its caller
-    encode_s: float  # of this rank
-    store_s: float  # of this rank, with the time in which it waited for others
-    codec: str | None = None  # that a patch was coded with; "smallest": each tile with the one that makes it smallest
-    reason: str = ""  # why, with the figures by which it was chosen
-    anchor: CodecChoice | None = None  # the same of the last anchor that this process has encoded
+    blocked_s: float  # how long the call of publish took
+    encode_s: float  # time of this rank
+    store_s: float  # time of this rank, including the time in which it waited for others
+    codec: str | None = None  # the codec of a patch; "smallest": each tile with the one that makes it smallest
+    reason: str = ""  # why that codec was chosen, with the figures
+    anchor: CodecChoice | None = None  # codec and reason of the last anchor that this process has encoded
 
     @property
     def density(self) -> float:
@@ -96,9 +96,9 @@ class PublishFuture(Future[PublishReport]):
 
     def __init__(self, awaited: bool) -> None:
         super().__init__()
-        self.awaited = awaited  # the caller waits for it within publish
+        self.awaited = awaited  # whether the caller waits for it within publish
         self.was_read = False
-        self.set_running_or_notify_cancel()  # it cannot be cancelled: the base moves with it
+        self.set_running_or_notify_cancel()  # it cannot be cancelled, because the base advances with it
 
     def result(self, timeout: float | None = None) -> PublishReport:
         self.exception(timeout)
@@ -112,41 +112,41 @@ class PublishFuture(Future[PublishReport]):
 
 @dataclass
 class PendingVersion:
-    """A state that is to become a version: how it differs from the base that it was compared with."""
+    """A state that is queued to become a version, as its difference from the base."""
 
     call: int  # the call of publish that it ends with
     step: int
-    base: int | None = None  # version; None: it is to be compared when the base is known
+    base: int | None = None  # the base's version; None: it is compared later, when the base is known
     difference: Difference | None = None
-    shards: Shards | None = None  # the source, where the caller waits and it cannot change
-    source: Any = None  # the same as it was given
-    waits: bool = False  # the caller waits in every case, not only where there is no base
+    shards: Shards | None = None  # the source, if the caller waits, so that it cannot change
+    source: Any = None  # the source as the caller passed it
+    waits: bool = False  # whether the caller waits in every case, not only if there is no base
     coalesced: int = 0
     alone: bool = False  # no later step is coalesced with it
     blocked_s: float = 0.0
     futures: list[PublishFuture] = field(default_factory=list)
-    fault: BaseException | None = None  # what kept this rank from comparing: the ranks are to know
-    version: int | None = None  # that it was sent as, whether that was committed or not
+    fault: BaseException | None = None  # the error of the comparison on this rank, which is sent to all ranks
+    version: int | None = None  # the version it was sent as, whether that was committed or not
     is_root: bool = False  # whether it was sent as a state that has no base
 
     @property
     def awaited(self) -> bool:
-        """Whether the caller waits for it, and so makes no other call."""
+        """Whether the caller waits for it, and therefore makes no other call."""
         return self.shards is not None
 
     def release(self) -> None:
-        """Give up the memory that it took."""
+        """Release its memory."""
         self.difference = self.shards = self.source = None
 
     def absorb(self, earlier: "PendingVersion") -> None:
-        """Take the place of a version that was queued before."""
+        """Replace a version that was queued earlier."""
         self.coalesced += 1 + earlier.coalesced
         self.futures = earlier.futures + self.futures
 
 
 @dataclass
 class _Failure:
-    """A version that was not committed, until a later one is. Keeps none of the memory that the version took."""
+    """A version that was not committed, kept until a later one is. It keeps none of the version's memory."""
 
     version: int | None
     futures: list[PublishFuture]
@@ -160,18 +160,18 @@ class _Failure:
 
     @property
     def is_retried(self) -> bool:
-        """Whether the next version is the retry: the store may work again by then."""
+        """Whether the next version retries it: the store may work again by then."""
         return isinstance(self.error, StoreError) and self.error.retryable
 
 
 class SendQueue:
-    """The versions of one process on their way to the store, and what became of them.
+    """The versions of one process that are queued or being sent, and the outcome of the last ones.
 
-    Everything is read and written under `lock`, by methods of this class; what follows a version, its base and its
-    state, is changed under the same lock by the sender.
+    Methods of this class read and write everything under `lock`; the sender changes the base and its state under the
+    same lock.
 
     Args:
-        longest: Versions in a row that may fail with an error that is retried, before publish raises it.
+        longest: Consecutive versions that may fail with an error that is retried, before publish raises it.
         alone: Whether this is the only rank: then there is nothing to agree on.
         ended: Called with each version that was committed or has failed, before its callers learn it, without the lock.
     """
@@ -188,36 +188,38 @@ class SendQueue:
         self.stage = Stage.IDLE
         self.calls = 0  # of publish that were counted
         self.closed = False
-        self.lost: BaseException | None = None  # why nothing can be published here any more
+        self.lost: BaseException | None = None  # why this process can publish nothing any more
         self.pending: PendingVersion | None = None
         self.current: PendingVersion | None = None
-        self._last_call = 0  # that the current version must end with, once it is fixed
+        self._last_call = 0  # the call that the current version ends with, once it is fixed
         self._sender: int | None = None  # the thread that sends
         self._latest: PublishFuture | None = None
         self._failures: list[_Failure] = []  # since the last commit
         self._due: tuple[int, _Failure] | None = None  # the call of publish in which all ranks raise a failure
-        self._refused: tuple[int, BaseException] | None = None  # calls up to this one are in no version, and why
+        self._refused: tuple[int, BaseException] | None = (
+            None  # calls up to this one are in no version, with the reason
+        )
 
     def _move(self, stage: Stage) -> None:
         assert (self.stage, stage) in MOVES, (self.stage, stage)
         self.stage = stage
         self._changed.notify_all()
 
-    # The caller's end
+    # For the thread that calls publish
 
     def check_caller(self, call: str, waits: bool = True) -> None:
-        """Raises: RuntimeError, if a call would wait for what only this thread can do."""
+        """Raises: RuntimeError, if a call would wait for its own thread."""
         if self.is_sender:
             if waits:
                 raise waits_for_itself(call)
             return
         try:
-            self._changed.notify(0)  # wakes nobody; raises if this thread does not have the lock
+            self._changed.notify(0)  # wakes no thread; raises if this thread does not have the lock
         except RuntimeError:
             return
         raise RuntimeError(
-            f"{call} was called within publish, by a signal handler that interrupted it, and would wait for it for "
-            "ever; raise SystemExit in the handler instead, and close the publisher where that arrives"
+            f"{call} was called by a signal handler that interrupted publish, and would wait for that publish forever; "
+            "raise SystemExit in the handler instead, and close the publisher where that exception is caught"
         )
 
     @property
@@ -226,11 +228,11 @@ class SendQueue:
 
     @contextmanager
     def call(self, alone: bool, idle: Callable[[], bool]) -> Iterator[None]:
-        """Be within a call of publish, with the lock, once a version may be compared and queued.
+        """Enter a call of publish, with the lock, as soon as a version may be compared and queued.
 
         Args:
             alone: The version of this call is coalesced with no other.
-            idle: Whether nothing may be on its way, as far as is known under the lock.
+            idle: Returns, under the lock, whether the call must wait until nothing is being sent.
 
         Raises:
             ClosedError: the publisher was closed; RuntimeError: the call would wait for its own thread.
@@ -274,19 +276,19 @@ class SendQueue:
         return future, True
 
     def refuse(self, last_call: int, error: BaseException) -> None:
-        """The ranks failed together before each had made the same calls: those that are behind publish none of these.
+        """Publish none of the calls up to this one, because the ranks failed before all of them had made it.
 
-        So the next version begins with the same call on all ranks.
+        This way the next version begins with the same call on all ranks.
         """
         with self.lock:
             self._refused = last_call, error
 
     def refusal(self, call: int) -> BaseException | None:
-        """What keeps a call of publish from being sent, if the other ranks go on without it."""
+        """Return why a call of publish is not sent, if the other ranks continue without it."""
         return self._refused[1] if self._refused is not None and call <= self._refused[0] else None
 
     def wait(self) -> None:
-        """Wait until every version that was queued is committed or failed."""
+        """Wait until every queued version is committed or has failed."""
         while (latest := self._latest) is not None and not latest.done():
             wait_for([latest])
 
@@ -295,21 +297,21 @@ class SendQueue:
             self._changed.wait_for(lambda: self.stage == Stage.IDLE)
 
     def wait_until_quiet(self) -> None:
-        """Wait while a version is sent: for what can wait longer than a version."""
+        """Wait while a version is being sent: for work that is less urgent than a version."""
         with self.lock:
             self._changed.wait_for(lambda: self.stage != Stage.SENDING)
 
     def close(self) -> bool:
-        """Accept no more calls; return whether it did before."""
+        """Accept no more calls; return whether calls were accepted before."""
         with self.lock:
             accepted, self.closed = not self.closed, True
             self._changed.notify_all()
             return accepted
 
-    # The sender's end
+    # For the sender's thread
 
     def take(self) -> PendingVersion | None:
-        """Offer the version that waits; None, and the sender is no more, if there is none."""
+        """Offer the version that waits; if there is none, return None, and the sender ends."""
         with self.lock:
             self._sender = threading.get_ident() if self.pending is not None else None
             if self.pending is None:
@@ -319,35 +321,35 @@ class SendQueue:
             return self.current
 
     def fix(self, version: PendingVersion, last_call: int, timeout_s: float, resumes: bool) -> PendingVersion:
-        """Wait until this rank has made the call that a version ends with; return the version as it then is.
+        """Wait until this rank has made the call that a version ends with; return the version as it is then.
 
-        resumes: The run is to be resumed before the version is sent.
+        resumes: The run is resumed before the version is sent.
 
         Raises:
-            GroupError: the call did not come in time, or cannot come: the caller waits for an earlier one or has closed
-            the publisher.
+            GroupError: this rank did not make the call in time, or cannot make it: the caller waits for an earlier call
+            or has closed the publisher.
         """
         with self.lock:
             self._last_call = last_call
             self._move(Stage.FIXED)
             if version.awaited and version.call < last_call:
                 raise GroupError(
-                    f"this rank waits for its {version.call}. call of publish, and another is at its {last_call}.: "
-                    "every rank must call publish alike"
+                    f"this rank waits for its publish call number {version.call}, but another rank is at call number "
+                    f"{last_call}: every rank must call publish the same number of times, with the same wait="
                 )
             self._changed.wait_for(lambda: self._is_fixed or self.closed, timeout_s)
             if not self._is_fixed:
-                when = "and then closed its publisher" if self.closed else f"and no other for {timeout_s:g} s"
+                when = "and then closed its publisher" if self.closed else f"and none for {timeout_s:g} s"
                 raise GroupError(
-                    f"this rank made {self.calls} calls of publish {when}, and another rank made {last_call}: every "
-                    "rank must call publish alike"
+                    f"this rank called publish {self.calls} times {when}, but another rank called it {last_call} "
+                    "times: every rank must call publish the same number of times"
                 )
             self._move(Stage.RESUMING if resumes else Stage.SENDING)
             assert self.current is not None
             return self.current
 
     def resumed(self) -> None:
-        """There is a base, or there will be one with this version."""
+        """Note that there is a base, or that this version will be one."""
         with self.lock:
             self._move(Stage.SENDING)
 
@@ -356,13 +358,13 @@ class SendQueue:
         return self.current is not None and self.current.call >= self._last_call
 
     def sent(self) -> None:
-        """The current version is committed, and the base has moved to it."""
+        """Note that the current version is committed, and that the base has advanced to it."""
         with self.lock:
             self._failures.clear()
             self._move(Stage.ENDING)
 
     def start_failed(self, error: BaseException) -> None:
-        """The version that waits fails, because no sender can be started for it."""
+        """Fail the version that waits, because no sender can be started for it."""
         with self.lock:
             version, self.pending = self.pending, None
             if version is not None:
@@ -372,7 +374,7 @@ class SendQueue:
             self._complete(version, error)
 
     def completed(self, report: PublishReport) -> None:
-        """Nothing more is to be done for the current version: its callers get the report."""
+        """Finish the current version: its callers get the report."""
         with self.lock:
             version = self.current
             assert version is not None
@@ -380,27 +382,27 @@ class SendQueue:
         self._complete(version, report)
 
     def failed(self, version: PendingVersion, error: BaseException, settle: Callable[[], None], is_lost: bool) -> None:
-        """Keep what stopped the current version until a later one is committed, and report it.
+        """Keep the error of the current version until a later one is committed, and report it.
 
-        settle: learns whether it was committed all the same, and then makes up for it.
-        is_lost: The ranks do not reach each other any more. Then a version that waits fails too: another rank may have
-            none for it. The same where another publisher writes to the run.
+        settle: finds out whether the version was committed nevertheless, and then clears the failure.
+        is_lost: The ranks cannot reach each other any more, or another publisher writes to the run. Then a version that
+            waits fails too, because another rank may have none for it.
         """
         is_replaced = isinstance(error, AnotherPublisherError)
         with self.lock:
             version = self.current or version  # with the calls that were merged into it
-            self._last_call = 0  # no more are
+            self._last_call = 0  # no more calls are merged
             if (is_lost or is_replaced) and self.pending is not None:
                 self.pending.absorb(version)
                 version, self.pending = self.pending, None
             if is_replaced or (is_lost and not all(future.awaited for future in version.futures)):
-                self.lost = error  # lost ranks cannot agree any more on the call that their next version ends with
+                self.lost = error  # ranks that cannot reach each other cannot agree on the call of their next version
             self._fail(version, error)
             if self.stage != Stage.ENDING:
                 self._move(Stage.ENDING)
         version.release()
         settle()
-        traceback.clear_frames(error.__traceback__)  # the future does not keep the memory that the version took
+        traceback.clear_frames(error.__traceback__)  # so that the future does not keep the version's memory
         with self.lock:
             self._leave()
         self._complete(version, error)
@@ -421,7 +423,8 @@ class SendQueue:
                 version.step,
                 type(error).__name__,
                 error,
-                "Nothing more can be published here; a new publisher, with a new team if it had one, resumes the run."
+                "This publisher can publish nothing more; create a new one, with a new team if it had one, to resume "
+                "the run."
                 if self.lost
                 else "The next version that is committed contains it.",
                 exc_info=None if isinstance(error, PulseError) else error,
@@ -431,7 +434,7 @@ class SendQueue:
 
     @property
     def has_lost_weights(self) -> bool:
-        """Whether a version failed whose old weights the caller no longer has: it was not refused in its call."""
+        """Whether a version failed after its call had returned, so that the caller no longer has its old weights."""
         return any(not (one.was_read and isinstance(one.error, ValueError | StateError)) for one in self._failures)
 
     @property
@@ -440,14 +443,14 @@ class SendQueue:
 
     @property
     def _unraised(self) -> list[_Failure]:
-        """Failures that publish has not raised. Of a team it does not count who read them: all ranks raise the same."""
+        """The failures that publish has not raised. In a team, even those that were read: all ranks raise the same."""
         new = [failure for failure in self._failures if "publish" not in failure.raised_by]
         return [failure for failure in new if not failure.was_read] if self.is_alone else new
 
     def surface(self, call: int, unread: bool) -> None:
-        """Have publish raise in this call what it should. Of a team all ranks do so, whatever is committed until then.
+        """Have publish raise a failure in this call. In a team all ranks do so, whatever is committed until then.
 
-        A store's error that is retried is raised only when the longest row of them has failed.
+        A store's error that is retried is raised only after `longest` consecutive failures.
 
         unread: Whether some rank's caller has not read a failure; if all have, none is raised.
         """
@@ -460,14 +463,14 @@ class SendQueue:
                 failure.raised_by.add("publish")
 
     def make_up_for(self, version: int) -> None:
-        """Forget the failures that a version contains which turned out to be committed: those up to its own."""
+        """Clear the failures up to a version that turned out to be committed: it contains their steps."""
         for number, failure in enumerate(self._failures):
             if failure.version == version:
                 del self._failures[: number + 1]
                 return
 
     def raise_failure(self, caller: Raiser) -> None:
-        """Raise the first failure since the last commit that the caller has neither read nor been raised here."""
+        """Raise the first failure since the last commit that the caller has not read and this has not raised."""
         with self.lock:
             if caller == "publish":
                 if self.is_alone:
@@ -482,18 +485,18 @@ class SendQueue:
                 failure = new[0]
                 for one in new:
                     one.raised_by.add(caller)
-        raise failure.error.with_traceback(failure.traceback)  # without the frames of whom it was raised to before
+        raise failure.error.with_traceback(failure.traceback)  # without the frames of callers that got it before
 
 
 def waits_for_itself(call: str) -> RuntimeError:
     return RuntimeError(
-        f"{call} would wait for the thread that sends versions, which is this one, in a callback of its own future; "
+        f"{call} was called by a callback of a publish future and would wait for its own thread, which sends versions; "
         "call it in another thread, or publish with wait=False and coalesce=True"
     )
 
 
 def _complete(version: PendingVersion, outcome: PublishReport | BaseException) -> None:
-    """Complete the futures of a version. What ends a callback of one does not end the sender, which has more to do."""
+    """Complete the futures of a version. An error in a callback of one does not end the sender."""
     for future in version.futures:
         try:
             if isinstance(outcome, PublishReport):
@@ -502,7 +505,7 @@ def _complete(version: PendingVersion, outcome: PublishReport | BaseException) -
                 future.set_exception(outcome)
         except BaseException as e:  # an Exception is logged by concurrent.futures
             logger.error(
-                "A callback of the future of step %d raised %s: %s. Versions are sent as before.",
+                "A callback of the publish future of step %d raised %s: %s. Publishing continues.",
                 version.step,
                 type(e).__name__,
                 e,

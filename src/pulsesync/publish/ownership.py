@@ -1,7 +1,6 @@
-"""What several ranks that publish one model report to each other about the tiles that each of them owns.
+"""What the ranks that publish one model report to each other about the tiles that each of them owns.
 
-From the reports of all ranks `VersionTables` computes the digests of a record; no rank needs the weights or the memory
-of another for them.
+From the reports of all ranks, `VersionTables` computes the digests of a record; no rank needs the weights of another.
 """
 
 import json
@@ -21,36 +20,40 @@ from pulsesync.state.live import AnyState
 from pulsesync.state.sharding import TileShare, Windows
 
 
-def agreed(told: Sequence[tuple[Windows, Mapping[str, str]]]) -> tuple[list[Windows], dict[str, str]]:
-    """Everybody's windows, and the ties of all: who holds no weight of a tensor cannot see that it is tied.
+def agreed(reported: Sequence[tuple[Windows, Mapping[str, str]]]) -> tuple[list[Windows], dict[str, str]]:
+    """Return the windows of every rank, and the ties of all: a rank without weights of a tensor cannot see its tie.
 
     Raises:
-        StateError: tensors are tied for one process and not for another that holds them.
+        StateError: two tensors are tied on one rank, but not on another that has weights of both.
     """
     ties: dict[str, str] = {}
-    for _, some in told:
+    for _, some in reported:
         ties |= some
-    for windows, some in told:
+    for windows, some in reported:
         for alias, name in ties.items():
-            held = windows.get(alias)
-            if some.get(alias, name) != name or (held is not None and held.local.size):
-                raise StateError(f"{alias!r} is tied to {name!r} for one process and not for another", tensor=alias)
-    return [{name: window for name, window in windows.items() if name not in ties} for windows, _ in told], ties
+            window = windows.get(alias)
+            if some.get(alias, name) != name or (window is not None and window.local.size):
+                raise StateError(
+                    f"{alias!r} shares its memory with {name!r} on one rank and not on another; tie the two tensors on "
+                    "all ranks or on none",
+                    tensor=alias,
+                )
+    return [{name: window for name, window in windows.items() if name not in ties} for windows, _ in reported], ties
 
 
-# What ranks tell each other
+# Messages between ranks
 
 _SUM = np.dtype([("tile", "<u4"), ("first", "<u8"), ("second", "<u8")])
 _REMEMBERED = np.dtype([("tile", "<u4"), ("cut", "<u8"), ("size", "<u8"), ("first", "<u8"), ("second", "<u8")])
 
 
 def write_parts(parts: Iterable[PartRef]) -> list[list[Any]]:
-    """What a record has of parts, as a message between ranks has it in JSON."""
+    """Return a record's entries of parts as JSON, for a message between ranks."""
     return [[part.id, part.size, None if part.data is None else part.data.hex()] for part in parts]
 
 
 def read_parts(table: Iterable[Sequence[Any]]) -> tuple[PartRef, ...]:
-    """Raises: ValueError, TypeError, if it is not what `write_parts` wrote."""
+    """Read what `write_parts` wrote. Raises: ValueError, TypeError, if it is malformed."""
     return tuple(
         PartRef(str(id_), int(size), None if data is None else bytes.fromhex(data)) for id_, size, data in table
     )
@@ -58,17 +61,17 @@ def read_parts(table: Iterable[Sequence[Any]]) -> tuple[PartRef, ...]:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank tells of its tiles: parts it has put, and what a record's digests need of those that changed."""
+    """What a rank reports about its tiles: the parts that it has uploaded, and the sums that digests need."""
 
     parts: tuple[PartRef, ...] = ()
-    changed: int = 0  # weights
+    changed: int = 0  # number of weights that changed
     sums: Mapping[int, Sum] = field(default_factory=dict)
     remembered: Mapping[int, TileHistorySummary] = field(default_factory=dict)
-    failed: bool = False  # whether it has nothing to report, and why is no error
+    failed: bool = False  # whether it has nothing to report, for a reason that is not an error
 
     @classmethod
     def of(cls, state: AnyState, share: TileShare) -> "RankReport":
-        """Of all its tiles, as they are."""
+        """Return the report of all tiles of a rank, as they are."""
         owned = [tile.ordinal for tile in share.tiles]
         return cls(sums={n: state.sums[n] for n in owned}, remembered=state.history.counts(owned))
 
@@ -81,12 +84,12 @@ class RankReport:
 
     @classmethod
     def from_ranks(cls, messages: Sequence[bytes]) -> Iterator["RankReport"]:
-        """The reports of all ranks, from their messages in the order of the ranks. Raises: FormatError."""
+        """Yield the reports of all ranks, from their messages in the order of the ranks. Raises: FormatError."""
         return (cls.from_bytes(data, rank) for rank, data in enumerate(messages))
 
     @classmethod
     def from_bytes(cls, data: bytes, rank: int) -> "RankReport":
-        """Raises: FormatError, if it is not what `to_bytes` wrote."""
+        """Read what `to_bytes` wrote. Raises: FormatError, if it is malformed."""
         try:
             head = json.loads(data[: (at := data.index(b"\n") + 1)])
             some, known = head["tiles"]
@@ -110,10 +113,10 @@ class VersionTables:
     sums: Mapping[int, Sum] = field(default_factory=dict)
     remembered: Mapping[int, TileHistorySummary] = field(default_factory=dict)
 
-    def after(self, told: Iterable[RankReport], forget: bool = False) -> "VersionTables":
-        """The same when ranks have told what changed. forget: an epoch has begun."""
+    def after(self, reports: Iterable[RankReport], forget: bool = False) -> "VersionTables":
+        """Return the tables after the changes that ranks report. forget: an epoch has begun."""
         sums, remembered = dict(self.sums), {} if forget else dict(self.remembered)
-        for one in told:
+        for one in reports:
             sums |= one.sums
             remembered |= one.remembered
         return VersionTables(sums, remembered)

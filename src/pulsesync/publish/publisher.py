@@ -1,15 +1,15 @@
-"""The trainer's end: find what changed, encode it, write the body, then create the record that makes it a version.
+"""The trainer's end: find what changed, encode it, write the body, then create the record that commits the version.
 
     with Publisher("s3://bucket/run") as pub:
         for step in range(steps):
             train_one_step(model)
             pub.publish(model, step=step, wait=False)      # returns as soon as the weights are compared
 
-What was committed last is the base of the next version, and the only copy of the state that is kept.
+The version that was committed last is the base of the next one, and the only copy of the weights that is kept.
 
-A version that was published with wait=False and failed is logged, and raised by the next `publish`, by `flush` and by
-`close`, once by each, until a later version is committed: that one contains it. A store's error that is `retryable` is
-raised by `publish` only when max_behind versions in a row have failed, because each next version is the retry.
+If a version that was published with wait=False fails, the error is logged, and raised by the next `publish`, by `flush`
+and by `close`, once by each, until a later version is committed, which contains its steps. `publish` raises a
+`retryable` error of the store only when max_behind consecutive versions have failed, because each version retries.
 """
 
 import logging
@@ -53,47 +53,47 @@ logger = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Publishes a changing state into a run: a new one, or an existing one, which is resumed where it ended.
+    """Publishes changing weights as the versions of a run: a new run, or an existing one, which it resumes.
 
     A publisher belongs to the process that first publishes with it. In a process forked from that one, `publish` and
     `flush` raise ClosedError and `close` does nothing. When the interpreter ends (by return, `sys.exit` or an
-    exception) everything that was published is sent first; a signal that ends the process does not wait for it.
+    exception), everything that was published is sent first; a signal that kills the process does not wait for that.
 
     Args:
         location: A path or URL of the run, or a store.
-        codec: How patches are coded. "auto": each tile by the codec that makes it smallest, or, on a link so fast that
-            fewer bytes save less time than they cost, all by `step`. The choice is made anew for each epoch, by what
-            the last versions took; reports and the log give it with its reason.
-        link: Bits a second of the slowest link between the run and a worker that matters; None: as uploads over the
-            network show. For a run on a local disk or in memory there is nothing to measure: unless it is given,
+        codec: How patches are coded. "auto": each tile with the codec that makes it smallest; or all with `step`, on a
+            link so fast that fewer bytes save less time than they cost. The choice is made for each epoch, by the times
+            of the last versions; reports and the log give it with its reason.
+        link: Bits per second of the slowest link between the run and a worker that matters; None: measured on uploads
+            over the network. For a run on a local disk or in memory nothing can be measured: unless `link` is given,
             everything is coded as small as possible.
         cast: The dtype that workers use, for all FP32 tensors or by name pattern.
         grid: How tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces or as
-            the borders themselves.
+            a list of borders.
         min_tile: No even piece of the grid has fewer weights than this.
         signing_key: Signs the records. A signed run can be resumed only with its key.
         files: Small files that belong to the model, as bytes or paths. The `config` and `generation_config` of a source
             that can write them (`to_json_string`, as Hugging Face models can) are added under the names that they have
-            in a checkpoint, and those of a run that is resumed. Of the same name, the file given here takes precedence,
-            then the source's, then the run's.
+            in a checkpoint, and so are the files of a run that is resumed. Of files with the same name, the one given
+            here is published, then the source's, then the run's.
         publish_every: Steps in a version; "auto" coalesces steps as the link requires.
         max_behind: The most steps that "auto" puts into a version.
-        anchor_every: An anchor is written when the patches since the last one have this fraction of its bytes.
+        anchor_every: An anchor is written when the patches since the last one add up to this fraction of its bytes.
         anchor_codec: How anchors are written: "dense", which takes about two thirds of the bytes; "raw", the weights as
-            they are; "auto": "raw" where the link takes them in less time than packing costs, by what was measured.
-        spool: A folder of this trainer alone, in which bodies are kept for a restart, and anchors until they are
-            uploaded; a temporary one if not given.
+            they are; "auto": "raw" where sending the additional bytes takes less time than packing, as measured.
+        spool: A folder that only this trainer uses. Bodies are kept in it for a restart, and anchors until they are
+            uploaded; a temporary folder if not given.
         keep: Where the copy of the last version is, for tensors on a GPU: "device", on the GPU too, which is the
-            default; "host", in pinned host memory, for which `hold` spares the trainer the time of the bus; or "hook",
-            nowhere, and the caller passes the old weights to every publish, see `device.hook`.
-        executor: Encodes and sends in the background; None: a thread for versions and one for anchors. It is not shut
-            down here.
+            default; "host", in pinned host memory, in which case `hold` overlaps the transfer with the next step; or
+            "hook": no copy is kept, and the caller passes the old weights to every publish, see `device.hook`.
+        executor: Encodes and sends in the background; None: one thread for versions and one for anchors. It is not
+            shut down by the publisher.
         epoch_patches: As for a `Subscriber`.
         team: The processes that publish together, each with its shards; None: this process alone. `ShardedPublisher`
             is a publisher with a team.
 
     Raises:
-        ValueError: an argument is not one of its choices, or a location that no store is for.
+        ValueError: an argument is not one of its choices, or there is no store for the location.
     """
 
     def __init__(
@@ -119,14 +119,17 @@ class Publisher:
     ) -> None:
         check_keep(keep)
         if keep == "hook" and publish_every != 1:
-            raise ValueError("keep='hook' publishes every step: there is no base that could wait for more")
+            raise ValueError(
+                "keep='hook' publishes every step, because there is no base to compare a later step with; leave out "
+                "publish_every="
+            )
         if codec not in get_args(patch.CodecName):
             raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(patch.CodecName)))}; got {codec!r}")
         if anchor_codec not in get_args(AnchorCodecChoice):
             choices = ", ".join(map(repr, get_args(AnchorCodecChoice)))
             raise ValueError(f"anchor_codec must be one of {choices}; got {anchor_codec!r}")
         if link is not None and not link > 0:
-            raise ValueError(f"link must be a number of bits a second above 0, or None; got {link!r}")
+            raise ValueError(f"link must be a number of bits per second above 0, or None; got {link!r}")
         self._anchor_codec: AnchorCodecChoice = anchor_codec
         self._link = link
         self.team: Team = team or SoloTeam()
@@ -146,13 +149,13 @@ class Publisher:
         self.events = PublishEvents(location_of(self.store), self.team)
         self._queue = SendQueue(max_behind, alone=self.team.size == 1, ended=self.events.ended)
         self._holds: list[Any] = []  # hooks of optimizers, until the publisher is closed
-        self._process: int | None = None  # that published first
+        self._process: int | None = None  # the process that published first
         self._writer: RunWriter  # made by the first publish
         self._options = WriterOptions(
             codec, dict(grid or {}), min_tile, signing_key, dict(files or {}), anchor_every, epoch_patches
         )
 
-    # For people
+    # Publishing
 
     @overload
     def publish(
@@ -186,53 +189,53 @@ class Publisher:
         coalesce: bool = True,
         old: Any = None,
     ) -> "PublishReport | Future[PublishReport]":
-        """Publish a module, state dict or mapping of arrays as the next version; the first one whole.
+        """Publish a module, state dict or mapping of arrays as the next version; the first one in full.
 
-        With wait=False it returns as soon as source has been compared and may change again (on a GPU, by what is
-        launched later in the same stream, or in one that waits for it; with `hold`, by the next step of an optimizer);
-        encoding and sending happen in the background, and the future gives the report. A version that is being sent is
-        not disturbed; one that is still queued is replaced, and its future gives the report of the version that
-        contains it.
+        With wait=False it returns as soon as the source has been compared and may change again (on a GPU, by work that
+        is launched later in the same stream, or in one that waits for it; with `hold`, by the next step of an
+        optimizer). Encoding and sending happen in the background, and the future gives the report. A version that is
+        being sent is not changed; one that is still queued is replaced, and its future gives the report of the version
+        that contains it.
 
         A failure in the background is logged. If the caller has not read it from the future, the next publish raises it
         before it compares anything: that call publishes nothing, and may be repeated. A StoreError that is `retryable`
-        is raised only when max_behind versions in a row have failed, because each next version is the retry. A failure
-        that a later version has made up for is not raised any more.
+        is raised only when max_behind consecutive versions have failed, because each version retries. A failure whose
+        steps a later version contains is not raised any more.
 
         The callbacks of a future run on the thread that sends. A callback may publish with wait=False, if every step
-        may be coalesced and a base is kept; what would wait for the sender raises RuntimeError there.
+        may be coalesced and a base is kept; a call that would wait for the sender raises RuntimeError there.
 
         With publish_every, steps that are skipped are in the next version. Publish the last step with now=True: when
         the publisher is closed, steps that are still in no version are not sent.
 
         Args:
-            source: what is published.
-            step: the trainer's step, for the record.
+            source: the weights to publish.
+            step: the trainer's step, which is written to the record.
             wait: return the report when the version is committed, not a future.
-            now: publish this step whatever publish_every says.
+            now: publish this step regardless of publish_every.
             coalesce: False makes a version of this step alone. No other step is coalesced with it, so publish waits
-                while a version is queued behind the one being sent: at most two are in memory. It excludes
-                publish_every.
-            old: the weights of the last version, where none are kept (keep="hook").
+                while another version is queued: at most two are in memory. It excludes publish_every.
+            old: the weights of the last version, if no copy is kept (keep="hook").
 
         Raises:
-            StateError: tensors came, went, changed shape or tie; AnotherPublisherError: another publisher writes to
-            this run; RunChangedError: the run is not that of `load_state_dict`; ClosedError: the publisher was closed,
-            belongs to another process, or the interpreter is ending; StoreError, or what else stopped an earlier
-            version; RuntimeError: it was called by a signal handler within another call, or by a callback that would
-            wait for itself. After any exception the base is still the last version committed: the next one covers both.
+            StateError: tensors were added, removed, reshaped or tied differently; AnotherPublisherError: another
+            publisher writes to this run; RunChangedError: the run is not that of `load_state_dict`; ClosedError: the
+            publisher was closed, belongs to another process, or the interpreter is ending; StoreError, or another error
+            of an earlier version; RuntimeError: it was called by a signal handler within another call, or by a callback
+            that would wait for itself. After any exception the base is still the last committed version: the next
+            version contains the changes of both steps.
         """
         began = time.perf_counter()
         if old is not None and self.keep != "hook":
-            raise ValueError("a base is kept: old weights are handed over with keep='hook' alone")
+            raise ValueError("old= is for a Publisher with keep='hook'; this one keeps a copy itself: leave old= out")
         if not coalesce and self._cadence.every != 1:
             raise ValueError(
-                f"coalesce=False makes a version of every step, publish_every={self._cadence.every!r} makes one of "
+                f"coalesce=False makes a version of every step, but publish_every={self._cadence.every!r} makes one of "
                 "several; leave one of them out"
             )
         if self._queue.is_alone:
             step = checked_step(step)
-        self._check_process()  # before the lock, which a thread of the parent may hold for ever
+        self._check_process()  # before the lock, which may stay locked for ever in a forked process
         hands_over = self.keep == "hook"
         self._queue.check_caller("publish", waits=wait or not coalesce or hands_over)
         with self._queue.call(alone=not coalesce, idle=lambda: hands_over or self._base is None):
@@ -241,7 +244,7 @@ class Publisher:
             self._queue.raise_failure("publish")
             writer = self._writer
             if hands_over and self._queue.has_lost_weights:
-                writer.base = None  # without a base nothing covers what failed: a new root comes next
+                writer.base = None  # no later patch can contain the failed step: a new root is published next
             version = PendingVersion(self._queue.count_call(), step, alone=not coalesce, waits=wait)
             is_due = self._cadence.step(time.monotonic(), version.call)
             if (refusal := self._queue.refusal(version.call)) is not None:
@@ -266,14 +269,14 @@ class Publisher:
         try:
             report = future.result()
         finally:
-            future.awaited = False  # an interrupted caller does not hear of a failure that comes later
+            future.awaited = False  # an interrupted caller does not get a later failure from this call
         if wait and version.is_root:
             written = report.payload_bytes + self._finish_anchor()
             report = replace(report, payload_bytes=written, anchor=self._writer.anchors.choice)
         return report if wait else future
 
     def _compare(self, version: PendingVersion, source: Any, old: Any, keeps_source: bool) -> None:
-        """Read and compare a source. What stops that stops it on all ranks, so a team's sender is to report it."""
+        """Read and compare a source. In a team, an error is not raised here: the sender reports it to all ranks."""
         writer = self._writer
         try:
             version.step = checked_step(version.step)
@@ -293,7 +296,7 @@ class Publisher:
             version.fault = e
 
     def _start_sender(self, inline: bool) -> None:
-        """Have what is queued sent: in the background, or in this thread, which has to wait for it anyway."""
+        """Have queued versions sent: in the background, or in this thread if it has to wait for them anyway."""
         if inline:
             self._send()
             return
@@ -303,11 +306,11 @@ class Publisher:
             self._send()
 
     def _send(self) -> None:
-        """Send what is queued until nothing is: the sender's whole life. Raises nothing: nobody would see it."""
+        """Send queued versions until there are none. Raises nothing: an exception of this thread would be lost."""
         while (version := self._queue.take()) is not None:
             try:
                 report = self._writer.write(version)
-            except BaseException as e:  # noqa: BLE001 - for those who have the futures, and for the next call
+            except BaseException as e:  # noqa: BLE001 - raised by the futures and by the next call
                 writer = self._writer
                 self._queue.failed(version, e, writer.settle_at_once, is_lost=writer.talk.is_lost)
             else:
@@ -317,17 +320,17 @@ class Publisher:
     def _revive(self, sender: "Future[None]") -> None:
         """If an executor was shut down with cancel_futures=True before it ran the sender, run it in a new thread.
 
-        Without one, what is queued fails, and the next publish tries again.
+        If no thread can be started, what is queued fails, and the next publish tries again.
         """
         if not sender.cancelled():
             return
         try:
-            start(self._send)  # not by submit: the thread that shuts an executor down has its lock
+            start(self._send)  # not with submit: the thread that shuts an executor down has its lock
         except RuntimeError as e:
             self._queue.start_failed(e)
 
     def _skipped(self, layout: Layout, step: int, wait: bool, began: float) -> "PublishReport | Future[PublishReport]":
-        """Nothing to do: the step is in the state, and the next version covers it."""
+        """Return the report of a step that is skipped: the next version contains its changes."""
         blocked_s = time.perf_counter() - began
         report = PublishReport(None, step, 0, layout.size, 0, layout.size_bytes, 0, blocked_s, 0.0, 0.0)
         if wait:
@@ -337,7 +340,7 @@ class Publisher:
         return done
 
     def _start(self) -> None:
-        """Make what belongs to the process that publishes, at its first publish: a fork before that does no harm."""
+        """Create what belongs to the process that publishes, at its first publish: a fork before that does no harm."""
         if self._process is not None:
             return
         if self._spool is None:
@@ -362,7 +365,7 @@ class Publisher:
         self._process = os.getpid()
 
     def _sign(self, record: Manifest) -> bytes:
-        """Sign for the anchor writer, which so keeps this publisher and its temporary folder until it ends."""
+        """Sign a record of an anchor. As a bound method, it keeps this publisher and its temporary folder alive."""
         return signed(record, self._options.signing_key)
 
     def _check_interpreter(self) -> None:
@@ -377,8 +380,9 @@ class Publisher:
         """Raises: ClosedError, in a process that was forked from the one that publishes."""
         if self._is_forked:
             raise ClosedError(
-                f"this Publisher belongs to process {self._process} and this is process {os.getpid()}, forked from it, "
-                "where its threads do not run; create a new Publisher here, or start the process with 'spawn'"
+                f"this Publisher belongs to process {self._process}; this is process {os.getpid()}, which was forked "
+                "from it and does not have its threads; create a new Publisher in the child, or start the process with "
+                "'spawn'"
             )
 
     @property
@@ -410,16 +414,16 @@ class Publisher:
 
     @property
     def base_bytes(self) -> int:
-        """What this process keeps of the last version."""
+        """The bytes of the last version that this process keeps."""
         return sum(flat.nbytes for flat in base.state.flats.values()) if (base := self._base) else 0
 
     @property
     def anchor_bytes(self) -> int:
-        """What this process has uploaded of anchors so far."""
+        """The bytes of anchors that this process has uploaded so far."""
         return self._writer.anchors.written_bytes if self._process else 0
 
     def state_dict(self) -> PublisherState:
-        """What belongs into a checkpoint of the trainer: the run, and the last version that was committed.
+        """Return what to save in a checkpoint of the trainer: the run, and the last version that was committed.
 
         A dictionary of text and numbers, empty before the first version; `load_state_dict` accepts that too. With
         wait=False, versions that are not committed yet are not in it.
@@ -433,36 +437,39 @@ class Publisher:
 
         The first publish checks that the location has this run, and in it the version of the checkpoint, unless that
         was pruned; if not, it raises RunReplacedError, RunForkedError or RunRolledBackError and publishes nothing. The
-        next version is a patch to the newest one: versions grow, while the step goes back to the trainer's. Of a team
-        every rank loads a state, and that of rank 0 is checked.
+        next version is a patch to the newest one: version numbers increase, while the step goes back to the trainer's.
+        In a team every rank loads a state, and that of rank 0 is checked.
 
         Raises:
-            ValueError: this is not what `state_dict` returned; RuntimeError: this publisher has published already.
+            ValueError: this is not a state that `state_dict` returned; RuntimeError: this publisher has published
+            already.
         """
         if self._process is not None:
-            raise RuntimeError("load_state_dict must be called before the first publish; create a new Publisher")
+            raise RuntimeError(
+                "load_state_dict was called after the first publish; create a new Publisher and call it before publish"
+            )
         if not isinstance(state, dict) or {name: type(value) for name, value in state.items()} not in (
             {},
             PublisherState.__annotations__,
         ):
             raise ValueError(
-                f"a publisher's state has {', '.join(PublisherState.__annotations__)}, or nothing; pass what "
-                f"state_dict() of a Publisher returned, not {reprlib.repr(state)}"
+                f"load_state_dict needs what state_dict() of a Publisher returned, a dictionary with "
+                f"{', '.join(PublisherState.__annotations__)}, or an empty one; got {reprlib.repr(state)}"
             )
         self._options.continues = state.copy()
 
     def hold(self, optimizer: Any) -> None:
-        """Have an optimizer wait before each step until no comparison reads the weights any more.
+        """Make an optimizer wait before each step until no comparison reads the weights any more.
 
             publisher = Publisher("s3://bucket/run", keep="host")
             publisher.hold(optimizer)
 
         With keep="host" and weights on a GPU, publish(wait=False) then returns at once, and the weights are compared
-        during the next forward and backward pass, for which two buffers of 256 MB are needed on the GPU. What is
-        published may change in the steps of optimizers that are held, and nowhere else before such a step: hold all
-        that change it, and leave out buffers that a forward pass writes. Where torch notices another write, the version
-        fails with a StateError. Everything else is as without it: publish(wait=True), and every other `keep`, with
-        which the optimizer never waits.
+        during the next forward and backward pass, which needs two buffers of 256 MB on the GPU. The published tensors
+        may then change only in the steps of optimizers that were passed to `hold`: pass all that change them, and do
+        not publish buffers that a forward pass writes. If torch notices another write, the version fails with a
+        StateError. publish(wait=True) and every other `keep` work as without `hold`, and the optimizer never waits for
+        them.
 
         The optimizer is released when the publisher is closed.
 
@@ -483,19 +490,19 @@ class Publisher:
         self._holds.append(register(lambda *_: self._wait_until_compared()))
 
     def _wait_until_compared(self) -> None:
-        """Wait until no comparison reads the trainer's weights. In a forked process there is no thread to wait for."""
+        """Wait until no comparison reads the trainer's weights. In a forked process no thread does."""
         if self._process is not None and not self._is_forked and self._writer.baseline is not None:
             self._writer.baseline.wait()
 
     def flush(self) -> None:
-        """Wait until everything that was published is in the store, anchors too. Of a team every rank calls it.
+        """Wait until everything that was published is in the store, anchors too. In a team every rank calls it.
 
         Raises:
-            What stopped a version, once, unless its future was read or a later version was committed. StoreError: an
-            anchor could not be written; it is tried again with a later version if the error is retryable, and otherwise
-            the next epoch gets one. FormatError: so too, an anchor has changed on disk before it was uploaded.
-            ClosedError: the publisher belongs to another process. RuntimeError: it was called by a callback of a
-            future, or by a signal handler within publish.
+            The error of a version that failed, once, unless its future was read or a later version was committed.
+            StoreError: an anchor could not be written; it is tried again with a later version if the error is
+            retryable, and otherwise an anchor of the next epoch is written instead. FormatError: the same, because an
+            anchor has changed on disk before it was uploaded. ClosedError: the publisher belongs to another process.
+            RuntimeError: it was called by a callback of a future, or by a signal handler within publish.
         """
         self._check_process()
         self._queue.check_caller("flush")
@@ -504,10 +511,10 @@ class Publisher:
     def close(self) -> None:
         """Finish what is in progress, and stop. A publisher that is not closed finishes when the process ends.
 
-        With publish_every, steps since the last version are in none: their number is logged as a warning. Publish the
-        last step with now=True to have it sent. Of a team every rank calls it.
+        With publish_every, steps since the last version are not sent: their number is logged as a warning. Publish the
+        last step with now=True to have it sent. In a team every rank calls it.
 
-        Raises: what `flush` does, once more. A second call does nothing.
+        Raises: as `flush`, once more. A second call does nothing.
         """
         if self._is_forked:
             return
@@ -516,7 +523,7 @@ class Publisher:
             return
         if self._cadence.every != 1 and self._cadence.waiting:
             logger.warning(
-                "The last %d steps are in no version: publish_every=%r. Publish the last step with now=True.",
+                "The last %d steps are in no version, due to publish_every=%r. Publish the last step with now=True.",
                 self._cadence.waiting,
                 self._cadence.every,
             )
@@ -548,12 +555,12 @@ class Publisher:
         try:
             self._finish_anchor()
         except Exception:
-            self._queue.raise_failure(caller)  # a version comes before an anchor
+            self._queue.raise_failure(caller)  # the failure of a version is raised first, then that of an anchor
             raise
         self._queue.raise_failure(caller)
 
     def _finish_anchor(self) -> int:
-        """Wait for an anchor that is being written. A team that has lost a rank does not wait for it again."""
+        """Wait for an anchor that is being written, unless the team has lost a rank."""
         return 0 if self._process is None or self._writer.talk.is_lost else self._writer.finish_anchor()
 
 
@@ -566,18 +573,18 @@ def _failed(error: BaseException, wait: bool) -> "Future[PublishReport]":
 
 
 def checked_step(step: int) -> int:
-    """Raises: ValueError, TypeError, for what is no step."""
+    """Raises: ValueError, TypeError, if step is not a whole number in the permitted range."""
     if isinstance(step, bool) or not 0 <= (whole := operator.index(step)) <= MAX_VERSION:
-        raise ValueError(f"step must be a whole number from 0 to {MAX_VERSION}, not {step!r}")
+        raise ValueError(f"step must be a whole number from 0 to {MAX_VERSION}; got {step!r}")
     return whole
 
 
 def check_complete(shards: Shards) -> None:
-    """Raises: StateError, if a tensor is only a part of the model's."""
+    """Raises: StateError, if a tensor is only a shard of the model's."""
     for name, window in shards.windows.items():
         if shards.partial and not window.whole:
             raise StateError(
-                f"tensor {name!r} is a part of the model's, {window.local.shape} of {window.tensor.shape}; publish "
-                "what each rank has with ShardedPublisher, or gather it first",
+                f"tensor {name!r} is only a shard, {window.local.shape} of {window.tensor.shape}; publish the shards "
+                "of all ranks with ShardedPublisher, or gather the tensor first",
                 tensor=name,
             )

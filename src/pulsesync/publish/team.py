@@ -1,4 +1,4 @@
-"""What the ranks of a team say to each other while they publish: in step, and all of them fail where one does."""
+"""The messages that the ranks of a team exchange while they publish: in rounds, and if one rank fails, all fail."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class TeamTalk:
-    """Rounds in which every rank does its share of something and hears of the others. A team of one hears itself.
+    """Rounds in which every rank does its share of some work and gets a message from each rank, including itself.
 
     Attributes:
-        step: The trainer's step that this rank publishes. All must be at the same one; None while that is not agreed.
+        step: The trainer's step that this rank publishes, which must be the same on all; None until that is agreed on.
         is_lost: Whether this rank could not reach the others in the last round.
     """
 
@@ -44,14 +44,14 @@ class TeamTalk:
         return self.team.size == 1
 
     def begin(self) -> None:
-        """Begin a version: every rank counts its rounds from here."""
+        """Begin a version: every rank counts its rounds from now on."""
         self._rounds, self.step = 0, None
 
     def together(self, work: Callable[[], tuple[T, bytes]]) -> tuple[T, list[bytes]]:
-        """Do this rank's share of something, and send a message to the others; return what it gave and all messages.
+        """Do this rank's share of some work, and send a message to the others; return its result and all messages.
 
         Raises:
-            PulseError: some rank failed: its own error there, one of the same kind or a GroupError elsewhere.
+            PulseError: a rank failed; on that rank its own error, on the others one of the same class or a GroupError.
         """
         self._rounds += 1
         place = bytes([self._rounds % 256])
@@ -64,13 +64,18 @@ class TeamTalk:
         step = b"" if self.step is None else self.step.to_bytes(8, "little")
         sent = self._gather(place + _DONE + step + message)
         if any(one[:1] != place for one in sent):
-            raise GroupError("the ranks are not in the same place of a publish: begin it again", rank=self.team.rank)
+            raise GroupError(
+                "the ranks are not in the same round of a publish; call publish again on every rank",
+                rank=self.team.rank,
+            )
         for rank, one in enumerate(sent):
             if one[1:2] != _DONE:
                 raise _fault_from(one[2:], rank, self.team.rank)
         if len({one[2 : 2 + len(step)] for one in sent}) > 1:
             steps = tuple(int.from_bytes(one[2:10], "little") for one in sent)
-            raise GroupError(f"the ranks publish different steps: {steps}", rank=self.team.rank)
+            raise GroupError(
+                f"the ranks publish different steps: {steps}; pass the same step on every rank", rank=self.team.rank
+            )
         return value, [one[2 + len(step) :] for one in sent]
 
     def _gather(self, message: bytes) -> list[bytes]:
@@ -80,7 +85,7 @@ class TeamTalk:
         return sent
 
     def report(self, work: Callable[[], tuple[T, RankReport]]) -> tuple[T, list[RankReport]]:
-        """The same where each message is a report; that of a team of one is not written down."""
+        """Do the same where each message is a report; that of a team of one is not converted to bytes."""
         if self.is_alone:
             value, report = work()
             return value, [report]
@@ -93,7 +98,7 @@ class TeamTalk:
         return value, list(RankReport.from_ranks(sent))
 
     def ask(self, work: "Callable[[], CoordinatorMessage]") -> "CoordinatorMessage":
-        """Let the coordinator do something, and return its message."""
+        """Let the coordinator do some work, and return its message."""
         if self.is_alone:
             return work()
         _, sent = self.together(lambda: (None, work().to_bytes() if self.coordinates else b""))
@@ -104,11 +109,11 @@ class TeamTalk:
 class CoordinatorMessage:
     """What the coordinator sends to the others."""
 
-    record: bytes = b""  # of the last version, as stored
-    anchor: bool = False  # one is to be begun now
+    record: bytes = b""  # the stored record of the last version
+    anchor: bool = False  # whether to start an anchor now
     newest: int | None = None  # epoch of the newest anchor in the store
-    changed: int = 0  # weights, over all ranks
-    written: int = 0  # bytes, by all ranks
+    changed: int = 0  # changed weights of all ranks
+    written: int = 0  # bytes that all ranks have written
 
     def to_bytes(self) -> bytes:
         return json.dumps([self.anchor, self.newest, self.changed, self.written]).encode() + b"\n" + self.record
@@ -129,19 +134,19 @@ class AnchorShare:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands when the ranks meet to publish a version, or to end."""
+    """The status of a rank, which it sends to the others before they publish a version, or end."""
 
-    call: int  # of publish, that its version ends with
-    calls: int  # that it has made
-    version: int | None  # that its base is
-    unsure: bool  # whether it does not know what became of the last version
+    call: int  # the call of publish that its version ends with
+    calls: int  # the number of calls that it has made
+    version: int | None  # the version of its base
+    unsure: bool  # whether it does not know if the last version was committed
     awaited: bool  # whether its caller waits, so that its source can be read again
     waits: bool  # whether its caller waits in every call (wait=True), so that no other rank is ahead
-    unread: bool  # whether a failure is to be raised by publish
-    busy: bool  # whether it writes its share of an anchor
-    share: AnchorShare | None  # of an anchor that is not recorded
-    target: int  # steps that the next version should have, as far as this rank knows
-    choice: CodecChoice  # how it would code the version: as the coordinator would, all do
+    unread: bool  # whether publish must raise a failure
+    busy: bool  # whether it is writing its share of an anchor
+    share: AnchorShare | None  # its share of an anchor that has no record yet
+    target: int  # steps that the next version should have, by what this rank measured
+    choice: CodecChoice  # how it would code the version: all ranks use the coordinator's choice
 
     def to_bytes(self) -> bytes:
         share = [self.share.epoch, write_parts(self.share.parts)] if self.share else None
@@ -151,7 +156,7 @@ class Standing:
 
     @classmethod
     def from_ranks(cls, messages: Sequence[bytes]) -> "list[Standing]":
-        """Raises: FormatError, if a message is not what `to_bytes` wrote."""
+        """Read what `to_bytes` wrote on each rank. Raises: FormatError, if a message is malformed."""
         out = []
         for rank, data in enumerate(messages):
             try:
@@ -170,7 +175,7 @@ def _fault_to(error: BaseException) -> bytes:
 
 
 def _fault_from(data: bytes, failed: int, rank: int) -> PulseError:
-    """What stopped another rank, as an error of the same kind where it is one of this library's."""
+    """Return the error of another rank, as one of the same class if it is one of this library's."""
     fault = json.loads(data)
     kind = getattr(errors, fault["kind"], None)
     if not isinstance(kind, type) or not issubclass(kind, PulseError):

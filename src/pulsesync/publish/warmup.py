@@ -1,4 +1,4 @@
-"""Compile ahead: the first publish and the first sync on a machine should not wait for a compiler."""
+"""Compile kernels ahead of time, so that the first publish and the first sync do not wait for a compiler."""
 
 import logging
 import time
@@ -22,21 +22,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-VERSIONS = 3  # that compile all there is: an anchor, a patch without a history, and one with it
-_FEW = 32  # small weights of a tensor, which change: what is compiled does not depend on it
-_CODED = ("F32", *CASTS)  # dtypes whose patches are made on a GPU
+VERSIONS = 3  # enough to compile every kernel: an anchor, a patch without a history, and one with it
+_FEW = 32  # small weights of a tensor, which change: the compiled kernels do not depend on this number
+_CODED = ("F32", *CASTS)  # dtypes whose patches are encoded on a GPU
 
 
 def warm_up(dtype: str = "BF16", *, device: "str | torch.device | None" = None) -> float:
     """Run every kernel on small states, so that each is compiled and cached on disk; return the seconds it took.
 
-    Some seconds on a machine that has not done it before, a fraction of one later. A trainer calls it while its model
-    loads; a container image can call it when it is built. With a GPU the progress is logged (`pulsesync`, level INFO).
+    It takes some seconds on a machine that has not done it before, and a fraction of a second later. A trainer calls it
+    while its model loads; a container image can call it when it is built. On a GPU the progress is logged (`pulsesync`,
+    level INFO).
 
     Args:
-        dtype: What is published, "BF16", "F16", "F32", "F8_E4M3" or "F8_E5M2"; call it once for each that a model has.
+        dtype: The dtype that is published: "BF16", "F16", "F32", "F8_E4M3" or "F8_E5M2"; call this once for each that a
+            model has.
         device: Where the weights are: "cuda", "cuda:1", a torch.device; without it, in host memory. On a GPU three
-            versions are published and synced, as they are and, if they can be cast, from FP32 masters.
+            versions are published and synced, once from this dtype and, if it can be cast to, once from FP32 masters.
 
     Raises:
         ValueError: there is no such device, or dtype is none of those above.
@@ -65,7 +67,7 @@ def _warm_up_host(dtype: str) -> None:
         patch.decode(part.data, state.layout, {"w": old}, history=history)
         history = history.after(part.patches, {"w": old})
     history.digest()
-    smooth = (np.arange(spec.size) % 29 << 7).astype(spec.kind.bits)  # exponents that are packed, as those of weights
+    smooth = (np.arange(spec.size) % 29 << 7).astype(spec.kind.bits)  # exponents that can be packed, as in real weights
     whole = patch.encode_whole(state.layout, state.layout.tiles, {"w": smooth}, state.sums)
     patch.decode(whole.data, state.layout, {"w": old})
     _warm_up_bundles(dtype)
@@ -74,13 +76,13 @@ def _warm_up_host(dtype: str) -> None:
 def _warm_up_bundles(dtype: str) -> None:
     """Gather two small tensors and write to them, as a worker does."""
     pair = layout.bundle(layout.make([TensorSpec(name, dtype, (40,)) for name in "ab"]))
-    held, (tile,) = HostState(pair, {spec.name: np.zeros(40, spec.kind.bits) for spec in pair.tensors}), pair.tiles
-    old = held.block(tile, 0)[30:50]
-    held.write_change(tile.ordinal, BlockChange(0, np.arange(30, 50, dtype=np.uint32), old, old))
+    state, (tile,) = HostState(pair, {spec.name: np.zeros(40, spec.kind.bits) for spec in pair.tensors}), pair.tiles
+    old = state.block(tile, 0)[30:50]
+    state.write_change(tile.ordinal, BlockChange(0, np.arange(30, 50, dtype=np.uint32), old, old))
 
 
 def _find_device(device: "str | torch.device") -> "torch.device | None":
-    """A GPU, by its name; None where it is host memory that is named. Raises: ValueError, StateError."""
+    """Return the GPU of this name; None if the name is that of host memory. Raises: ValueError, StateError."""
     try:
         import torch
     except ModuleNotFoundError as e:
@@ -97,12 +99,13 @@ def _find_device(device: "str | torch.device") -> "torch.device | None":
         count = torch.cuda.device_count()
         if not count:
             raise StateError(
-                f"device={str(device)!r}, but torch {torch.__version__} finds no CUDA device: see whether nvidia-smi "
-                "lists one and torch was installed for CUDA; without device= the kernels for host memory are compiled"
+                f"device={str(device)!r} needs a CUDA device, and torch {torch.__version__} finds none: check that "
+                "nvidia-smi lists one and that torch was installed for CUDA; leave out device= to compile the kernels "
+                "for host memory"
             )
         if (found.index or 0) >= count:
             raise ValueError(f"device={str(device)!r} does not exist: torch finds {count} CUDA devices, from cuda:0 on")
-    devices.load("state")  # says what is missing
+    devices.load("state")  # raises an error that names a missing package
     return found
 
 
@@ -128,24 +131,24 @@ def _warm_up_device(dtype: str, where: "torch.device") -> None:
 
 
 def _make_tensors(dtype: str, where: "torch.device") -> "dict[str, torch.Tensor]":
-    """A tensor with tiles of its own, two that share a bundle, and one that begins between words of eight bytes."""
+    """Make a tensor with its own tiles, two that share a bundle, and one that is not aligned to eight bytes."""
     import torch
 
     def some(size: int) -> torch.Tensor:
         weights = torch.ones(size, dtype=torch.float32, device="cpu")
         few = weights[: 16 * _FEW : 16].numpy()
-        few[:] = np.exp2(-2.0 - np.arange(few.size) % 6)  # what is small is tracked
+        few[:] = np.exp2(-2.0 - np.arange(few.size) % 6)  # small weights are tracked
         return weights.to(where).to(torch_dtype(dtype))
 
     return {"large": some(layout.SMALL), "small": some(400), "odd": some(401)[1:], "bias": some(3)}
 
 
 def _change_(weights: "dict[str, torch.Tensor]") -> None:
-    """Move the small weights by a unit in the last place, and one weight that is not tracked."""
+    """Change the small weights, and one weight that is not tracked, by a unit in the last place."""
     import torch
 
     for tensor in weights.values():
         bits = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
-        unit = 1 << 21 if tensor.dtype == torch.float32 else 1  # every dtype that masters are cast to sees it
+        unit = 1 << 21 if tensor.dtype == torch.float32 else 1  # large enough to change every dtype masters are cast to
         bits[: 16 * _FEW : 16] += unit
         bits[1] += unit

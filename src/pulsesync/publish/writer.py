@@ -1,8 +1,8 @@
-"""The run writer: from a version that was compared to one that is in the store, with the other ranks of a team.
+"""The run writer: commits a compared version to the store, together with the other ranks of a team.
 
-Every publisher has one, and a single process is a team of one. A version takes three rounds of the team: where every
-rank stands (`_meet`), what each has encoded and uploaded (`_offer`), and what the coordinator made of it (`_create`).
-Only the thread that sends uses the team. What fails on one rank fails the version on all, and no base moves.
+Every publisher has one, and a single process is a team of one. A version takes three rounds of messages: the status of
+every rank (`_meet`), what each has encoded and uploaded (`_offer`), and the record that the coordinator has created
+(`_create`). Only the thread that sends uses the team. If a rank fails, the version fails on all, and no base advances.
 """
 
 import json
@@ -61,13 +61,13 @@ from pulsesync.state.sharding import (
 )
 from pulsesync.store import Store
 
-CALL_TIMEOUT_S = 300.0  # how long a rank may be behind another in its calls of publish
+CALL_TIMEOUT_S = 300.0  # how long a rank may take to make a call of publish that another has made
 
 logger = logging.getLogger(__name__)
 
 
 class PublisherState(TypedDict, total=False):
-    """What a publisher adds to a checkpoint of the trainer: the last version committed. Empty before the first."""
+    """What a publisher adds to a checkpoint of the trainer: the last committed version. Empty before the first."""
 
     run: str
     version: int
@@ -77,7 +77,7 @@ class PublisherState(TypedDict, total=False):
 
 @dataclass
 class WriterOptions:
-    """What the ranks of a team must agree on; see `Publisher`."""
+    """The options that must be the same on all ranks of a team; see `Publisher`."""
 
     codec: CodecName
     grid: layouts.Grid
@@ -86,29 +86,29 @@ class WriterOptions:
     files: Files
     anchor_every: float
     epoch_patches: int
-    continues: PublisherState = field(default_factory=PublisherState)  # what the run must have, unless it is empty
+    continues: PublisherState = field(default_factory=PublisherState)  # the version that the run must have; or empty
 
 
 @dataclass(frozen=True)
 class RankBase:
-    """What a rank compares its tiles with: the last version committed, as far as it is this rank's."""
+    """The base of a rank: its tiles of the last committed version, with which it compares."""
 
     last: Manifest
-    record: bytes  # of last, as stored
+    record: bytes  # the stored record of `last`
     share: TileShare
     state: AnyState
 
 
 @dataclass(frozen=True)
 class Draft:
-    """This rank's part of a version that was sent, and is perhaps committed."""
+    """This rank's part of a version that was sent, and may have been committed."""
 
     version: int
     encoded: EncodedPart
     transition: AnyTransition
     part: PartRef | None  # None: nothing changed in this rank's tiles, and nothing was uploaded
-    record: bytes = b""  # the coordinator's, once it is signed
-    tables: VersionTables | None = None  # the coordinator's, of the version
+    record: bytes = b""  # the signed record; on the coordinator only
+    tables: VersionTables | None = None  # the tables of the version; on the coordinator only
     report: PublishReport | None = None  # the coordinator's, if the version is committed
 
     def is_of(self, record: Manifest) -> bool:
@@ -117,7 +117,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class _TeamPlan:
-    """What a team needs to begin: how its tensors are cut, who has what, and the last version of the run."""
+    """What a team needs to begin: the layout, the tiles of each rank, and the last version of the run."""
 
     layout: Layout
     everyones: Sequence[Windows]
@@ -126,7 +126,7 @@ class _TeamPlan:
 
 
 class RunWriter:
-    """Writes the versions of one run. `write` is for one thread at a time; `compare` needs the queue's lock."""
+    """Writes the versions of one run. One thread at a time may call `write`; `compare` needs the queue's lock."""
 
     def __init__(
         self,
@@ -141,27 +141,27 @@ class RunWriter:
     ) -> None:
         self.store, self.talk, self.queue, self.anchors, self.options = store, talk, queue, anchors, options
         self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
-        self.base: RankBase | None = None  # changed under the queue's lock alone
-        self.last: Manifest | None = None  # the last version committed, also where its base was lost
+        self.base: RankBase | None = None  # changed only under the queue's lock
+        self.last: Manifest | None = None  # the last committed version, even if its base was lost
         self.costs, self._choice = costs, costs.choice
         self._cadence, self._events = cadence, events
-        self._draft: Draft | None = None  # until it is known what became of it
-        self._unrecorded: int | None = None  # the epoch of an anchor that all ranks began and whose record is not there
-        self._ranks: Sequence[Standing] = ()  # as they stood when they last met
-        # What follows is the coordinator's alone
+        self._draft: Draft | None = None  # kept until it is known whether it was committed
+        self._unrecorded: int | None = None  # the epoch of an anchor that all ranks started and that has no record yet
+        self._ranks: Sequence[Standing] = ()  # the last status of every rank
+        # The following are used by the coordinator only.
         self._tables = VersionTables()
         self._refs: tuple[FileRef, ...] = ()
-        self._path_bytes = 0.0  # patches since the newest anchor
+        self._path_bytes = 0.0  # bytes of the patches since the newest anchor
 
     # Comparing, in the caller's thread
 
     def compare(self, version: PendingVersion, shards: Shards, old: Any = None, later: bool = False) -> None:
         """Compare a source with the base, if there is one; when this returns, the source may change.
 
-        later: It changes only after `wait` of the baseline, and may be compared until then.
+        later: The source changes only after `wait` of the baseline, and may be compared until then.
 
         Raises:
-            StateError: tensors came, went, changed shape, tie or shard.
+            StateError: tensors were added, removed, reshaped, or tied or sharded differently.
         """
         base, baseline = self.base, self.baseline
         if base is None or baseline is None:
@@ -172,7 +172,9 @@ class RunWriter:
             version.difference = compare(base.share, base.state, shards, self._codec, base.last, old)
         except BaseException as e:
             if baseline.hands_over and not isinstance(e, ValueError | StateError):
-                self.base = None  # what was handed over is lost, and no later version follows the last one
+                self.base = (
+                    None  # the old weights that the caller passed are lost: no patch to the last version is possible
+                )
             raise
         version.base = base.last.version
 
@@ -186,10 +188,10 @@ class RunWriter:
     # One version
 
     def write(self, version: PendingVersion) -> PublishReport:
-        """Commit the current version with all ranks, and move the base.
+        """Commit the current version with all ranks, and advance the base.
 
         Raises:
-            PulseError: some rank failed; the base is still the last version committed.
+            PulseError: a rank failed; the base is still the last committed version.
         """
         clock = _Clock()
         self.talk.begin()
@@ -203,9 +205,9 @@ class RunWriter:
         return self._write_root(found, version, clock)
 
     def _meet(self, version: PendingVersion) -> int:
-        """Learn where every rank stands; return the call that the version ends with.
+        """Exchange the status of every rank; return the call that the version ends with.
 
-        If the ranks have no base, or not the same, none has one afterwards. No rank is in a call of publish meanwhile.
+        If ranks have no base, or different ones, none has one afterwards. No rank is in a call of publish meanwhile.
         """
         ranks = self._stand(version)
         calls = max(rank.calls for rank in ranks)
@@ -214,7 +216,7 @@ class RunWriter:
         with self.queue.lock:
             if not self.talk.is_alone:
                 self._cadence.agree(ranks[COORDINATOR].target, calls)
-            if all_wait:  # then they are in the same call, whatever each has counted
+            if all_wait:  # then they are in the same call, even if their counts differ
                 self.queue.calls = version.call = calls
         try:
             self._agree_on_base(ranks, can_resume=all_wait or all(r.awaited and r.call == calls for r in ranks))
@@ -227,7 +229,7 @@ class RunWriter:
         return calls if all_wait else max(rank.call for rank in ranks)
 
     def _agree_on_base(self, ranks: Sequence[Standing], can_resume: bool) -> None:
-        """Raises: StoreError, GroupError: the ranks do not know the same last version, and cannot resume the run."""
+        """Raises: StoreError, GroupError: the ranks have different last versions, and cannot resume the run now."""
         versions = [rank.version for rank in ranks]
         if any(rank.unsure for rank in ranks):
             versions = self._settle()
@@ -236,15 +238,15 @@ class RunWriter:
                 self.base = self._unrecorded = None
         if self.base is None and not can_resume:
             raise GroupError(
-                "the ranks do not know the same last version, so nothing was published; the next publish resumes the "
-                "run on all of them",
+                "the ranks have different last versions, so nothing was published; publish again on every rank to "
+                "resume the run on all of them",
                 rank=self.talk.team.rank,
             )
 
     def _stand(self, version: PendingVersion) -> list[Standing]:
         def stand() -> Standing:
             if version.fault is not None and self.base is None:
-                raise version.fault  # otherwise when all ranks have made the same call
+                raise version.fault  # in the other case it is raised when all ranks have made the same call
             if self.base is not None:
                 self.anchors.renew(self.base.last.run)
                 self._choose_codec(self.base.last, version)
@@ -268,17 +270,17 @@ class RunWriter:
         return Standing.from_ranks(self.talk.together(lambda: (None, stand().to_bytes()))[1])
 
     def _choose_codec(self, last: Manifest, version: PendingVersion) -> None:
-        """The coordinator chooses for each epoch, at its first patch, how all ranks code its versions."""
+        """Choose, on the coordinator and at the first patch of an epoch, how all ranks code the epoch's versions."""
         if self.talk.coordinates and last.next_patch[1] == 1 and version.difference is not None:
             self.costs.begin_epoch(version.difference.try_step())
 
     @property
     def _codec(self) -> CodecName:
-        """The codec of the current version, or of the next one as far as it is known."""
+        """Return the codec of the current version, or the expected one of the next."""
         return patch_codec(self.options.codec, self._choice)
 
     def _fix(self, version: PendingVersion, last_call: int) -> PendingVersion:
-        """The current version as it is when this rank has made the call that it ends with."""
+        """Return the current version when this rank has made the call that it ends with."""
         fixed = self.queue.fix(version, last_call, CALL_TIMEOUT_S, resumes=self.base is None)
         if fixed.fault is not None:
             raise fixed.fault
@@ -293,21 +295,25 @@ class RunWriter:
     # Settling
 
     def settle_at_once(self) -> None:
-        """After a failure, see whether the version was committed all the same; a team does that when it next meets."""
+        """After a failure, find out whether the version was committed anyway; a team does so with the next one."""
         if not self.talk.is_alone or self._draft is None:
             return
         try:
             self._settle()
-        except Exception as e:  # noqa: BLE001 - the next version begins with it
-            logger.warning("The last version is not settled: %s: %s", type(e).__name__, e)
+        except Exception as e:  # noqa: BLE001 - the next version tries again
+            logger.warning(
+                "It is not known yet whether the last version was committed: %s: %s. The next publish finds out.",
+                type(e).__name__,
+                e,
+            )
 
     def _settle(self) -> list[int | None]:
         """Find out whether a version was committed whose outcome some rank does not know; if so, advance to it.
 
-        Returns the version that each rank is then at.
+        Returns the version of each rank's base afterwards.
 
         Raises:
-            StoreError: the store still does not say.
+            StoreError: the store still does not answer.
         """
         base = self.base
 
@@ -332,7 +338,7 @@ class RunWriter:
                 logger.info("Version %d was committed, although its publish failed.", record.version)
                 if draft.report is not None:
                     self._events.published(draft.report)
-                hands_over = self.baseline is not None and self.baseline.hands_over  # then the source has moved on
+                hands_over = self.baseline is not None and self.baseline.hands_over  # then the source has changed since
                 self._try_anchor(base, message.anchor and not hands_over)
             self._draft = None
             return None, json.dumps(self.version).encode()
@@ -343,13 +349,13 @@ class RunWriter:
     def _advance(
         self, draft: Draft, last: Manifest, record: bytes, waiting: Sequence[PendingVersion | None]
     ) -> RankBase:
-        """Move the base to a version that was committed, and what waits and was compared with the base before."""
+        """Advance the base to a committed version, and rebase a waiting version that was compared with the old base."""
         base = self.base
         assert base is not None
         for one in waiting:
             if one is not None and one.difference is not None and one.base == base.last.version:
                 one.difference, one.base = one.difference.after(draft.transition), last.version
-        if base.state.sums is not draft.transition.sums:  # unless it was interrupted between here and the end
+        if base.state.sums is not draft.transition.sums:  # False if an earlier attempt was interrupted after this
             base.state.commit(draft.transition)
         self.base, self.last = replace(base, last=last, record=record), last
         self._tables = draft.tables or self._tables
@@ -359,7 +365,7 @@ class RunWriter:
     # Resuming a run
 
     def _open(self, version: PendingVersion, last_call: int) -> "RankBase | _TeamPlan":
-        """Agree on a layout, and look for a run. Returns the base if there is one that can be resumed, else a plan."""
+        """Agree on a layout, and look for a run. Return the base of a run that can be resumed, or a plan for a root."""
         shards, source = version.shards, version.source
         assert shards is not None
 
@@ -394,7 +400,7 @@ class RunWriter:
         return CoordinatorMessage(self._sign(last), newest=last.anchor) if last else CoordinatorMessage()
 
     def _resume(self, plan: _TeamPlan, last: Manifest, shards: Shards) -> RankBase | None:
-        """Rebuild the last version, each rank its own tiles. Returns None on all ranks if that cannot be done."""
+        """Rebuild the last version, each rank its own tiles. Return None on all ranks if that is not possible."""
 
         def rebuild() -> tuple[tuple[TileShare, AnyState] | None, RankReport]:
             layout = self._reader().layout(last.layout)
@@ -402,14 +408,14 @@ class RunWriter:
             try:
                 owners = owner_of(layout, plan.everyones)
             except StateError:
-                return None, RankReport(failed=True)  # the run's tiles lie across the shards of this team
+                return None, RankReport(failed=True)  # a tile of the run lies in several shards of this team
             self.anchors.newest = last.anchor
             self.anchors.finish(last.run)
             share = share_of(layout, owners, self.talk.team.rank, shards)
             state = self._rebuild(last, share, shards)
             if state is None and self.anchors.busy:
                 try:
-                    self.anchors.wait()  # the path may begin at an anchor that was still in the outbox
+                    self.anchors.wait()  # the path may begin at an anchor that is still in the outbox
                 except (StoreError, FormatError):
                     pass  # logged where the anchor is written
                 else:
@@ -428,7 +434,7 @@ class RunWriter:
         return base
 
     def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> AnyState | None:
-        """This rank's tiles of the last version; None if no path leads there from what trainer or store have."""
+        """Return this rank's tiles of the last version; None if no path leads to it."""
         assert self.baseline is not None
         tensors = self.baseline.rebuild(share, shards)
         if tensors is None:
@@ -450,9 +456,9 @@ class RunWriter:
     def _judge(
         self, plan: _TeamPlan, last: Manifest, layout: Layout, reports: Sequence[RankReport]
     ) -> CoordinatorMessage:
-        """Say whether what all ranks have rebuilt is, together, the last version."""
+        """Decide whether the tiles that all ranks have rebuilt are, together, the last version."""
         tables = VersionTables().after(reports)
-        start = last.at_start  # there nothing that was remembered is needed any more
+        start = last.at_start  # at the start of an epoch no history is needed
         if tables.digest(layout) != last.digest or (not start and tables.history(last.index) != last.history):
             return CoordinatorMessage()
         self._tables = tables
@@ -498,7 +504,7 @@ class RunWriter:
     # Patches
 
     def _write_patch(self, base: RankBase, fix: Callable[[], PendingVersion], clock: "_Clock") -> PublishReport:
-        """Encode and upload what changed, each rank in its own tiles; commit it as one version; move the base."""
+        """Encode and upload what changed, each rank in its own tiles; commit it as one version; advance the base."""
 
         def offer() -> tuple[PendingVersion, RankReport]:
             version = fix()
@@ -526,7 +532,7 @@ class RunWriter:
         return replace(report, codec=self._choice.codec, reason=self._choice.reason, anchor=self.anchors.choice)
 
     def _offer(self, base: RankBase, version: PendingVersion, clock: "_Clock") -> RankReport:
-        """Encode what changed in this rank's tiles, and put it; nothing is put where nothing has changed."""
+        """Encode what changed in this rank's tiles, and upload it, unless nothing has changed."""
         assert version.difference is not None
         began = time.perf_counter()
         part, transition = version.difference.encode(base.last, self._codec)
@@ -541,7 +547,7 @@ class RunWriter:
     def _create(
         self, base: RankBase, reports: Sequence[RankReport], version: PendingVersion, clock: "_Clock"
     ) -> CoordinatorMessage:
-        """Make a version of what all have put. If nothing has changed anywhere, it has one part that says so."""
+        """Create a version from the parts of all ranks. If nothing has changed anywhere, it has one empty part."""
         parts = tuple(part for report in reports for part in report.parts)
         draft = self._draft
         assert draft is not None
@@ -567,7 +573,7 @@ class RunWriter:
         return CoordinatorMessage(data, due, newest, changed, written)
 
     def _keep_body(self, draft: Draft) -> None:
-        """A prune may have deleted the part between its upload and the record that names it: then put it again."""
+        """Upload the part again if a prune has deleted it between its upload and the record that names it."""
         if draft.part is not None and draft.part.data is None:
             keep_body(self.store, draft.encoded)
 
@@ -581,26 +587,26 @@ class RunWriter:
     # Anchors
 
     def _due(self, last: Manifest, layout: Layout) -> bool:
-        """Whether an anchor of a version is to be begun: at an epoch's start, if the path has grown long."""
+        """Return whether to start an anchor of a version: at the start of an epoch, if the path has become long."""
         if not last.at_start or any(rank.busy for rank in self._ranks) or self.anchors.busy:
             return False
         longest = self.options.anchor_every * layout.size_bytes
         if not self.anchors.owed and longest <= self._path_bytes < math.inf:
             try:
                 self._path_bytes = self._measure_path(last)
-            except StoreError as e:  # then by what was counted here
-                logger.info("The path from the newest anchor could not be measured: %s", e)
+            except StoreError as e:  # then the bytes that were counted in this process decide
+                logger.info("Could not measure the path from the newest anchor: %s", e)
         return self.anchors.owed or self._path_bytes >= longest
 
     def _measure_path(self, last: Manifest) -> float:
-        """Bytes that a joiner fetches besides the anchor; without one, infinitely many. Raises: StoreError."""
+        """Return the bytes that a new worker fetches besides the anchor; infinite without one. Raises: StoreError."""
         newest, path_bytes = path_since_anchor(last, self._reader().look)
         if newest is not None:
             self.anchors.newest = max(newest, self.anchors.newest or 0)
         return path_bytes
 
     def _try_anchor(self, base: RankBase, begins: bool) -> None:
-        """Begin an anchor that is due, or upload one that is owed; leave it to a later version if that fails.
+        """Start an anchor that is due, or upload one that failed before; if that fails, a later version tries again.
 
         An anchor can wait, versions cannot.
         """
@@ -611,15 +617,15 @@ class RunWriter:
             elif self.anchors.owed:
                 self.anchors.finish(base.last.run)  # it may be on the disk already
         except Exception as e:
-            logger.warning("An anchor that is due was not begun: %s: %s", type(e).__name__, e, exc_info=e)
+            logger.warning("An anchor that is due was not started: %s: %s", type(e).__name__, e, exc_info=e)
 
     def finish_anchor(self) -> int:
-        """Wait for the anchor that is being written, and have its record created; return the bytes of all ranks.
+        """Wait for the anchor that is being written, and create its record; return the bytes of all ranks.
 
-        Of a team every rank calls this, while nothing is being sent.
+        In a team every rank calls this, while nothing is being sent.
 
         Raises:
-            StoreError, FormatError: it could not be written.
+            StoreError, FormatError: the anchor could not be written.
         """
         fault: Exception | None = None
         if self.base is not None:
@@ -651,15 +657,15 @@ class RunWriter:
     def _finish_anchor(self, reports: Sequence[RankReport]) -> CoordinatorMessage:
         if any(report.failed for report in reports):
             raise StoreError(
-                f"the anchor of epoch {self._unrecorded} is not in the store: some ranks could not write their share; "
-                "the next epoch gets one",
+                f"the anchor of epoch {self._unrecorded} was not completed, because some ranks could not write their "
+                "share; an anchor of the next epoch is written instead",
                 retryable=True,
             )
         record = self._complete_anchor([report.parts for report in reports])
         return CoordinatorMessage(newest=record.starts, written=record.size_bytes)
 
     def _record_anchor(self) -> None:
-        """Create the record of an anchor of which every rank has uploaded its share; a failure is left to later."""
+        """Create the record of an anchor when every rank has uploaded its share; after a failure, try again later."""
         shares = [rank.share for rank in self._ranks]
         if self._unrecorded is None or any(one is None or one.epoch != self._unrecorded for one in shares):
             return
@@ -667,7 +673,7 @@ class RunWriter:
             self._complete_anchor([one.parts for one in shares if one])
         except StoreError as e:
             logger.warning(
-                "The anchor of epoch %d is not in the store: %s. It is tried again with a later version.",
+                "The record of the anchor of epoch %d was not created: %s. It is tried again with a later version.",
                 self._unrecorded,
                 e,
             )
@@ -682,7 +688,7 @@ class RunWriter:
         return record
 
     def _note_recorded(self, newest: int | None) -> None:
-        """Every rank knows the newest anchor in the store: its own share of that is needed no more."""
+        """Note the newest anchor in the store, which every rank knows: this rank's share of it can be removed."""
         if self._unrecorded is not None and newest is not None and newest >= self._unrecorded:
             self.anchors.recorded(newest)
             self._unrecorded = None
@@ -694,7 +700,7 @@ class RunWriter:
         return RunReader(self.store, {key.public} if key else None, epoch_patches=self.options.epoch_patches)
 
     def _parse(self, record: bytes) -> Manifest:
-        """A record of this run, which the coordinator has checked."""
+        """Parse a record of this run, which the coordinator has checked."""
         return manifests.parse(record, epoch_patches=self.options.epoch_patches)
 
     def _sign(self, record: Manifest) -> bytes:
@@ -705,12 +711,12 @@ def check_continues(state: PublisherState, reader: RunReader, last: Manifest | N
     """Check that the run at a location, whose newest version is given, is the one that a trainer's checkpoint names.
 
     Raises:
-        RunReplacedError, RunForkedError, RunRolledBackError: it is not; FormatError, StoreError.
+        RunReplacedError, RunForkedError, RunRolledBackError: it is another run; FormatError, StoreError.
     """
     run, version = state["run"], state["version"]
     advice = (
         f"the trainer was restored from a checkpoint that names version {version} of run {run}: publish to the "
-        "location of that run, or leave out load_state_dict to publish here all the same"
+        "location of that run, or leave out load_state_dict to publish to this location nevertheless"
     )
     if last is None:
         raise RunReplacedError(
@@ -718,8 +724,8 @@ def check_continues(state: PublisherState, reader: RunReader, last: Manifest | N
         )
     reader.check_run(run, version, state["digest"], advice)
     logger.info(
-        "The checkpoint names version %d (step %d), and the run is at version %d (step %d); the next version follows "
-        "the newest one.",
+        "The trainer's checkpoint names version %d (step %d), and the run is at version %d (step %d); the next version "
+        "is a patch to the newest one.",
         version,
         state["step"],
         last.version,
@@ -728,7 +734,7 @@ def check_continues(state: PublisherState, reader: RunReader, last: Manifest | N
 
 
 def signed(record: Manifest, key: SigningKey | None) -> bytes:
-    """A record as it is stored."""
+    """Return the bytes of a record as it is stored, signed if there is a key."""
     data = record.build()
     return signature.sign(data, key) if key else data
 
@@ -740,7 +746,8 @@ def same_tensors(layout: Layout, specs: Iterable[TensorSpec], ties: Mapping[str,
     if before != now:
         names = sorted({name for name, _ in before.items() ^ now.items()})
         raise StateError(
-            f"the tensors of a run stay the same; {names[0]!r} came, went or changed: publish into a new place",
+            f"the tensors of a run must not change, but {names[0]!r} was added, removed, cast, reshaped or tied; "
+            "publish to a new location",
             tensor=names[0],
         )
 

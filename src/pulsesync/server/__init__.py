@@ -3,13 +3,13 @@
     serve(ServedFolder("run"))                                  what `pulse serve` does
     serve(relay(HttpStore("https://trainer:8765"), "cache"))    what `pulse relay` does
 
-Plain GET and HEAD with ranges, so that any cache or content network can stand in between, and one addition: `/?list=`
-and a prefix gives the objects below it, one JSON object a line. Content-addressed objects may be cached for ever; the
-rest must be asked for again each time; that something is not there is never cached. The one thing that clients may
-write is the heartbeat of a worker: it is kept in memory alone, and a relay passes it on.
+Plain GET and HEAD with ranges, so that any cache or content delivery network can be used in between, and one addition:
+`/?list=` with a prefix lists the objects below it, one JSON object a line. Content-addressed objects may be cached
+forever; all others must be requested again each time; that an object is missing is never cached. The one thing that
+clients may write is the heartbeat of a worker: it is kept only in memory, and a relay sends it to its upstream.
 
-Memory is bounded: a limited number of requests is worked on at a time, each with a few pieces of its object in memory.
-What a store says goes out unaltered and unchecked; readers check everything.
+Memory is bounded: a limited number of requests is answered at a time, each with a few pieces of its object in memory.
+Objects are served unaltered and unchecked; readers check everything.
 """
 
 import os
@@ -27,16 +27,16 @@ __all__ = ["ServedFolder", "make_app", "relay", "serve"]
 
 
 def relay(upstream: Store, folder: str | os.PathLike[str], max_bytes: int | None = None) -> Store:
-    """Return a store for `serve` that many may poll: it asks the upstream once a second, and for each body once.
+    """Return a store for `serve` that many clients may poll: it asks the upstream once a second, and once a body.
 
-    Bodies are kept in a folder; while the upstream is away they are still served. They are fetched in pieces, so an
-    upstream over HTTP should know range requests: one that does not sends each from its start.
+    Bodies are kept in a folder; while the upstream does not answer, they are still served. They are fetched in pieces,
+    so an upstream over HTTP should support range requests: one that does not sends each body from its start.
 
     Args:
         upstream: What to serve.
-        folder: Where bodies are kept; made if it is not there.
+        folder: Where bodies are kept; created if it does not exist.
         max_bytes: The folder is kept below this size by removing what was not used for longest. If it is not given, the
-            limit is half of the disk space that is free, so that clients cannot fill the disk.
+            limit is half of the free disk space, so that clients cannot fill the disk.
     """
     return CoalescingStore(
         CachedStore(upstream, folder, _half_of_the_disk(Path(folder)) if max_bytes is None else max_bytes)
@@ -44,9 +44,9 @@ def relay(upstream: Store, folder: str | os.PathLike[str], max_bytes: int | None
 
 
 def _half_of_the_disk(folder: Path) -> int:
-    """Return half of what is free where a folder is, or will be, with what it already takes."""
+    """Return half of the disk space that is free for a folder, counting what it takes already as free."""
     try:
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         return (shutil.disk_usage(existing).free + folder_bytes(folder)) // 2
-    except OSError:  # nothing can be kept there, either
+    except OSError:  # then nothing can be kept there either
         return MAX_BYTES

@@ -1,7 +1,7 @@
-"""The heartbeats of workers that read a run over HTTP: kept in memory, shown with those of the store, passed upstream.
+"""The heartbeats of workers that read a run over HTTP: kept in memory, listed with those of the store, sent upstream.
 
-Whoever may read may also send one, so that everything is bounded: how many there are, how long each is, how long it is
-kept, how many wait to be passed on. Only records that parse are kept.
+Any client that may read may also send one, so everything is bounded: how many there are, how long each is, how long it
+is kept, how many wait to be sent on. Only records that parse are kept.
 """
 
 import logging
@@ -17,7 +17,7 @@ from pulsesync.store.keys import is_heartbeat
 __all__ = ["MAX_BYTES", "HeartbeatBoard"]
 
 KEEP_S = 24 * 3600.0
-_PASS_EVERY_S = 1.0  # between two rounds of passing on: of a worker, only the newest record is sent
+_PASS_EVERY_S = 1.0  # between two rounds of sending heartbeats upstream: only the newest of each worker is sent
 _PASS_WARN_S = 600.0
 _NEWER_S = 60.0  # by which a record of the store must be newer to count instead: it may be the same one, passed on
 
@@ -29,21 +29,21 @@ class HeartbeatBoard:
 
     Args:
         store: What is served. A relay's store passes heartbeats on to its upstream, in the background.
-        max_workers: How many are kept; the one that was sent longest ago makes room.
-        keep_s: For how long one is kept.
+        max_workers: How many are kept; the oldest one is dropped first.
+        keep_s: For how long each is kept.
     """
 
     def __init__(self, store: Store, *, max_workers: int = MAX_WORKERS, keep_s: float = KEEP_S) -> None:
         self._store, self._max_workers, self._keep_s = store, max_workers, keep_s
         self._passes_on = hasattr(store, "pass_on")
         self._lock = threading.Lock()
-        self._kept: dict[str, tuple[bytes, float]] = {}  # by key, with the time it came; oldest first
+        self._kept: dict[str, tuple[bytes, float]] = {}  # by key, with the time it arrived; oldest first
         self._waiting: dict[str, bytes] = {}  # to be passed on
         self._sender: threading.Thread | None = None
         self._warned_at = -_PASS_WARN_S
 
     def put(self, key: str, data: bytes) -> None:
-        """Keep a heartbeat, in place of the one before. Raises: FormatError, if it is none."""
+        """Keep a heartbeat instead of the one before. Raises: FormatError, if it is malformed."""
         parse(data, key.rpartition("/")[2])
         with self._lock:
             self._kept.pop(key, None)
@@ -58,7 +58,7 @@ class HeartbeatBoard:
                     self._sender.start()
 
     def get(self, key: str) -> bytes | None:
-        """The heartbeat under a key; None if it was sent to nobody here."""
+        """Return the heartbeat under a key; None if this server did not receive one."""
         if not is_heartbeat(key):
             return None
         with self._lock:
@@ -66,7 +66,7 @@ class HeartbeatBoard:
             return self._kept.get(key, (None, 0.0))[0]
 
     def list(self, prefix: str, stored: Iterable[ObjectEntry]) -> list[ObjectEntry]:
-        """A listing of the store with the heartbeats below the same prefix that are kept here."""
+        """Return a listing of the store with the heartbeats below the same prefix that are kept in memory."""
         if not prefix.endswith("heartbeats/"):
             return list(stored)
         listed = {entry.key: entry for entry in stored}
@@ -74,7 +74,7 @@ class HeartbeatBoard:
             self._drop_old()
             for key, (data, came_s) in list(self._kept.items()):
                 if key in listed and listed[key].modified_s > came_s + _NEWER_S:
-                    del self._kept[key]  # the worker has sent its heartbeats elsewhere since
+                    del self._kept[key]  # the worker has sent newer heartbeats elsewhere
                 elif key.startswith(prefix):
                     listed[key] = ObjectEntry(key, len(data), came_s)
         return sorted(listed.values(), key=lambda entry: entry.key)
@@ -88,7 +88,7 @@ class HeartbeatBoard:
             del self._kept[key]
 
     def _send(self) -> None:
-        """Pass heartbeats on, without end. What the upstream does not accept is dropped."""
+        """Send heartbeats upstream, repeatedly. Those that the upstream does not accept are dropped."""
         while True:
             with self._lock:
                 waiting, self._waiting = self._waiting, {}
@@ -105,4 +105,4 @@ class HeartbeatBoard:
     def _warn(self, error: PulseError) -> None:
         if time.monotonic() - self._warned_at >= _PASS_WARN_S:
             self._warned_at = time.monotonic()
-            logger.warning("The heartbeats of workers cannot be passed on to the upstream: %s", error)
+            logger.warning("The heartbeats of workers cannot be sent to the upstream: %s", error)

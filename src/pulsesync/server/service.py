@@ -1,4 +1,4 @@
-"""What is answered: a store's objects, whole or in part, and its listings, as an ASGI application."""
+"""An ASGI application that serves a store: its objects, entire or in ranges, and its listings."""
 
 import asyncio
 import hashlib
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-_PIECE = WINDOW_BYTES  # bytes of an object that are read at once, from multiples of it on: a cache keeps such pieces
-_AHEAD = 3  # pieces read while one is sent: an upstream 50 ms away then gives 250 MB/s
-_AHEAD_NEAR = 1  # the same for what is in a cache: a disk gives more than a connection takes
-# Content-addressed objects that are read and sent at a time. A relay has as many places again for what is in its cache:
-# an upstream that hangs must not hold that up. With the above, 512 MiB at most, and 256 MiB for what is cached.
+_PIECE = WINDOW_BYTES  # bytes of an object that are read at once, at multiples of this: a cache keeps such pieces
+_AHEAD = 3  # pieces read ahead while one is sent: an upstream 50 ms away then delivers 250 MB/s
+_AHEAD_NEAR = 1  # the same for cached objects: a disk is faster than a connection
+# Content-addressed objects that are read and sent at a time. A relay serves as many cached objects in addition, which
+# an upstream that hangs must not delay. With the above, this takes at most 512 MiB, and 256 MiB for cached objects.
 _BODIES = 32
-_RECORDS = 1024  # everything else: small, and a worker that polls may wait long for a store that is away
+_RECORDS = 1024  # all other requests: small, and a worker that polls may wait long for a store that does not answer
 _LOOKS = 32  # requests at a time for which a cache is searched
-# A client that takes less than a slice in its time is dropped, lest a few of them stop the server. It is as patient as
-# our own clients are with a server: 16 KiB/s.
+# A client that receives more slowly than this is dropped, so that a few of them cannot block the server. The limit is
+# the one that our own clients set for a server: 16 KiB/s.
 _SLICE = 1 << 18
 _SEND_TIMEOUT_S = _SLICE / (1 << 14)
-_MAX_SIZE = 1 << 42  # of an object; some file systems do not look for bytes much further on
+_MAX_SIZE = 1 << 42  # bytes of an object; some file systems support no larger offsets
 _RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
 _HEARTBEAT_S = 10.0  # in which a heartbeat must have arrived
 _LEFT = 499  # what a request is counted as whose client left, or that the end of the server broke off, before an answer
-_LOG_EVERY_S = 10.0  # a store that is away fails every request; the log says it now and then
+_LOG_EVERY_S = 10.0  # while a store does not answer, every request fails; this is logged at most this often
 
 logger = logging.getLogger(__name__)
 
 
 def make_app(store: Store, token: str | None = None, *, open_metrics: bool = False) -> "Starlette":
-    """Return an ASGI application that serves a store for reading, to those who show the token if there is one.
+    """Return an ASGI application that serves a store for reading, to clients that send the token if there is one.
 
     `/healthz` and `/metrics` are answered by the server itself; no key of a run is either of them.
 
@@ -151,7 +151,7 @@ class _Service:
     async def _accept(self, key: str, receive: "Receive") -> "Response":
         """Keep the heartbeat of a worker: the one thing that clients may write."""
         if not is_heartbeat(key):
-            return _words(405, "only heartbeats of workers can be written here", {"Allow": "GET, HEAD"})
+            return _words(405, "only heartbeats of workers can be written to this server", {"Allow": "GET, HEAD"})
         try:
             check_key(key)
             async with asyncio.timeout(_HEARTBEAT_S):
@@ -163,7 +163,7 @@ class _Service:
         return _words(200, "kept")
 
     async def _is_cached(self, request: "Request") -> bool:
-        """Return whether the store is a cache that has all of what is asked for."""
+        """Return whether the store is a cache that has the requested range."""
         key, asks = request.path_params["key"], request.headers
         if not hasattr(self._store, "has") or "no-cache" in asks.get("cache-control", ""):
             return False
@@ -186,22 +186,22 @@ class _Service:
             status = 503 if e.retryable else 500
             if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
                 self._logged_at = time.monotonic()
-                cause = " ".join(str(e).split())  # it may have a key in it, with whatever a client put there
+                cause = " ".join(str(e).split())  # it may contain a key, which is text of the client's choice
                 logger.warning("Answered %r with %d, because the store failed: %s", key or prefix, status, cause)
-            return _words(status, "the store behind this server failed")
+            return _words(status, "the server's store failed; try again, or see the server's log")
 
     def _may_read(self, shown: str) -> bool:
         return self._authorization is None or secrets.compare_digest(shown.encode(), self._authorization)
 
     def _listing(self, folder: str, prefix: str) -> "Response":
-        """List what is below a prefix of a run, which may be in a folder of the store: keys are those of the run."""
+        """List the objects below a prefix of a run, which may be in a folder of the store, with the run's keys."""
         from starlette.responses import Response
 
         try:
             check_prefix(prefix)
             check_prefix(folder + prefix)
         except StoreError:
-            return _words(400, "this is not a prefix")
+            return _words(400, "the prefix to list must be a key that ends in a slash")
         lines = [
             json.dumps({"key": entry.key.removeprefix(folder), "size": entry.size_bytes, "modified": entry.modified_s})
             + "\n"
@@ -218,7 +218,7 @@ class _Service:
         read, size, headers = self._source(key)
         tag = headers.get("ETag")
         if tag is not None and _names(asks.get("if-none-match", ""), tag):
-            size()  # raises NotFoundError; the tag of what is content-addressed says nothing about that
+            size()  # raises NotFoundError; the tag of a content-addressed object does not show whether it exists
             return _RangeResponse(304, headers, read, 0, 0, b"")
         if head:
             headers["Content-Length"] = str(size())
@@ -228,7 +228,7 @@ class _Service:
         asked = _asked_range(asks.get("range", "")) if asks.get("if-range", tag) == tag else None
         found = _find(read, size, asked or (0, None))
         if asked is not None and not found.piece:
-            return _words(416, "the object ends before that", {"Content-Range": f"bytes */{found.size}"})
+            return _words(416, "the object ends before that range", {"Content-Range": f"bytes */{found.size}"})
         headers["Content-Length"] = str(found.end - found.begin)
         if asked is None:
             return _RangeResponse(200, headers, read, found.begin, found.end, found.piece)
@@ -242,7 +242,7 @@ class _Service:
         headers["Content-Type"] = "application/octet-stream"
         read, size = partial(self._store.get, key), partial(size_of, self._store, key)
         if is_content_addressed(key):
-            # Behind a token, a cache in between must not hand it to others; "public" would allow just that.
+            # If a token is required, a shared cache must not serve the object to others, which "public" would permit.
             audience = "public" if self._authorization is None else "private"
             headers["Cache-Control"] = f"{audience}, max-age=31536000, immutable"
             headers["ETag"] = f'"{quote(key, safe="")}"'
@@ -252,7 +252,11 @@ class _Service:
         if len(start) == _PIECE:
             return read, size, headers
         headers["ETag"] = f'"{hashlib.sha256(start).hexdigest()}"'
-        return lambda begin, end: start[begin:end], lambda: len(start), headers  # one reading: it may be replaced
+        return (
+            lambda begin, end: start[begin:end],
+            lambda: len(start),
+            headers,
+        )  # read once: it may be replaced meanwhile
 
 
 _Read = Callable[[int, int], bytes]
@@ -271,13 +275,13 @@ class _RangeResponse:
     piece: bytes
 
     async def send(self, receive: "Receive", send: "Send", ahead: int) -> None:
-        """Send it piece by piece, until the client leaves, with this many pieces read ahead.
+        """Send the answer piece by piece, until the client disconnects, with this many pieces read ahead.
 
-        An error on the way breaks the connection off, so that the client sees that something is missing.
+        An error meanwhile closes the connection, so that the client sees that something is missing.
         """
         headers = [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        left = asyncio.create_task(_leaving(receive))  # to send to a client that left is no error
+        left = asyncio.create_task(_leaving(receive))  # sending to a client that has disconnected is no error
         at = self.begin
         try:
             async with aclosing(self._pieces(ahead)) as pieces:
@@ -293,7 +297,7 @@ class _RangeResponse:
         await _send_piece(send, b"", more=False)
 
     async def _pieces(self, ahead: int) -> AsyncGenerator[bytes]:
-        """Yield the piece that was read and then the rest, some of it read ahead."""
+        """Yield the piece that was read and then the others, some of them read ahead."""
         yield self.piece
         reading: deque[asyncio.Task[bytes]] = deque()
         try:
@@ -316,12 +320,12 @@ class _ObjectRange:
 
     begin: int
     end: int
-    size: int | None  # of the object; None if it could not be found out and was not needed
+    size: int | None  # of the object; None if it is not known and was not needed
     piece: bytes
 
 
 def _find(read: _Read, size: _Size, asked: tuple[int | None, int | None]) -> _ObjectRange:
-    """Read the first piece of what is asked for, and find out where it ends.
+    """Read the first piece of the requested range, and find out where the range ends.
 
     Raises:
         StoreError: the object cannot be read, or was replaced meanwhile.
@@ -353,7 +357,7 @@ def _bounded(begin: int, end: int | None) -> int:
 
 
 def _asked_range(header: str) -> tuple[int | None, int | None] | None:
-    """Return begin and end that a Range header asks for: (None, n) is the last n, None not a single range of bytes."""
+    """Return begin and end of a Range header: (None, n) is the last n bytes, None is not a single range of bytes."""
     match = _RANGE.fullmatch(header.strip())
     if match is None or match[0] == "bytes=-":
         return None
@@ -371,7 +375,7 @@ def _names(header: str, tag: str) -> bool:
 
 
 def _words(status: int, text: str, headers: dict[str, str] | None = None) -> "Response":
-    """Return an answer without an object; no cache may keep it, because the object may be there the next time."""
+    """Return an answer without an object; no cache may keep it, because the object may exist the next time."""
     from starlette.responses import PlainTextResponse
 
     return PlainTextResponse(text + "\n", status, {"Cache-Control": "no-store", **(headers or {})})
@@ -390,7 +394,7 @@ async def _read_body(receive: "Receive", limit: int) -> bytes:
 
 
 def _no_token() -> "Response":
-    return _words(401, "a token is needed", {"WWW-Authenticate": "Bearer"})
+    return _words(401, "this server requires a token", {"WWW-Authenticate": "Bearer"})
 
 
 async def _leaving(receive: "Receive") -> None:
@@ -399,14 +403,14 @@ async def _leaving(receive: "Receive") -> None:
 
 
 async def _send_piece(send: "Send", piece: bytes, more: bool) -> None:
-    """Send a piece in slices. Raises: TimeoutError, if the client takes one of them too slowly."""
+    """Send a piece in slices. Raises: TimeoutError, if the client receives one of them too slowly."""
     for begin in range(0, max(1, len(piece)), _SLICE):
         body = piece[begin : begin + _SLICE]
         try:
             async with asyncio.timeout(_SEND_TIMEOUT_S):
                 await send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError as e:
-            raise TimeoutError(f"a client did not take {len(body)} bytes within {_SEND_TIMEOUT_S:g} s") from e
+            raise TimeoutError(f"a client did not receive {len(body)} bytes within {_SEND_TIMEOUT_S:g} s") from e
 
 
 def missing(error: ModuleNotFoundError) -> PulseError:

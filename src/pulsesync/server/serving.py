@@ -1,4 +1,4 @@
-"""The process that answers: a port, a certificate, granian, and an end within a second when a signal says so."""
+"""The server process: a port, a certificate, granian, and a shutdown within a second after a signal."""
 
 import asyncio
 import os
@@ -18,8 +18,8 @@ from pulsesync.store.http import is_loopback
 if TYPE_CHECKING:
     from granian.server.embed import Server
 
-_CONNECTIONS = 1 << 14  # idle ones count; at this many the server would not accept another
-_STOP_S = 0.3  # for what is under way when the server is told to stop, and again for what is then broken off
+_CONNECTIONS = 1 << 14  # the most connections, including idle ones, that the server accepts
+_STOP_S = 0.3  # time for running answers to end after a signal, and again for those that are then cancelled
 _START_S = 10.0
 
 
@@ -35,24 +35,24 @@ def serve(
     open_metrics: bool = False,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serve a store until SIGINT or SIGTERM, then end within a second. To be called from the main thread.
+    """Serve a store until SIGINT or SIGTERM, then end within a second. Call this from the main thread.
 
     Args:
-        store: What to serve; its verbs are called from many threads.
-        host: The address to listen on; `0.0.0.0` for every one of this machine.
-        port: 0 takes a free one.
-        token: What clients have to show; anybody may read if there is none.
-        certificate: PEM file, with the private key, for https.
-        private_key: PEM file, not encrypted.
-        token_in_clear: Let clients on other machines show the token without TLS, where everybody on the path can read
-            it; for a server behind another one that has the certificate.
+        store: What to serve; many threads call its methods.
+        host: The address to listen on; `0.0.0.0` for all addresses of this machine.
+        port: The port to listen on; 0 for any free port.
+        token: The token that clients must send; None: any client may read.
+        certificate: PEM file of a certificate, with the private key, for https.
+        private_key: PEM file of the certificate's private key, not encrypted.
+        token_in_clear: Permit that clients on other machines send the token without TLS, so that it can be read on the
+            network; for a server behind a reverse proxy that has the certificate.
         open_metrics: Whether `/metrics` needs no token, for a Prometheus that sends none.
         on_ready: Called with the address once connections are accepted.
 
     Raises:
-        ValueError: the token is empty, is not plain ASCII, or would travel in clear; a certificate or a private key is
-            given without the other.
-        PulseError: the extra is not installed, the port is taken, the certificate is not usable.
+        ValueError: the token is empty, is not plain ASCII, or would be sent unencrypted; a certificate or a private key
+            is given without the other.
+        PulseError: the extra is not installed, the port is in use, or the certificate cannot be used.
     """
     if (certificate is None) != (private_key is None):
         raise ValueError("https needs a certificate and its private key; only one of the two was given")
@@ -94,9 +94,9 @@ def serve(
 
 async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None]) -> None:
     """Run a server until a signal stops it."""
-    told = asyncio.Event()
+    stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     before, started = _foreign_threads(), set[str]()
 
     def ready() -> None:
@@ -104,15 +104,15 @@ async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], No
         on_ready()
 
     running = asyncio.create_task(server.serve())
-    waiting = asyncio.create_task(_wait(host, port, ready, told))
+    waiting = asyncio.create_task(_wait(host, port, ready, stop))
     await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
     if not waiting.done():
-        await running  # raises, if it can say why it ended
-        raise PulseError(f"the server on {host} port {port} ended by itself")
+        await running  # raises the reason, if there is one
+        raise PulseError(f"the server on {host} port {port} ended unexpectedly; see the log for the reason")
     standing = await waiting
     server.stop()  # type: ignore[no-untyped-call]
     await asyncio.wait({running}, timeout=_STOP_S)
-    # It waits for answers under way, however long; and must not be cancelled itself, or complains on its way out.
+    # It waits for running answers, however long they take. It must not be cancelled itself: it would log errors.
     for answering in asyncio.all_tasks() - standing:
         answering.cancel()
     await asyncio.wait({running}, timeout=_STOP_S)
@@ -120,8 +120,8 @@ async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], No
         await _see_off(started)
 
 
-async def _wait(host: str, port: int, on_ready: Callable[[], None], told: asyncio.Event) -> set["asyncio.Task[Any]"]:
-    """Call on_ready as soon as a connection succeeds; when told to stop, return the tasks that were there before."""
+async def _wait(host: str, port: int, on_ready: Callable[[], None], stop: asyncio.Event) -> set["asyncio.Task[Any]"]:
+    """Call on_ready as soon as a connection succeeds; after the stop event, return the tasks that existed before."""
     try:
         async with asyncio.timeout(_START_S):
             while True:
@@ -131,18 +131,21 @@ async def _wait(host: str, port: int, on_ready: Callable[[], None], told: asynci
                 except OSError:
                     await asyncio.sleep(0.01)
     except TimeoutError as e:
-        raise PulseError(f"nothing accepts connections on {host} port {port} after {_START_S:g} s") from e
+        raise PulseError(
+            f"the server did not accept connections on {host} port {port} within {_START_S:g} s; check the address and "
+            "the firewall"
+        ) from e
     writer.close()
     standing = asyncio.all_tasks()
     on_ready()
-    await told.wait()
+    await stop.wait()
     return standing
 
 
 async def _see_off(threads: set[str]) -> None:
-    """Wait for the server's threads, which end a moment after the server did.
+    """Wait for the server's threads, which end a moment after the server.
 
-    One of them has yet to come back from telling that it ended. If the interpreter went away first, it would be stopped
+    One of them is still returning from its last call. If the interpreter ended first, the thread would be stopped
     inside Rust, which panics (granian 2.8: 2 stops of 75).
     """
     with suppress(TimeoutError):
@@ -160,19 +163,21 @@ def _foreign_threads() -> set[str]:
 
 
 def _free_port(host: str, port: int) -> int:
-    """Return a port that nobody listens on: the one asked for, or any for 0.
+    """Return a port on which no process listens: the given one, or any for 0.
 
-    The server would share a port that is taken with whoever has it (it sets SO_REUSEPORT), and does not tell which it
-    took for 0. Raises: PulseError.
+    The server itself would share a port that is in use with the other process (it sets SO_REUSEPORT), and does not
+    report which port it uses for 0. Raises: PulseError.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that are closing do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port with closing connections is free
             probe.bind(address)
             return int(probe.getsockname()[1])
     except OSError as e:
-        raise PulseError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
+        raise PulseError(
+            f"cannot listen on {host} port {port}: {e.strerror or e}; choose another port, or 0 for any free one"
+        ) from e
 
 
 def _url(secure: bool, host: str, port: int) -> str:

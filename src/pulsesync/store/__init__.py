@@ -1,4 +1,4 @@
-"""Where a run lives. Five verbs; which store, by the location's scheme; more behaviour by wrapping one in another."""
+"""Stores, which keep the objects of a run. The location's scheme selects one; wrappers add behaviour."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,13 @@ __all__ = [
 
 
 def open_store(location: str) -> Store:
-    """Open the store of a location; those behind a network try again by themselves.
+    """Open the store of a location; stores that use a network repeat calls that failed.
 
     A location is a path, `file://path`, `memory://name` (one store for each name of a process), `s3://bucket/prefix`,
     `gs://bucket/prefix`, `az://container/prefix`, or the `http://` or `https://` address of a server.
 
     Raises:
-        ValueError: a scheme that is not among these, or what follows it makes no sense to its store.
+        ValueError: the scheme is not among these, or the rest of the location is not valid for its store.
     """
     scheme, colon, rest = location.partition("://")
     if not colon:
@@ -53,11 +53,11 @@ def open_store(location: str) -> Store:
 
         return RetryStore(HttpStore(location))
     known = "a path, file://, memory://, s3://, gs://, az://, http:// and https://"
-    raise ValueError(f"no store for {scheme}://; there are {known}")
+    raise ValueError(f"a location must be one of {known}; got {scheme}://")
 
 
 def __getattr__(name: str) -> Any:
-    """Import the HTTP client only for those who ask for it."""
+    """Import the HTTP client only when it is used."""
     if name == "HttpStore":
         from pulsesync.store.http import HttpStore
 

@@ -1,9 +1,9 @@
-"""Where the credentials for S3 come from: the places that every AWS client looks in, in the same order.
+"""Find credentials for S3 in the places where every AWS client looks, in the same order.
 
-obstore by itself knows environment variables, web identity, containers and the metadata service of an EC2 instance. It
-does not read `~/.aws/credentials` and `~/.aws/config`, which is where most people keep their keys. This module does:
-keys, region and endpoint of a profile. For profiles that need more than reading (single sign-on, roles to assume,
-programs that print credentials) it asks boto3, where that is installed.
+obstore itself supports environment variables, web identity, containers and the metadata service of an EC2 instance. It
+does not read `~/.aws/credentials` and `~/.aws/config`, where most people keep their keys. This module does: keys,
+region and endpoint of a profile. For profiles that obtain credentials (single sign-on, roles to assume, programs that
+print credentials) it asks boto3, if that is installed.
 """
 
 import configparser
@@ -28,38 +28,38 @@ _ENDPOINT_OPTIONS = {"endpoint", "endpoint_url", "endpoint_url_s3"}
 _KEY_OPTIONS, _TOKEN_OPTIONS = {"access_key_id", "secret_access_key"}, {"session_token", "token", "credential_provider"}
 _TOKEN_VARIABLES = ("AWS_SESSION_TOKEN", "AWS_TOKEN")
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-# Settings of a profile that say how to obtain credentials, instead of the credentials themselves. Those of the first
-# line come before keys in the same profile, as they do in the AWS command line.
+# Settings of a profile that name a method to obtain credentials, instead of the credentials themselves. Those of the
+# first line take precedence over keys in the same profile, as they do in the AWS command line.
 _FIRST = ("role_arn", "web_identity_token_file", "sso_session", "sso_start_url", "login_session")
 _PROCESS = "credential_process"
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What was found: settings for obstore, where they come from, and where else was looked."""
+    """The settings for obstore that were found, where they come from, and where else was searched."""
 
     options: dict[str, Any] = field(repr=False)  # with secrets
     source: str  # for messages; never a secret
-    tried: tuple[str, ...]  # each place with what was found there, in order
+    tried: tuple[str, ...]  # each place that was searched, with what was found there, in order
     from_metadata: bool = False  # whether nothing was found, and obstore will ask the metadata service
 
     def missing(self, why: str) -> str:
-        """A sentence that says that there are no credentials, and why the metadata service gave none either."""
+        """Return a message that there are no credentials, with the reason why the metadata service gave none."""
         places = "; ".join((*self.tried, f"the metadata service of an EC2 instance ({why})"))
-        return f"found no AWS credentials. Tried, in order: {places}"
+        return f"found no AWS credentials; provide them in one of the places that were tried, in order: {places}"
 
 
 def find_credentials(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Credentials:
     """Look for credentials, region and endpoint where AWS clients do. given: the keywords of the store.
 
     Raises:
-        ValueError: the profile that is asked for does not exist, or needs boto3, which is not installed; or there are
-            no credentials, and AWS_EC2_METADATA_DISABLED says not to ask the metadata service.
+        ValueError: the profile that AWS_PROFILE names does not exist, or needs boto3, which is not installed; or there
+            are no credentials, and AWS_EC2_METADATA_DISABLED is set, so the metadata service is not asked.
     """
     together = {**(given.get("config") or {}), **given}
     keywords = {name.lower().removeprefix("aws_"): value for name, value in together.items()}
     names = keywords.keys()
-    # obstore sends this token with whatever keys it is given, also with those that the token does not belong to.
+    # obstore sends this token with any keys that it is given, even if the token does not belong to them.
     token_in_environment = _any(environment, _TOKEN_VARIABLES)
     profile = _read_profile(environment)
     options: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def find_credentials(given: Mapping[str, Any], environment: Mapping[str, str] = 
             found = {"credential_provider": _without_token(found)}
         return Credentials({**options, **found}, profile.source, tuple(tried))
     tried.append(profile.looked)
-    # obstore takes the second of these only together with the file of a token.
+    # obstore uses the second of these only together with a token file.
     container = {
         "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": (),
         "AWS_CONTAINER_CREDENTIALS_FULL_URI": ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",),
@@ -102,7 +102,7 @@ def find_credentials(given: Mapping[str, Any], environment: Mapping[str, str] = 
 
 @dataclass(frozen=True)
 class _Profile:
-    """A profile as the two files hold it."""
+    """A profile, as read from the two files."""
 
     name: str
     required: bool  # whether AWS_PROFILE asks for this one by name
@@ -121,10 +121,10 @@ class _Profile:
         return self._get("endpoint_url") if self.use_endpoint else None
 
     def credentials(self) -> dict[str, Any] | None:
-        """Settings for obstore; None if the profile holds no credentials. Raises: ValueError."""
+        """Return settings for obstore; None if the profile has no credentials. Raises: ValueError."""
         if self.secrets is None and self.settings is None:
             if self.required:
-                raise ValueError(f"AWS_PROFILE asks for a profile that does not exist: {self.looked}")
+                raise ValueError(f"AWS_PROFILE names a profile that does not exist: {self.looked}")
             return None
         for kind in _FIRST:
             if self._get(kind):
@@ -148,7 +148,7 @@ class _Profile:
             ) from e
         try:
             return auth.Boto3CredentialProvider(boto3.Session(profile_name=self.name))
-        except Exception as e:  # the edge: whatever boto3 raises
+        except Exception as e:  # boto3 may raise anything
             said = " ".join(str(e).split())
             raise ValueError(f"the AWS profile {self.name!r} gives no credentials by {kind}: {said}") from e
 
@@ -173,10 +173,13 @@ def _path(name: str) -> Path:
 
 
 def _read_section(path: Path, section: str) -> tuple[Mapping[str, str] | None, str]:
-    """A section of a file, or None; and what was found, in words. Raises: ValueError, without a line of the file."""
-    parser = configparser.RawConfigParser(strict=False)  # interpolation would trip over a % in a secret
+    """Return a section of a file, or None, and a description of what was found.
+
+    Raises: ValueError, which does not quote the file.
+    """
+    parser = configparser.RawConfigParser(strict=False)  # interpolation would fail on a % in a secret
     try:
-        with path.open(encoding="utf-8-sig") as file:  # some editors put a byte order mark in front
+        with path.open(encoding="utf-8-sig") as file:  # some editors write a byte order mark first
             parser.read_file(file)
     except FileNotFoundError:
         return None, "no such file"
@@ -184,7 +187,7 @@ def _read_section(path: Path, section: str) -> tuple[Mapping[str, str] | None, s
         return None, f"cannot be read: {e.strerror}"
     except (configparser.Error, UnicodeDecodeError) as e:
         where = f" in line {e.lineno}" if isinstance(e, configparser.MissingSectionHeaderError) else ""
-        raise ValueError(f"{path} is not a file of AWS profiles: there is an error{where}") from None
+        raise ValueError(f"{path} cannot be read as a file of AWS profiles: there is a syntax error{where}") from None
     if not parser.has_section(section):
         return None, "no such profile"
     return dict(parser.items(section)), "no credentials"
@@ -200,7 +203,7 @@ def _keys(section: Mapping[str, str] | None) -> dict[str, Any] | None:
 
 
 def _without_token(keys: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Return what obstore calls for credentials: these keys, and no token."""
+    """Return a function that obstore calls for credentials: it returns these keys, and no token."""
     return lambda: {**keys, "token": None, "expires_at": None}
 
 

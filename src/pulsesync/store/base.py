@@ -1,4 +1,4 @@
-"""What a store must be able to do. Objects are small files or whole parts; keys are paths with `/`."""
+"""The interface of a store. Objects are small files or parts; keys are paths with `/`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from pulsesync.errors import StoreError
 
 _CONTENT_ADDRESSED = ("parts", "layouts", "files")
 
-WINDOW_BYTES = 1 << 22  # what a server, and whatever measures an object by reading it, reads of one at once
+WINDOW_BYTES = 1 << 22  # bytes of an object that a server reads at once; also to measure an object by reading it
 
 
 def is_content_addressed(key: str) -> bool:
@@ -31,29 +31,29 @@ class ObjectEntry:
 
 
 class Store(Protocol):
-    """Five verbs. Implementations translate their own exceptions into StoreError, and may be used by many threads."""
+    """Five methods. Implementations translate their own exceptions into StoreError, and are safe for many threads."""
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Return an object, or its bytes begin..end: fewer where it ends earlier, none beyond. Raises: NotFoundError.
+        """Return an object, or its bytes begin..end: fewer if it ends earlier. Raises: NotFoundError.
 
-        A reader that does not trust the store gives an end: no more than that is ever held in memory.
+        A reader that does not trust the store passes an end: no more than that is ever kept in memory.
         """
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Write an object, whole or not at all; one that exists is replaced."""
+        """Write an object, completely or not at all; one that exists is replaced."""
 
     def create(self, key: str, data: bytes) -> None:
-        """Write an object that must not exist; of several at once, one succeeds. Raises: ConflictError."""
+        """Write an object that must not exist; of several concurrent calls, one succeeds. Raises: ConflictError."""
 
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
         """Yield the objects whose keys begin with a prefix ending in `/`, sorted by key."""
 
     def delete(self, key: str) -> None:
-        """Remove an object; none is no error."""
+        """Remove an object; if there is none, that is no error."""
 
 
 class ReadOnlyStore:
-    """The verbs that write, for a store that is read only: each raises what `_read_only` returns."""
+    """The methods that write, for a store that is read-only: each raises the error that `_read_only` returns."""
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Refuse. Raises: StoreError."""
@@ -68,26 +68,27 @@ class ReadOnlyStore:
         raise self._read_only(key)
 
     def _read_only(self, key: str) -> StoreError:
-        """The error for an attempt to write, which names where the object can be written."""
+        """Return the error for an attempt to write, which names where the object can be written."""
         raise NotImplementedError
 
 
 def forget(store: Store, key: str) -> None:
-    """Have every cache on the path to the origin replace an object that turned out to be bad. No verb: most have none.
+    """Make every cache between here and the origin replace an object that turned out to be bad.
 
-    A cache checks its copy and fetches it again if it cannot show that it is right; a wrapper passes the call on, and a
-    client over HTTP sends `Cache-Control: no-cache` with its next request.
+    A cache checks its copy and fetches it again if it cannot prove it right; a wrapper forwards the call, and a client
+    over HTTP sends `Cache-Control: no-cache` with its next request. It is not a method of `Store`, because most stores
+    have no cache.
     """
-    tell = getattr(store, "forget", None)
-    if tell is not None:
-        tell(key)
+    report = getattr(store, "forget", None)
+    if report is not None:
+        report(key)
 
 
 def pass_on(store: Store, key: str, data: bytes) -> None:
-    """Send the heartbeat of a worker to where a relay reads from. No verb: only a store that relays passes it on.
+    """Send the heartbeat of a worker to the upstream of a relay. Only stores of relays have this method.
 
     Raises:
-        StoreError: it is not accepted there.
+        StoreError: the upstream does not accept it.
     """
     send = getattr(store, "pass_on", None)
     if send is not None:
@@ -95,18 +96,18 @@ def pass_on(store: Store, key: str, data: bytes) -> None:
 
 
 def is_near(store: Store, key: str, begin: int = 0, end: int | None = None) -> bool:
-    """Return whether a range of an object is in a cache of this store. No verb: most stores have no cache.
+    """Return whether a range of an object is in a cache of this store; False for stores without a cache.
 
-    A server keeps what is near apart from what it has to wait for.
+    A server handles cached objects separately from those that it has to wait for.
     """
     ask = getattr(store, "has", None)
     return ask is not None and bool(ask(key, begin, end))
 
 
 def is_local(store: Store) -> bool:
-    """Return whether objects stay on this machine, so that writing them says nothing about a network. No verb.
+    """Return whether objects stay on this machine, so that the time of a write does not show the speed of a network.
 
-    A store says so by an attribute of this name; a wrapper without it is as local as what it wraps.
+    A store has an attribute of this name; a wrapper without one is as local as the store it wraps.
     """
     if hasattr(store, "is_local"):
         return bool(store.is_local)
@@ -115,7 +116,7 @@ def is_local(store: Store) -> bool:
 
 
 def size_of(store: Store, key: str) -> int:
-    """Return the bytes of an object. No verb: a store without a `size` of its own is read to the object's end.
+    """Return the size of an object in bytes. If the store has no method `size`, the object is read to its end.
 
     Raises:
         NotFoundError: there is no such object.

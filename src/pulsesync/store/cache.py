@@ -1,9 +1,9 @@
-"""A cache on the disk of a host: of all its processes together, one fetches an object, and the others find it there.
+"""A cache on the disk of a host: one of the host's processes fetches an object, and the others read it from there.
 
-An object is kept in aligned pieces of 1 MiB, whatever ranges of it are asked for, so that it never takes more room than
-its own size. Each piece is a file of its own: the SHA-256 of its content, then the content. A piece that was cut short
-or damaged is thereby found, thrown away and fetched again. The size of an object of 1 MiB or more is kept as a file
-too, so that it is known while the store is away.
+An object is kept in aligned pieces of 1 MiB, whatever ranges of it are requested, so that it never takes more space
+than its own size. Each piece is a file of its own: the SHA-256 of its content, then the content. A piece that was
+truncated or damaged is thereby detected, removed and fetched again. The size of an object of 1 MiB or more is kept as a
+file too, so that it is known while the store does not answer.
 
     parts%2F<id>@0        the first piece of parts/<id>
     parts%2F<id>@size     its size in bytes, as a u64
@@ -27,17 +27,17 @@ from pulsesync.errors import FormatError, StoreError
 from pulsesync.store.base import WINDOW_BYTES, ObjectEntry, Store, forget, is_content_addressed, size_of
 from pulsesync.store.turns import PATIENCE_S, locked
 
-MAX_BYTES = 1 << 34  # of what a cache keeps unless it is given another limit
+MAX_BYTES = 1 << 34  # the default limit of a cache
 
 _SIZE = struct.Struct("<Q")
 _DIGEST_BYTES = 32
 _PIECE_BYTES = 1 << 20
-_SUSPECT = "!"  # behind the name of a file; a quoted key contains neither ! nor @
-_PROBES = 64  # pieces that are looked for ahead of one that is missing
+_SUSPECT = "!"  # the end of a file name; a quoted key contains neither ! nor @
+_PROBES = 64  # pieces after a missing one that are looked for
 _LOCK = ".lock-"
 _SPOOL = ".spool-"
-_ASK_AGAIN_S = 10.0  # after the store failed: it may take as long to fail each time
-_MAX_RIGHT = 1024  # objects that were found to be right and are remembered
+_ASK_AGAIN_S = 10.0  # wait after the store failed: each failure may take as long
+_MAX_RIGHT = 1024  # objects whose hash was checked that are remembered
 
 T = TypeVar("T")
 
@@ -45,21 +45,21 @@ logger = logging.getLogger(__name__)
 
 
 class CachedStore:
-    """Keeps content-addressed objects in a folder; everything else passes through.
+    """Keeps content-addressed objects in a folder; all other calls go to the store.
 
-    Processes of one host, also those of several runs, may share the folder. A disk that is full, read-only or broken
-    costs the cache, never the read.
+    Processes of one host, also those of several runs, may share the folder. If the disk is full, read-only or broken,
+    objects are not cached, but reads succeed.
 
-    The checks find what the disk did. What the store sent is kept as it came: a reader that finds an object bad calls
-    `forget` before it asks again.
+    The checks find damage by the disk. What the store sent is kept unchecked: a reader that finds an object bad calls
+    `forget` before it reads again.
 
     Args:
         store: Where objects come from.
-        folder: Made if it is not there.
-        max_bytes: The folder is kept below this size, but for what is being written at the moment, by removing what was
-            not used for longest; None for no limit.
-        patience_s: While another process fetches the same piece, this one waits for it. If the other shows no sign of
-            life for this long (it was stopped, or its machine hangs), this one fetches the piece itself.
+        folder: Where they are kept; created if it does not exist.
+        max_bytes: The folder is kept below this size, except for what is being written at the moment, by removing what
+            was not used for longest; None for no limit.
+        patience_s: While another process fetches the same piece, this one waits for it. If the other makes no progress
+            for this long (it was stopped, or its machine hangs), this one fetches the piece itself.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class CachedStore:
         self.folder = Path(folder)
         self.max_bytes = max_bytes
         self._patience_s = patience_s
-        self._room_bytes = 0  # that may be written before the folder is measured again
+        self._room_bytes = 0  # bytes that may be written before the folder is measured again
         self._right: dict[str, bytes] = {}  # by key, the fingerprint of pieces that have the hash that the key states
         self._away_until: dict[str, float] = {}  # by key, when to ask the store again for what was reported as bad
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         if not is_content_addressed(key):
             return self.store.get(key, begin, end)
-        stop = None if end is None else max(end, begin + 1)  # an empty range must find the object, too
+        stop = None if end is None else max(end, begin + 1)  # an empty range must look for the object, too
         size = self._stored_size(key)
         if size is not None:
             stop = size if stop is None else min(stop, size)
@@ -102,7 +102,7 @@ class CachedStore:
         return size
 
     def has(self, key: str, begin: int = 0, end: int | None = None) -> bool:
-        """Return whether the size of an object and a range of it are here, so that the store need not be asked."""
+        """Return whether the size of an object and a range of it are cached, so that the store need not be asked."""
         size = self._known_size(key) if is_content_addressed(key) else None
         if size is None:
             return False
@@ -129,10 +129,10 @@ class CachedStore:
                 path.unlink(missing_ok=True)
 
     def forget(self, key: str) -> None:
-        """Fetch an object again at its next read, unless all of it is here and is what the key names.
+        """Fetch an object again at its next read, unless all of it is cached and has the hash that the key names.
 
-        What is here is replaced piece by piece as each is fetched, and is still given out while the store is away: the
-        reader may be wrong, or may want others to go without.
+        The cached copy is replaced piece by piece, and is still served while the store does not answer: the reader that
+        reported it may be wrong, or malicious.
         """
         if is_content_addressed(key):
             if self._is_right(key):
@@ -149,10 +149,10 @@ class CachedStore:
         return (self.folder / name for name in os.listdir(self.folder) if name.startswith(prefix))
 
     def _is_right(self, key: str) -> bool:
-        """Return whether all pieces of an object are here and have the hash that its key states.
+        """Return whether all pieces of an object are cached and have the hash that its key states.
 
         The answer is remembered with the digests of the pieces, which every read of a piece compares with its content.
-        Another process may replace the pieces; they are then checked again.
+        If another process replaces the pieces, they are checked again.
         """
         fingerprint, length = self._survey(key)
         if fingerprint is None:
@@ -183,7 +183,7 @@ class CachedStore:
         raise AssertionError("unreachable: there is a last piece")
 
     def _pieces(self, key: str) -> Iterator[bytes]:
-        """Yield the pieces of an object as far as they are here."""
+        """Yield the pieces of an object up to the first that is not cached."""
         for number in count():
             piece = self._read(_name(key, number))
             if piece is None:
@@ -195,23 +195,23 @@ class CachedStore:
     # Fetching
 
     def _look_up(self, key: str, at: int, suspect: str = "") -> tuple[bytes, bool] | None:
-        """Return the piece that begins at a place, if it is here, and whether the object ends with it."""
+        """Return the piece that begins at a position, if it is cached, and whether the object ends with it."""
         piece = self._read(_name(key, at // _PIECE_BYTES) + suspect)
         return None if piece is None else (piece, len(piece) < _PIECE_BYTES)
 
     def _fetch(self, key: str, at: int, stop: int | None) -> tuple[bytes, bool]:
-        """Return an object from a place on, up to `stop` or to a piece that is here, and whether it ends there.
+        """Return an object from a position on, up to `stop` or to a cached piece, and whether it ends there.
 
-        Of several that miss a piece in the same window of an object, one fetches it.
+        Of several readers that miss a piece in the same window of an object, one fetches it.
         """
         with self._turn(_name(key, f"w{at // WINDOW_BYTES}")):
-            found = self._look_up(key, at)  # the one before has put it there
+            found = self._look_up(key, at)  # another reader may have fetched it meanwhile
             if found is not None:
                 return found
             return self._ask(key, lambda: self._download(key, at, stop), lambda: self._recall(key, at))
 
     def _recall(self, key: str, at: int) -> tuple[bytes, bool] | None:
-        """Return what _look_up does of the copy that a reader reported as bad; nothing at its end."""
+        """Look up a piece in the copy that a reader reported as bad; at its end, return no bytes."""
         found = self._look_up(key, at, _SUSPECT)
         if found is None:
             size = self._stored_size(key, _SUSPECT)
@@ -242,28 +242,28 @@ class CachedStore:
             if old is None:
                 raise
             self._away_until[key] = time.monotonic() + _ASK_AGAIN_S
-            logger.warning("A reader reported %s as bad, but the store fails, so the old copy stays: %s", key, e)
+            logger.warning("A reader reported %s as bad, but the store fails, so the old copy is kept: %s", key, e)
             return old
 
     def _missing_until(self, key: str, at: int, stop: int | None) -> int | None:
-        """Return where to end a fetch, so that it has whole pieces and none that is here; None for the object's end."""
+        """Return where to end a fetch of complete pieces, before the next cached one; None for the object's end."""
         first = at // _PIECE_BYTES
         last = first + _PROBES if stop is None else -(-stop // _PIECE_BYTES)
         for number in range(first + 1, min(last, first + _PROBES)):
-            if os.path.exists(self.folder / _name(key, number)):  # of a name that is too long it says no
+            if os.path.exists(self.folder / _name(key, number)):  # False for a name that is too long
                 return number * _PIECE_BYTES
         return None if stop is None else last * _PIECE_BYTES
 
     @contextmanager
     def _turn(self, name: str) -> Iterator[None]:
-        """Let one thread of one process at a time into the block; all of them, where the disk cannot lock."""
+        """Let one thread of one process at a time enter the block; all of them, if the disk cannot lock."""
         with ExitStack() as stack:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(self.folder / f"{_LOCK}{name}", self._patience_s))
             except TimeoutError:
-                logger.warning("Another process in %s shows no progress on %s; fetching it here.", self.folder, name)
-            except OSError:  # as for every other failure of the disk: it costs the cache alone
+                logger.warning("Another process that uses %s makes no progress on %s; fetching it.", self.folder, name)
+            except OSError:  # as after every failure of the disk, reads succeed without the cache
                 logger.debug("Cannot lock in %s.", self.folder, exc_info=True)
             yield
 
@@ -274,7 +274,7 @@ class CachedStore:
         return _SIZE.unpack(data)[0] if data is not None and len(data) == _SIZE.size else None
 
     def _known_size(self, key: str, suspect: str = "") -> int | None:
-        """Return the size of an object, as far as it can be known from what is here."""
+        """Return the size of an object, if the cached files show it."""
         size = self._stored_size(key, suspect)
         if size is None and (found := self._look_up(key, 0, suspect)) and found[1]:
             size = len(found[0])
@@ -285,20 +285,22 @@ class CachedStore:
         if size >= _PIECE_BYTES:
             self._keep(name, memoryview(_SIZE.pack(size)))
             return
-        with suppress(OSError):  # the only piece of a smaller one says it, and another copy may have been larger
+        with suppress(
+            OSError
+        ):  # a smaller object has one piece, which shows its size; a larger copy may have had a file
             for old in (name, name + _SUSPECT):
                 (self.folder / old).unlink(missing_ok=True)
 
     def _keep_pieces(self, key: str, at: int, data: memoryview, ended: bool) -> None:
         if at and not data:
-            return  # beyond the end: there is no such piece, and nothing tells how far beyond
+            return  # beyond the object's end: there is no such piece
         for begin in range(0, max(1, len(data)), _PIECE_BYTES):
             self._keep(_name(key, (at + begin) // _PIECE_BYTES), data[begin : begin + _PIECE_BYTES])
         if ended:
             self._keep_size(key, at + len(data))
 
     def _read(self, name: str) -> bytes | None:
-        """Return the content of a file, None if it is not here; one that is damaged is removed."""
+        """Return the content of a file, None if it does not exist; one that is damaged is removed."""
         path = self.folder / name
         try:
             with path.open("rb") as file:
@@ -308,8 +310,8 @@ class CachedStore:
                 return None
         except OSError:
             return None
-        with suppress(OSError):  # a cache that may only be read serves all the same
-            os.utime(path)  # used just now
+        with suppress(OSError):  # a read-only cache is still used
+            os.utime(path)  # marks the file as used now
         return content
 
     def _keep(self, name: str, content: memoryview) -> None:
@@ -331,11 +333,11 @@ class CachedStore:
             logger.debug("Cannot keep %s in %s.", name, self.folder, exc_info=True)
 
     def _make_room(self, written_bytes: int, kept: Path) -> None:
-        """Bring the folder below its limit, with a file that was just put there. Raises: OSError, and the file is gone.
+        """Bring the folder below its limit, counting a file just written. Raises: OSError, and the file is removed.
 
-        It is measured once for every 32nd of the limit that this process writes, and that much is left free. A listing
-        can miss a file that is renamed meanwhile. So every file is renamed first and measured then: the last of several
-        threads sees the files of all.
+        The folder is measured each time that this process has written 1/32 of the limit, and that much is left free. A
+        listing can miss a file that is renamed meanwhile. Therefore a file is renamed first and the folder measured
+        then: the last of several threads sees the files of all.
         """
         if self.max_bytes is None:
             return
@@ -345,7 +347,7 @@ class CachedStore:
         try:
             files = list(_measure(self.folder))
         except OSError:
-            kept.unlink(missing_ok=True)  # what cannot be measured must not grow
+            kept.unlink(missing_ok=True)  # a folder that cannot be measured must not grow
             raise
         excess = sum(size for _, size, _ in files) - self.max_bytes * 31 // 32
         for _, size, path in sorted(files):
@@ -357,7 +359,7 @@ class CachedStore:
 
 
 def origin_of(store: Store) -> Store:
-    """Return the store behind a cache, to see what is there now; a read of one byte fetches a whole piece otherwise."""
+    """Return the store behind a cache, for reads of single bytes: the cache would fetch an entire piece for each."""
     return store.store if isinstance(store, CachedStore) else store
 
 
@@ -379,12 +381,12 @@ def _measure(folder: Path) -> Iterator[tuple[int, int, Path]]:
 
 
 def _name(key: str, what: int | str) -> str:
-    """Return the name of a file that has something of an object."""
+    """Return the name of the file with a piece, or the size, of an object."""
     return f"{quote(key, safe='')}@{what}"
 
 
 def _is_named_by(key: str, size: int, pieces: Iterator[bytes]) -> bool:
-    """Return whether the content of these pieces is what a content-addressed key names: see docs/protocol.md."""
+    """Return whether these pieces have the hash that a content-addressed key names: see docs/protocol.md."""
     kind, name = key.split("/")[-2:]
     sections = [(size, name)]
     front = b""

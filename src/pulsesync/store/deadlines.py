@@ -1,7 +1,7 @@
-"""A connection to a web server on which nothing waits without end, however slowly the other side sends.
+"""A connection to a web server on which every wait ends, however slowly the server sends.
 
-http.client's own timeout is for one read from the socket: a server that sends a byte now and then is never late. Here a
-clock belongs to each request, and every read and write gets the time that the clock has left.
+The timeout of http.client is for one read from the socket: a server that sends a byte now and then never exceeds it.
+Here each request has a clock, and every read and write may take the time that the clock has left.
 """
 
 import http.client
@@ -12,11 +12,11 @@ import ssl
 import time
 from typing import Any
 
-PIECE_BYTES = 1 << 18  # asked of a connection at once
+PIECE_BYTES = 1 << 18  # bytes that are read from a connection at once
 
 
 class Deadline:
-    """When a request has to end unless more of it arrives."""
+    """The time at which a request fails, unless more of its answer arrives."""
 
     def __init__(self, timeout_s: float, min_bytes_per_s: float) -> None:
         self.timeout_s = timeout_s
@@ -37,7 +37,7 @@ class Deadline:
         self._missing = self._portion
 
     def count(self, received: int) -> None:
-        """Take note of bytes of a body; each full portion starts the clock again."""
+        """Count bytes of a body; each full portion restarts the clock."""
         self._missing -= received
         if self._missing <= 0:
             self._begin_portion()
@@ -50,14 +50,14 @@ class Deadline:
         return left
 
     def error(self) -> TimeoutError:
-        """Return an error that names the limit that is reached first."""
+        """Return an error that names the limit that was exceeded."""
         if self._last_s < self._ends_at:
-            return TimeoutError(f"timed out: the answer does not end within the limit of {self._total_s:g} s")
-        return TimeoutError(f"timed out: the server is too slow for a limit of {self.timeout_s:g} s")
+            return TimeoutError(f"timed out: the answer did not end within the limit of {self._total_s:g} s")
+        return TimeoutError(f"timed out: the server is too slow for the limit of {self.timeout_s:g} s")
 
 
 class Connection(http.client.HTTPConnection):
-    """A connection, with TLS if there is a context for it, whose reads and writes end by a clock."""
+    """A connection, with TLS if there is a context for it, whose reads and writes have a deadline."""
 
     def __init__(self, host: str, port: int | None, clock: Deadline, tls: ssl.SSLContext | None) -> None:
         if tls is not None:
@@ -99,7 +99,7 @@ class Response(http.client.HTTPResponse):
 
 
 class _ClockedSocket:
-    """As much of a socket as http.client uses."""
+    """The methods of a socket that http.client uses, with a deadline."""
 
     def __init__(self, sock: socket.socket, clock: Deadline) -> None:
         self.sock, self.clock = sock, clock
@@ -122,7 +122,7 @@ class _ClockedSocket:
 
 
 class _ClockedReader(io.RawIOBase):
-    """Reads from a socket; each read has the time that the clock has left, however few bytes the last one brought."""
+    """Reads from a socket; each read may take the time that the clock has left, however few bytes arrive."""
 
     def __init__(self, clocked: _ClockedSocket) -> None:
         self._clocked = clocked

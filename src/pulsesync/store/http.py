@@ -1,10 +1,10 @@
-"""A run behind http or https, for reading: `pulse serve`, a relay, a bucket's public address, any web server.
+"""Read a run over http or https: from `pulse serve`, a relay, a bucket's public address, or any web server.
 
-The one thing that is written is the heartbeat of a worker, which `pulse serve` and relays accept.
+The one thing that can be written is the heartbeat of a worker, which `pulse serve` and relays accept.
 
-Only the standard library. Listing needs `pulse serve` or a relay at the other end; everything else needs a server of
-files, with or without range requests. What the server says is checked: status, range, length, encoding, every entry of
-a listing. What the objects hold is for the reader to check, as with any store.
+It uses only the standard library. Listing needs `pulse serve` or a relay as the server; everything else works with any
+server of files, with or without range requests. The server's answers are checked: status, range, length, encoding,
+every entry of a listing. The content of objects is checked by the reader, as with any store.
 """
 
 import http.client
@@ -31,19 +31,19 @@ _MAX_NUMBER = 1 << 53
 _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16}|\*)", re.ASCII)
 _DIGITS = re.compile(r"\d{1,16}", re.ASCII)
 _TOKEN = re.compile(r"[!-~]+")
-_BUSY = (408, 425, 429)  # with all of 5xx: worth another try
+_BUSY = (408, 425, 429)  # these and all 5xx: the request may be repeated
 _NO_HEAD = (405, 501)
 _MAX_SIZES = 1024  # sizes of objects that are kept in memory, and reports that were not sent yet
-# Of an answer that does not state its length, if no end of it is asked for: a server could send it for ever.
+# Limits of an answer that does not state its length, if the request has no end: a server could send forever.
 _MAX_UNSTATED = 1 << 30
-_UNSTATED_TIMEOUTS = 10  # the time for it, as a multiple of timeout_s
-_MAX_WHOLE = 1 << 36  # of an answer that states its length, if no end of it is asked for
+_UNSTATED_TIMEOUTS = 10  # its time limit, as a multiple of timeout_s
+_MAX_WHOLE = 1 << 36  # bytes of an answer that states its length, if the request has no end
 
 
 def check_token(token: str) -> None:
-    """Accept what can be sent as a bearer token. Raises: ValueError, which does not show the token."""
+    """Check that a text can be sent as a bearer token. Raises: ValueError, which does not show the token."""
     if not token:
-        raise ValueError("the token is empty; give a token, or none at all to go without authentication")
+        raise ValueError("the token is empty; pass a token, or None to run without authentication")
     if not _TOKEN.fullmatch(token):
         raise ValueError("a token must be printable ASCII characters without spaces; this token has others")
 
@@ -60,7 +60,7 @@ def is_loopback(host: str) -> bool:
 
 
 class HttpStore(ReadOnlyStore):
-    """Objects below an address. Writing is refused, but for the heartbeats of workers.
+    """Reads objects below an address. Writing is refused, except for the heartbeats of workers.
 
     Connections are kept open and shared by all threads.
 
@@ -74,13 +74,13 @@ class HttpStore(ReadOnlyStore):
         url: `https://host/path` or `http://host:port`; keys are added to its path.
         token: Sent as a bearer token with every request.
         timeout_s: See above.
-        cafile: Certificates to trust instead of the system's, for a server that signed its own.
+        cafile: Certificates to trust instead of the system's, for a server with a self-signed certificate.
         min_bytes_per_s: See above. The default lets a link of 131 kbit/s pass.
-        token_in_clear: Send the token over http to another machine too, where everybody on the path can read it.
+        token_in_clear: Send the token over http to another machine too, although it can be read on the network.
 
     Raises:
-        ValueError: the address is not one of http or https; the token is empty, is not plain ASCII, or would be sent
-            in clear; timeout_s or min_bytes_per_s is not positive.
+        ValueError: the address is not an http or https address; the token is empty, is not plain ASCII, or would be
+            sent unencrypted; timeout_s or min_bytes_per_s is not positive.
         StoreError: the certificates of cafile cannot be read.
     """
 
@@ -98,14 +98,17 @@ class HttpStore(ReadOnlyStore):
         if "@" in parts.netloc:
             raise ValueError("the address of a server must not contain a user or a password; pass token= instead")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"{url!r} is not an address such as https://host/path")
+            raise ValueError(f"the address of a server must be such as https://host/path; got {url!r}")
         if not (timeout_s > 0 and min_bytes_per_s > 0):
-            raise ValueError(f"{timeout_s=} and {min_bytes_per_s=} must be positive, or a request might never end")
+            raise ValueError(
+                f"timeout_s and min_bytes_per_s must be positive, so that every request ends; got {timeout_s=}, "
+                f"{min_bytes_per_s=}"
+            )
         if token is not None:
             check_token(token)
             if parts.scheme == "http" and not is_loopback(parts.hostname) and not token_in_clear:
                 raise ValueError(
-                    f"{url} is not https, so that the token would be sent in clear to another machine; use https, or "
+                    f"{url} is not https, so the token would be sent unencrypted to another machine; use https, or "
                     "permit it with token_in_clear=True (on the command line PULSE_TOKEN_IN_CLEAR=1, for a relay "
                     "--upstream-token-in-clear)"
                 )
@@ -114,7 +117,7 @@ class HttpStore(ReadOnlyStore):
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s, self._min_bytes_per_s = timeout_s, min_bytes_per_s
         self._tls = _trust(cafile) if parts.scheme == "https" else None
-        self._doubted: set[str] = set()  # keys whose next request asks caches in between not to answer
+        self._doubted: set[str] = set()  # keys whose next request must not be answered from a cache
         self._sizes: dict[str, int] = {}  # of content-addressed objects, as answers state them
         self._idle: list[Connection] = []  # append and pop are atomic: no lock
         weakref.finalize(self, _close, self._idle)
@@ -125,11 +128,11 @@ class HttpStore(ReadOnlyStore):
         return bool(self._headers)
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Return an object or a range of it, as every store does; of a longer answer, no more than `end` is read.
+        """Return an object or a range of it, as every store does; a longer answer is read up to `end` only.
 
         Raises:
             NotFoundError: there is no such object.
-            StoreError: anything else; retryable if the server is away, busy, or broke off.
+            StoreError: anything else; retryable if the server does not answer, is busy, or closed the connection.
         """
         assert begin >= 0
         check_key(key)
@@ -151,7 +154,7 @@ class HttpStore(ReadOnlyStore):
             return _read_whole(response, key) if end is None else _read(response, end - begin, key)
 
     def size(self, key: str) -> int:
-        """Return the bytes of an object: as an earlier answer stated them, else by a HEAD request.
+        """Return the size of an object in bytes: as an earlier answer stated it, or by a HEAD request.
 
         Raises:
             NotFoundError, StoreError: as for get.
@@ -163,7 +166,7 @@ class HttpStore(ReadOnlyStore):
             stated = response.headers.get("Content-Length", "")
             if response.status == 200 and stated.isascii() and stated.isdigit() and int(stated) <= _MAX_NUMBER:
                 return self._keep_size(key, int(stated))
-        with self._asked(f"/{quote(key)}", {}, key) as response:  # a server that does not answer HEAD with a length
+        with self._asked(f"/{quote(key)}", {}, key) as response:  # the server does not answer HEAD with a length
             size = response.length
             return self._keep_size(key, _measure(response, key) if size is None else size)
 
@@ -184,10 +187,10 @@ class HttpStore(ReadOnlyStore):
         return size
 
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
-        """Give the objects below a prefix; the whole listing is fetched and checked before the first.
+        """Yield the objects below a prefix; the entire listing is fetched and checked before the first.
 
         Raises:
-            StoreError: the server cannot list, or its listing is not one.
+            StoreError: the server cannot list, or its listing is malformed.
         """
         check_prefix(prefix)
         try:
@@ -211,30 +214,32 @@ class HttpStore(ReadOnlyStore):
             raise self._read_only(key)
         check_key(key)
         with self._asked(f"/{quote(key)}", {}, key, "PUT", bytes(data)) as response:
-            _skip(response, PIECE_BYTES, key)  # the connection can be used again
+            _skip(response, PIECE_BYTES, key)  # so that the connection can be used again
 
     def forget(self, key: str) -> None:
-        """Ask the server, and whatever caches are in front of it, for a fresh copy the next time."""
-        if len(self._doubted) >= _MAX_SIZES:  # a relay passes on what its clients report
+        """Ask the server, and all caches in front of it, for a fresh copy the next time."""
+        if len(self._doubted) >= _MAX_SIZES:  # a relay forwards what its clients report
             self._doubted.clear()
         self._doubted.add(key)
         self._sizes.pop(key, None)
 
     def close(self) -> None:
-        """Close the connections that wait for the next request; the store can be used again."""
+        """Close the idle connections; the store can still be used."""
         _close(self._idle)
 
     def _read_only(self, key: str) -> StoreError:
-        return StoreError(f"{self.url} is read-only; {key} can be written where it is served from", key=key)
+        return StoreError(f"{self.url} is read-only; write {key} to the store that this server serves", key=key)
 
     def _cannot_list(self, prefix: str) -> StoreError:
-        return StoreError(f"{self.url} cannot list; it is not served by pulse serve or pulse relay", key=prefix)
+        return StoreError(
+            f"{self.url} cannot list objects, which needs pulse serve or pulse relay as the server", key=prefix
+        )
 
     @contextmanager
     def _asked(
         self, path: str, headers: dict[str, str], key: str, method: str = "GET", body: bytes | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Give the answer to a request, if its status is one that answers; keep the connection if all was read."""
+        """Yield the answer to a request, if its status is one of success; keep the connection if all was read."""
         try:
             connection, response = self._send(method, path, headers, body)
             try:
@@ -246,7 +251,11 @@ class HttpStore(ReadOnlyStore):
                 response.close()
                 self._idle.append(connection) if keep else connection.close()
         except ssl.SSLCertVerificationError as e:
-            raise StoreError(f"{self.url} is not trusted: {e.verify_message}; see cafile", key=key) from e
+            raise StoreError(
+                f"the certificate of {self.url} is not trusted: {e.verify_message}; pass the certificates to trust as "
+                "cafile=",
+                key=key,
+            ) from e
         except (OSError, http.client.HTTPException) as e:
             cause = str(e) or type(e).__name__
             verb = "send {} to" if body is not None else "read {} from"
@@ -255,7 +264,7 @@ class HttpStore(ReadOnlyStore):
     def _send(
         self, method: str, path: str, headers: dict[str, str], body: bytes | None
     ) -> tuple[Connection, http.client.HTTPResponse]:
-        """Ask over a kept connection, and if that was closed from the other side, over a new one."""
+        """Send a request over a kept connection, or, if the server has closed that, over a new one."""
         kept = True
         while True:
             kept, connection = self._connection(kept)
@@ -268,15 +277,15 @@ class HttpStore(ReadOnlyStore):
             except (ConnectionError, ssl.SSLEOFError):  # RemoteDisconnected is one
                 connection.close()
                 if not kept:
-                    raise  # a kept one may have been closed from the other side long ago; a new one was refused
-                _close(self._idle)  # they are as old, and each may take timeout_s to fail
+                    raise  # only a kept connection may have been closed long ago; this is a new one
+                _close(self._idle)  # the others are as old, and each may take timeout_s to fail
                 kept = False
             except BaseException:
                 connection.close()
                 raise
 
     def _connection(self, keep: bool) -> tuple[bool, Connection]:
-        """Return a kept connection if there is one and it may be one, else a new one; and whether it was kept."""
+        """Return a kept connection if there is one and `keep` is set, or a new one; and whether it was kept."""
         if keep:
             with suppress(IndexError):
                 return True, self._idle.pop()
@@ -284,14 +293,14 @@ class HttpStore(ReadOnlyStore):
         return False, Connection(self._host, self._port, clock, self._tls)
 
     def _check(self, response: http.client.HTTPResponse, key: str) -> None:
-        """Raise what a status means, unless it comes with the bytes or says that there are none."""
+        """Raise the error of a status, unless it is one of success or of a range beyond the object's end."""
         status = response.status
         if status not in (200, 206) and (response.length or 0) <= PIECE_BYTES:
-            _skip(response, PIECE_BYTES, key)  # what it says in words; the connection can be used again
+            _skip(response, PIECE_BYTES, key)  # the text of the error; then the connection can be used again
         if status == 404:
             raise NotFoundError(f"there is no {key} at {self.url}", key=key)
         if status in (401, 403):
-            wants = "does not accept this token" if self._headers else "asks for a token"
+            wants = "does not accept this token" if self._headers else "requires a token"
             raise StoreError(
                 f"{self.url} {wants} ({status}): pass token=, or set PULSE_TOKEN on the command line "
                 "(PULSE_UPSTREAM_TOKEN for the upstream of a relay)",
@@ -301,7 +310,11 @@ class HttpStore(ReadOnlyStore):
             retryable = status in _BUSY or 500 <= status < 600
             raise StoreError(f"{self.url} answers {status} for {key}", key=key, retryable=retryable)
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise StoreError(f"{self.url} encodes {key}, which was not asked for", key=key)
+            raise StoreError(
+                f"{self.url} sends {key} with a Content-Encoding, which was not requested; turn compression off in the "
+                "server or proxy",
+                key=key,
+            )
 
 
 def _trust(cafile: str | None) -> ssl.SSLContext:
@@ -317,28 +330,30 @@ def _close(connections: list[Connection]) -> None:
 
 
 def _range_size(response: http.client.HTTPResponse, begin: int, end: int | None, key: str) -> int:
-    """Return how many bytes a partial answer says it has, having checked that they are those asked for."""
+    """Return how many bytes a partial answer states, after checking that they are the requested ones."""
     said = response.headers.get("Content-Range", "")
     match = _RANGE.fullmatch(said)
     first, stop = (int(match[1]), int(match[2]) + 1) if match else (-1, -1)
     good = first == begin and stop > first and (end is None or stop <= end)
-    if good and match and match[3] != "*":  # the size is told: then all of what there is must be there
+    if (
+        good and match and match[3] != "*"
+    ):  # the size is stated: then the answer must reach the requested end, or the object's
         size = int(match[3])
         good = stop == (size if end is None else min(end, size))
     if not good:
         asked = f"{begin}-{'' if end is None else end - 1}"
-        raise StoreError(f"asked for bytes {asked} of {key}, the answer has {said[:80]!r}", key=key)
+        raise StoreError(f"the request was for bytes {asked} of {key}, but the answer has {said[:80]!r}", key=key)
     return stop - first
 
 
 def _is_done(response: http.client.HTTPResponse) -> bool:
-    """Say whether a connection is at the end of this answer and may carry the next."""
+    """Return whether a connection is at the end of this answer and can be used for another request."""
     at_end = response.length == 0 or (response.length is None and response.isclosed())
     return at_end and not response.will_close
 
 
 def _skip(response: http.client.HTTPResponse, count: int, key: str) -> int:
-    """Read past bytes of an answer; return how many there were."""
+    """Read and discard bytes of an answer; return how many there were."""
     skipped = 0
     while skipped < count and (piece := _piece(response, count - skipped, key)):
         skipped += len(piece)
@@ -346,13 +361,13 @@ def _skip(response: http.client.HTTPResponse, count: int, key: str) -> int:
 
 
 def _limit_time(response: http.client.HTTPResponse) -> None:
-    """End an answer that does not state its length after some time, however fast it is sent."""
+    """Limit the time of an answer that does not state its length, however fast it is sent."""
     assert isinstance(response, Response)
     response.clock.limit(_UNSTATED_TIMEOUTS * response.clock.timeout_s)
 
 
 def _measure(response: http.client.HTTPResponse, key: str) -> int:
-    """Return the length of an answer that does not state it. Raises: StoreError, if it is too long to find out."""
+    """Return the length of an answer that does not state it, by reading it. Raises: StoreError, if it is too long."""
     _limit_time(response)
     size = _skip(response, _MAX_UNSTATED + 1, key)
     if size > _MAX_UNSTATED:
@@ -361,61 +376,65 @@ def _measure(response: http.client.HTTPResponse, key: str) -> int:
 
 
 def _read_whole(response: http.client.HTTPResponse, key: str) -> bytes:
-    """Read an answer to its end. Raises: StoreError, if that is too far."""
+    """Read an answer to its end. Raises: StoreError, if it is too long."""
     stated, limit = response.length, _MAX_WHOLE
     if stated is None:
         _limit_time(response)
         limit = _MAX_UNSTATED
     data = _read(response, limit + 1, key) if stated is None or stated <= limit else None
     if data is None or len(data) > limit:
-        raise StoreError(f"{key} exceeds the {limit} bytes that are read at once; ask for ranges of it", key=key)
+        raise StoreError(f"{key} exceeds the {limit} bytes that are read at once; read it in ranges", key=key)
     return data
 
 
 def _read(response: http.client.HTTPResponse, limit: int, key: str, exactly: bool = False) -> bytes:
-    """Read an answer to its end or to a limit, whichever is first. Exactly: it must reach the limit.
+    """Read an answer to its end or to a limit, whichever is first. exactly: it must reach the limit.
 
     Raises:
-        StoreError: it broke off; retryable.
+        StoreError: the connection was closed early; retryable.
     """
-    data = io.BytesIO()  # its bytes can be had without a copy
+    data = io.BytesIO()  # returns its bytes without a copy
     while piece := _piece(response, limit - data.tell(), key):
         data.write(piece)
     if exactly and data.tell() != limit:
-        raise StoreError(f"{key} broke off after {data.tell()} of {limit} bytes", key=key, retryable=True)
+        raise StoreError(
+            f"the connection was closed after {data.tell()} of {limit} bytes of {key}", key=key, retryable=True
+        )
     return data.getvalue()
 
 
 def _piece(response: http.client.HTTPResponse, limit: int, key: str) -> bytes:
     """Return the next bytes of an answer, at most limit; none at the limit and at the end."""
-    # Not read(): a chunk whose size says −1 makes it read to the end of the connection, however far that is.
+    # Not read(): a chunk whose size is −1 makes it read to the end of the connection, without a limit.
     piece = response.read1(min(PIECE_BYTES, limit)) if limit > 0 else b""
     if not piece and limit > 0 and response.length:
-        raise StoreError(f"{key} broke off {response.length} bytes before its end", key=key, retryable=True)
+        raise StoreError(
+            f"the connection was closed {response.length} bytes before the end of {key}", key=key, retryable=True
+        )
     return piece[:limit]
 
 
 def _parse_listing(data: bytes, prefix: str) -> list[ObjectEntry]:
     if len(data) > _MAX_LISTING:
-        raise StoreError(f"the listing of {prefix} is beyond {_MAX_LISTING} bytes", key=prefix)
+        raise StoreError(f"the listing of {prefix} has more than {_MAX_LISTING} bytes, the most accepted", key=prefix)
     entries: list[ObjectEntry] = []
     for line in data.splitlines():
         entry = _entry(line, prefix)
         if entry is None or (entries and entry.key <= entries[-1].key):
-            raise StoreError(f"the listing of {prefix} has a bad line: {line[:80]!r}", key=prefix)
+            raise StoreError(f"the listing of {prefix} has a malformed line: {line[:80]!r}", key=prefix)
         entries.append(entry)
     return entries
 
 
 def _entry(line: bytes, prefix: str) -> ObjectEntry | None:
-    """Return the object a line of a listing names, None if it does not name one below the prefix."""
+    """Return the object that a line of a listing names, None if it names none below the prefix."""
     try:
         fields: Any = json.loads(line)
         key, size, modified = fields["key"], fields["size"], fields["modified"]
         check_key(key)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, StoreError):
         return None
-    if not key.isprintable():  # half a surrogate pair could not even be asked for
+    if not key.isprintable():  # half a surrogate pair cannot be encoded in a request
         return None
     numbers = type(size) is int and type(modified) in (int, float)
     if numbers and key.startswith(prefix) and 0 <= size <= _MAX_NUMBER and 0 <= modified <= _MAX_NUMBER:

@@ -1,4 +1,4 @@
-"""What may be the key of an object. The same for every store, so that a run can be copied from any to any."""
+"""Which keys are valid: the same for every store, so that a run can be copied between any two."""
 
 import re
 
@@ -9,18 +9,18 @@ _HEARTBEAT = re.compile(rf"(?:.+/)?heartbeats/{WORKER.pattern}", re.DOTALL)
 
 
 def check_key(key: str) -> None:
-    """Accept names joined by single slashes. Raises: StoreError, for what is none or could leave the run."""
+    """Check that a key is names joined by single slashes. Raises: StoreError, for anything that could leave the run."""
     if "\0" in key or "\\" in key or any(part in ("", ".", "..") for part in key.split("/")):
-        raise StoreError(f"{key!r} is not a key", key=key)
+        raise StoreError(f"a key must be names joined by single slashes, such as parts/0a1b; got {key!r}", key=key)
 
 
 def check_prefix(prefix: str) -> None:
-    """Accept a key with a slash behind it. Raises: StoreError, for anything else."""
+    """Check that a prefix is a key followed by a slash. Raises: StoreError, for anything else."""
     if not prefix.endswith("/"):
-        raise StoreError(f"{prefix!r} is not a key with a slash behind it", key=prefix)
+        raise StoreError(f"a prefix must be a key followed by a slash, such as parts/; got {prefix!r}", key=prefix)
     check_key(prefix.removesuffix("/"))
 
 
 def is_heartbeat(key: str) -> bool:
-    """Whether a key is that of a worker's heartbeat, the one object that a server accepts from those who read a run."""
+    """Return whether a key is that of a worker's heartbeat, the one object that a server accepts from readers."""
     return len(key) <= 1024 and _HEARTBEAT.fullmatch(key) is not None

@@ -1,7 +1,7 @@
 """A folder as a store, safe for several processes of one machine.
 
-What was written is on the disk, under its name, before the call returns: a version that was committed is still there
-after a power cut, and so is every body that was put before it.
+What was written is on the disk, under its name, before the call returns: after a power cut, a committed version still
+exists, and so does every body that was written before it.
 """
 
 import errno
@@ -21,8 +21,8 @@ from pulsesync.store.keys import check_key, check_prefix
 _SPOOL = ".spool-"
 _SPOOL_AGE_S = 3600.0
 _MAX_WARNED = 1000  # links that are logged
-# What the system answers where no object can be: below a file, a name that no folder can hold, links in a circle, a
-# socket or a device without a driver.
+# Errors of the system that mean that there is no object: a path below a file, a name that is too long, a cycle of
+# links, a socket or a device without a driver.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class LocalStore:
     """Objects are files below a folder. A file appears under its name only when all of it is on the disk.
 
     Args:
-        folder: Where the files are; the first write makes it if it does not exist.
+        folder: Where the files are; the first write creates it if it does not exist.
     """
 
     is_local = True
@@ -47,7 +47,7 @@ class LocalStore:
             if end is None:
                 end = size
             file.seek(begin)
-            return file.read(max(0, min(end, size) - begin))  # read() takes memory for all it is asked for
+            return file.read(max(0, min(end, size) - begin))  # read() allocates all the memory it is asked for
 
     def size(self, key: str) -> int:
         with self._translated(key, "read"), self._opened(key) as handle:
@@ -80,7 +80,7 @@ class LocalStore:
             self._path(key).unlink(missing_ok=True)
 
     def sweep(self) -> int:
-        """Remove what processes killed more than an hour ago left half written. Returns how many files that were."""
+        """Remove incomplete files of processes that were killed more than an hour ago. Returns how many there were."""
         with self._translated("", "sweep"):
             stale = [
                 path
@@ -93,14 +93,16 @@ class LocalStore:
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[int]:
-        """Open the file of an object, which waits for nothing: a FIFO is no object. Raises: NotFoundError, OSError."""
+        """Open the file of an object without blocking: a FIFO is not an object. Raises: NotFoundError, OSError."""
         check_key(key)
         if key.rpartition("/")[2].startswith(_SPOOL):
             raise NotFoundError(f"there is no {key} in {self.folder}: it is the name of a temporary file", key=key)
         handle = self._open(self.folder / key)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise NotFoundError(f"there is no {key} in {self.folder}: what has that name is not a file", key=key)
+                raise NotFoundError(
+                    f"there is no {key} in {self.folder}: the entry of that name is not a file", key=key
+                )
             yield handle
         finally:
             os.close(handle)
@@ -114,15 +116,15 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         check_key(key)
         if key.rpartition("/")[2].startswith(_SPOOL):
-            raise StoreError(f"{key!r} is not a key here: no listing would show it", key=key)
+            raise StoreError(f"{key!r} cannot be a key in a folder: it is the name of a temporary file", key=key)
         return self.folder / key
 
     @contextmanager
     def _spooled(self, target: Path, data: bytes | memoryview) -> Iterator[Path]:
-        """A file with these bytes, on the disk and beside its target, for as long as the block lasts."""
+        """Write a temporary file with these bytes next to its target; it exists until the block ends."""
         try:
             self._settle(target.parent)
-        except FileExistsError as e:  # not to be taken for the object itself
+        except FileExistsError as e:  # must not be mistaken for the object itself
             raise NotADirectoryError(f"{target.parent} is below a file") from e
         path = target.parent / f"{_SPOOL}{secrets.token_hex(8)}"
         try:
@@ -135,9 +137,9 @@ class LocalStore:
             path.unlink(missing_ok=True)
 
     def _settle(self, folder: Path) -> None:
-        """Make a folder, and see that it and those above it in the store are on the disk.
+        """Create a folder, and ensure that it and those above it in the store are on the disk.
 
-        A folder that exists is no proof: the process that made it may not have come to its own sync yet.
+        That a folder exists is no proof: the process that created it may not have synced it to disk yet.
         """
         if folder in self._settled and folder.is_dir():
             return
@@ -149,7 +151,7 @@ class LocalStore:
 
     @contextmanager
     def _translated(self, key: str, verb: str) -> Iterator[None]:
-        """Turn what the system raises into the errors of a store."""
+        """Translate errors of the system into the errors of a store."""
         try:
             yield
         except FileExistsError as e:
@@ -165,11 +167,11 @@ class LocalStore:
 
 
 class ServedFolder(ReadOnlyStore, LocalStore):
-    """A folder for others to read: no symbolic link is followed out of it. The folder itself may be one.
+    """A folder to serve to others: no symbolic link is followed out of it. The folder itself may be one.
 
-    A LocalStore follows every link, because the owner of a run may have put its bodies on another disk. A server would
-    thereby hand out whatever a process that may write to the run can name. What a link outside leads to is not found
-    here, and not listed; the log has one warning for each such link.
+    A LocalStore follows every link, because the owner of a run may have moved its bodies to another disk. With that, a
+    server would serve any file that a process with write access to the run can link to. Therefore the target of a link
+    that leads out of the folder is neither found nor listed; one warning is logged for each such link.
 
     Args:
         folder: What to serve.
@@ -180,10 +182,10 @@ class ServedFolder(ReadOnlyStore, LocalStore):
         self._warned: set[Path] = set()
 
     def _read_only(self, key: str) -> StoreError:
-        return StoreError(f"{self.folder} is served for reading; {key} is written through a LocalStore", key=key)
+        return StoreError(f"a ServedFolder is read-only; write {key} to {self.folder} with a LocalStore", key=key)
 
     def _open(self, path: Path) -> int:
-        """Resolve all links, and then open what they lead to without following any: one may be new by then."""
+        """Resolve all links, and then open the target without following any: a link may have been added meanwhile."""
         inside = self._resolved(path)
         if inside is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -203,7 +205,7 @@ class ServedFolder(ReadOnlyStore, LocalStore):
                     yield path, status
 
     def _resolved(self, path: Path) -> Path | None:
-        """Return where a path leads, relative to the folder; None if that is outside."""
+        """Return the target of a path, relative to the folder; None if that is outside."""
         root, real = Path(os.path.realpath(self.folder)), Path(os.path.realpath(path))
         if real.is_relative_to(root):
             return real.relative_to(root)
@@ -218,7 +220,7 @@ class ServedFolder(ReadOnlyStore, LocalStore):
         if outside not in self._warned and len(self._warned) < _MAX_WARNED:
             self._warned.add(outside)
             logger.warning(
-                "Not served: %s leads to %s, outside of %s. Serve a folder that contains both, or copy the files.",
+                "Not served: %s is a link to %s, outside of %s. Serve a folder that contains both, or copy the files.",
                 outside,
                 os.path.realpath(outside),
                 self.folder,
@@ -226,10 +228,10 @@ class ServedFolder(ReadOnlyStore, LocalStore):
 
 
 def _sync_folder(folder: Path) -> None:
-    """See that the names in a folder are on the disk, as fsync does for the bytes of a file."""
+    """Ensure that the names in a folder are on the disk, as fsync does for the bytes of a file."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # the run's folder may stand in one that may be entered and not read
+    except PermissionError:  # the run's folder may be in one that this process may enter but not read
         return
     try:
         os.fsync(handle)
@@ -238,7 +240,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the files below a folder, and nothing else; none where there is no folder, or for those that vanish."""
+    """Yield the files below a folder, and nothing else; none if there is no folder; skip those that vanish."""
 
     def failed(error: OSError) -> None:
         if error.errno not in _ABSENT:
@@ -250,7 +252,7 @@ def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
             try:
                 status = path.stat()
             except OSError as e:
-                if e.errno not in _ABSENT:  # a link that leads nowhere is no object, either
+                if e.errno not in _ABSENT:  # a broken link is not an object either
                     raise
             else:
                 if stat.S_ISREG(status.st_mode):

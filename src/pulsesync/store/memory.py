@@ -1,4 +1,4 @@
-"""A run in the memory of one process: for tests, and for a trainer and workers that share a process."""
+"""A store in the memory of one process: for tests, and for a trainer and workers that share a process."""
 
 import threading
 import time
@@ -10,11 +10,11 @@ from pulsesync.store.keys import check_key, check_prefix
 
 
 class MemoryStore:
-    """Objects are kept in a dictionary, and are gone with it.
+    """Keeps objects in a dictionary; they disappear with it.
 
     Args:
-        clock: Returns the time in seconds that objects are dated with.
-        url: What messages and events call this store.
+        clock: Returns the time in seconds that becomes the modification time of objects.
+        url: The name of this store in messages and events.
     """
 
     is_local = True
@@ -32,17 +32,17 @@ class MemoryStore:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         check_key(key)
-        held = bytes(data)
+        content = bytes(data)
         with self._lock:
-            self._objects[key] = held, self._clock()
+            self._objects[key] = content, self._clock()
 
     def create(self, key: str, data: bytes) -> None:
         check_key(key)
-        held = bytes(data)
+        content = bytes(data)
         with self._lock:
             if key in self._objects:
                 raise ConflictError(f"{key} exists already in memory", key=key)
-            self._objects[key] = held, self._clock()
+            self._objects[key] = content, self._clock()
 
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
         check_prefix(prefix)

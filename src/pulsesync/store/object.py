@@ -5,8 +5,8 @@ AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_NAME, â€
 `~/.aws/credentials` and `~/.aws/config` too (see aws.py), or as keywords of the constructor; never in the URL, which
 ends up in logs.
 
-A big object is put in pieces. A process that dies meanwhile leaves pieces that no listing shows and the bucket's owner
-pays for: give the bucket a rule that ends unfinished uploads after a day.
+A large object is uploaded in pieces. A process that dies meanwhile leaves pieces that no listing shows and that the
+bucket's owner pays for: give the bucket a rule that aborts incomplete uploads after a day.
 """
 
 import html
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 8 << 20
 _PIECES_AT_ONCE = 4
 _CLIENT: "ClientConfig" = {
-    "allow_http": True,  # used only if an endpoint is named that begins so
-    # obstore's 30 s for a whole request would fail every large part on a slow link. A link that is dead is found out by
-    # its silence; an upload is silent until its last byte is sent, and so a minute has to do for a piece.
+    "allow_http": True,  # takes effect only for an endpoint that begins with http://
+    # obstore's limit of 30 s for a request would fail every large part on a slow link. A dead link is detected because
+    # nothing is received; during an upload nothing is received until its last byte is sent, so a piece has a minute.
     "timeout": "15min",
     "read_timeout": "60s",
 }
@@ -42,7 +42,7 @@ _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _METADATA = re.compile(r"Error performing \w+ \S+/latest/(?:api/token|meta-data/)")
 _MESSAGE_CHARACTERS = 300
 _PASSING_KINDS = {"Connect", "Request", "Timeout", "Interrupted", "Decode"}
-# The first: two conditional writes crossed, and neither may have won. The second is a 400 of S3 for a slow sender.
+# The first: two conditional writes conflicted, and perhaps neither succeeded. The second: S3's 400 for a slow sender.
 _PASSING_CODES = {"ConditionalRequestConflict", "RequestTimeout"}
 _NO_BUCKET_CODES = {"NoSuchBucket", "ContainerNotFound"}
 
@@ -50,16 +50,16 @@ _NO_BUCKET_CODES = {"NoSuchBucket", "ContainerNotFound"}
 class ObjectStore:
     """Objects of a bucket below a prefix: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`.
 
-    Calls are made once, and say whether they may be made again: wrap the store in a RetryStore, as `open_store` does.
-    A process forked from one that has made a call can make none: start processes by spawn.
+    Calls are made once, and errors state whether they can be repeated: wrap the store in a RetryStore, as `open_store`
+    does. A process forked from one that has made a call cannot make any: start processes with spawn.
 
     Args:
         url: The bucket and the prefix.
         **options: obstore's settings: `endpoint`, `access_key_id`, `region`, â€¦.
 
     Raises:
-        ValueError: a URL with a query or without a bucket, an option that this cloud does not have, or an AWS profile
-            that gives no credentials.
+        ValueError: the URL has a query or no bucket, this cloud does not have an option, or an AWS profile gives no
+            credentials.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -69,7 +69,9 @@ class ObjectStore:
         given = (*options.values(), *(options.get("config") or {}).values())
         _check_no_user(url, *given, *(os.environ.get(name) for name in ENDPOINT_VARIABLES))
         if "?" in url or "#" in url:
-            raise ValueError(f"{url}: settings are keywords or environment variables, not part of the URL")
+            raise ValueError(
+                f"the URL of a store must not contain settings; got {url}: use keywords or environment variables"
+            )
         client: ClientConfig = {**_CLIENT, **options.pop("client_options", {})}
         self.url = url
         try:
@@ -95,7 +97,7 @@ class ObjectStore:
         check_key(key)
         with self._translated(key, "read"):
             if end is not None and end <= begin:
-                self._store.head(key)  # no cloud serves an empty range, and an object that is missing has none
+                self._store.head(key)  # no cloud serves an empty range; this raises if the object is missing
                 return b""
             try:
                 return self._get(key, begin, end)
@@ -135,7 +137,7 @@ class ObjectStore:
         with self._translated(key, "delete"):
             try:
                 self._store.delete(key)
-            except FileNotFoundError:  # S3 does not say so, the others do
+            except FileNotFoundError:  # raised by all clouds but S3
                 return
 
     def _get(self, key: str, begin: int, end: int | None) -> bytes:
@@ -147,16 +149,16 @@ class ObjectStore:
 
     @contextmanager
     def _translated(self, key: str, verb: str) -> Iterator[None]:
-        """Turn what obstore raises, its own errors and Python's, into the errors of a store."""
+        """Translate the exceptions of obstore, its own and Python's, into the errors of a store."""
         _check_process()
         try:
             yield
         except StoreError:
             raise
-        except Exception as e:  # the edge: whatever a foreign library raises
+        except Exception as e:  # obstore may raise anything
             what = f"{verb} {key} in {self.url}"
             if self._credentials is not None and not self._has_credentials and _is_about_metadata(e):
-                # Outside EC2 nothing answers there, and a retry would not help. If it gave some before, it would.
+                # Outside EC2 the metadata service never answers, so a retry helps only if it gave credentials before.
                 said = self._credentials.missing(_status_text(e) or "no answer")
                 retryable = _status(e) is not None and _is_passing(e)
                 raise StoreError(f"cannot {what}: {said}", key=key, retryable=retryable) from e
@@ -166,7 +168,7 @@ class ObjectStore:
 
 
 def _check_no_user(*addresses: object) -> None:
-    """Raises: ValueError, if one of these is an address with a user or a password, which ends up in errors and logs."""
+    """Raises: ValueError, if one of these is an address with a user or a password, which would appear in logs."""
     for address in addresses:
         if isinstance(address, str) and "://" in address and "@" in urlsplit(address).netloc:
             raise ValueError(
@@ -175,30 +177,32 @@ def _check_no_user(*addresses: object) -> None:
             )
 
 
-_process: int | None = None  # the one that made the first call
+_process: int | None = None  # the process that made the first call
 
 
 def _check_process() -> None:
-    """Raises: StoreError, after a fork: obstore's threads stayed behind, and a call would wait for them for ever."""
+    """Raises: StoreError, in a forked process: it lacks obstore's threads, and a call would wait for them forever."""
     global _process
     _process = _process or os.getpid()
     if _process != os.getpid():
-        raise StoreError("a forked process cannot use an object store that its parent has used; start it by spawn")
+        raise StoreError(
+            "a forked process cannot use an object store that its parent has used; start the process with 'spawn'"
+        )
 
 
 def _collect(result: "GetResult", limit: int, key: str) -> bytes:
-    """Return the content. Raises: StoreError, as soon as it is too long: obstore itself takes whatever is sent."""
+    """Return the content. Raises: StoreError, as soon as it is too long: obstore itself accepts any length."""
     content, size = [], 0
     for chunk in result:
         size += len(chunk)
         if size > limit:
-            raise StoreError(f"the store sent more than the {limit} bytes of {key} asked for", key=key)
+            raise StoreError(f"the store sent more than the {limit} bytes of {key} that were requested", key=key)
         content.append(chunk)
     return b"".join(content)
 
 
 def _is_about_metadata(error: Exception) -> bool:
-    """Whether what failed is not the request itself, but the one before it, for the credentials of an EC2 instance."""
+    """Return whether the request that failed was the one for the credentials of an EC2 instance."""
     return _METADATA.search(str(error)) is not None
 
 
@@ -212,14 +216,14 @@ def _store_error(error: Exception, what: str, key: str, credentials: Credentials
         return ConflictError(f"cannot {what}: it exists already", key=key)
     no_bucket = code is not None and code[1] in _NO_BUCKET_CODES
     if isinstance(error, FileNotFoundError) and not no_bucket:
-        return NotFoundError(f"cannot {what}: there is none", key=key)
+        return NotFoundError(f"cannot {what}: there is no such object", key=key)
     source = f" (credentials from {credentials.source})" if credentials and _status(error) in (401, 403) else ""
     kind = MissingBucketError if no_bucket else StoreError
     return kind(f"cannot {what}: {_said(error)}{source}", key=key, retryable=_is_passing(error))
 
 
 def _is_passing(error: Exception) -> bool:
-    """Whether the same request may succeed later: the server is unwell or asks for patience, or the link broke."""
+    """Return whether the same request may succeed later: the server failed or is busy, or the connection broke."""
     status, kind = _status(error), _KIND.search(str(error))
     if status is not None:
         return status >= 500 or status in (408, 429)
@@ -227,21 +231,21 @@ def _is_passing(error: Exception) -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status that an error of obstore names in its text; it is carried nowhere else."""
+    """Return the HTTP status in the text of obstore's error, which has it nowhere else."""
     found = _status_text(error)
     return int(found[:3]) if found else None
 
 
 def _status_text(error: Exception) -> str | None:
-    """The HTTP status with its words, such as 403 Forbidden."""
+    """Return the HTTP status with its text, such as 403 Forbidden."""
     found = _STATUS.search(str(error))
     return found[1].strip() if found else None
 
 
 def _said(error: Exception) -> str:
-    """One line: the status, the code and the message of the server, or what obstore says of a request that failed.
+    """Return one line: the status, the code and the message of the server, or obstore's own message.
 
-    Never the body of an answer as it is: a page of XML or HTML.
+    It never contains the body of an answer, which is XML or HTML.
     """
     text = str(error).partition("\n\nDebug source")[0]
     status, code, message = _status_text(error), _CODE.search(text), _MESSAGE.search(text)

@@ -1,4 +1,4 @@
-"""Tries again what may succeed a little later."""
+"""Repeats calls that may succeed a little later."""
 
 import logging
 import random
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class RetryStore:
-    """Repeats calls whose error is `retryable`, up to `attempts` in all, and then lets the last error through.
+    """Repeats calls whose error is `retryable`, up to `attempts` in all, and then raises the last error.
 
-    Before the n-th repetition it waits a random time between nothing and `first_wait_s` × 2^(n−1), but never more than
-    `longest_wait_s`: after an outage many workers come back spread out, not all at once.
+    Before the n-th repetition it waits a random time between 0 and `first_wait_s` × 2^(n−1), but never more than
+    `longest_wait_s`: so after an outage the requests of many workers are spread out in time.
 
     Args:
         store: The store whose calls are repeated.
@@ -42,7 +42,7 @@ class RetryStore:
         random: Callable[[], float] = random.random,
     ) -> None:
         if attempts < 1:
-            raise ValueError(f"attempts={attempts}: a call is made at least once")
+            raise ValueError(f"attempts must be at least 1; got {attempts}")
         self.store = store
         self._attempts = attempts
         self._first_wait_s = first_wait_s
@@ -62,8 +62,8 @@ class RetryStore:
     def create(self, key: str, data: bytes) -> None:
         """Write an object that must not exist. Raises: ConflictError.
 
-        An attempt that failed may have arrived all the same. If a later one meets an object with exactly these bytes,
-        it is taken for the one that was to be created.
+        An attempt that failed may have been executed nevertheless. If a later one finds an object with exactly these
+        bytes, that object counts as created by this call.
         """
         failed = False
 
@@ -103,7 +103,7 @@ class RetryStore:
             except StoreError as e:
                 if not e.retryable:
                     raise
-                logger.info("Attempt %d of %d at a request failed, and is repeated: %s.", attempt, self._attempts, e)
+                logger.info("Attempt %d of %d at a request failed; trying again: %s.", attempt, self._attempts, e)
             self._sleep(self._random() * min(longest, self._longest_wait_s))
             longest *= 2
         return call()

@@ -1,4 +1,4 @@
-"""A store behind a slow link: for budgets on a shared line, and to measure what a run costs on one."""
+"""A store with limited bandwidth: to share a link with others, and to measure a run on a slow link."""
 
 import threading
 import time
@@ -8,10 +8,10 @@ from pulsesync.store.base import ObjectEntry, Store, forget, size_of
 
 
 class ThrottledStore:
-    """Lets `bytes_per_s` through, reads and writes of all threads together; every call takes `latency_s` besides.
+    """Limits reads and writes of all threads together to `bytes_per_s`; every call takes `latency_s` in addition.
 
-    A call that finds the link idle starts at once; others queue behind the bytes that were let in before them. Nothing
-    is saved up while the link is idle, so that no second carries more than its share.
+    A call that finds the link idle starts at once; others wait until the bytes of earlier calls are transferred. Idle
+    time is not saved up, so that no second transfers more than its share.
 
     Args:
         store: The store whose calls are slowed down.
@@ -24,7 +24,7 @@ class ThrottledStore:
         ValueError: bytes_per_s is not above 0.
     """
 
-    is_local = False  # it stands for a link, whatever it wraps
+    is_local = False  # it simulates a network, whatever it wraps
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class ThrottledStore:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s={bytes_per_s}: nothing would ever arrive")
+            raise ValueError(f"bytes_per_s must be above 0; got {bytes_per_s}")
         self.store = store
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
         self._clock = clock
         self._sleep = sleep
-        self._free_at = 0.0  # when the link has carried all that was let in
+        self._free_at = 0.0  # when all bytes of earlier calls are transferred
         self._lock = threading.Lock()
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
@@ -73,10 +73,10 @@ class ThrottledStore:
         forget(self.store, key)
 
     def _carry(self, size_bytes: int) -> None:
-        """Return when the link has carried these bytes and the latency of a call is over."""
+        """Wait until the link has transferred these bytes and the latency of a call is over."""
         with self._lock:
             now = self._clock()
-            if size_bytes:  # a call without content waits for nobody's
+            if size_bytes:  # a call without content does not wait for other calls
                 self._free_at = max(now, self._free_at) + size_bytes / self._bytes_per_s
             wait_s = (self._free_at - now if size_bytes else 0.0) + self._latency_s
         self._sleep(wait_s)

@@ -1,7 +1,7 @@
-"""Turns: of the processes of a host that want to fetch the same thing, one does, and the others wait for it.
+"""Turns: of the processes of a host that want to fetch the same object, one does, and the others wait for it.
 
-A process that fetches touches its lock every second. If it is stopped, or hangs with its machine, those who wait notice
-that and go on without it: no process can hold up the others for ever.
+A process that fetches touches its lock every second. If it is stopped, or its machine hangs, the waiting processes
+notice that and continue without it: no process can block the others forever.
 """
 
 import fcntl
@@ -13,17 +13,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-PATIENCE_S = 15.0  # for a process that shows no sign of life
-_BEAT_S = 1.0  # between two signs of life of a process that fetches
-_LONGEST_WAIT_S = 900.0  # for a process that shows signs of life
+PATIENCE_S = 15.0  # wait for a process that does not touch its lock
+_BEAT_S = 1.0  # between two touches of a lock by a process that fetches
+_LONGEST_WAIT_S = 900.0  # wait for a process that touches its lock
 
 
 @contextmanager
 def locked(path: Path, patience_s: float) -> Iterator[None]:
-    """Hold the lock of a file that is there only while a process holds it or waits for it.
+    """Hold a lock file, which exists only while a process holds it or waits for it.
 
     Raises:
-        TimeoutError: the holder shows no sign of life, or does not come to an end.
+        TimeoutError: the holder does not touch the lock, or does not finish.
         OSError: the disk cannot lock.
     """
     file = _acquire(path, patience_s)
@@ -49,7 +49,7 @@ def _acquire(path: Path, patience_s: float) -> IO[bytes]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_open_as(path, file.fileno()):
                 return file
-            file.close()  # its holder has removed it, and the next one holds another file of that name
+            file.close()  # its holder has removed it, and the next one locks a new file of that name
             continue
         except BlockingIOError:
             now, seen = time.monotonic(), os.fstat(file.fileno()).st_mtime_ns
@@ -57,10 +57,10 @@ def _acquire(path: Path, patience_s: float) -> IO[bytes]:
         except BaseException:
             file.close()
             raise
-        if seen != beat:  # compared with itself: the clock of the disk may be another one
+        if seen != beat:  # compared with its last value only: the disk may have another clock
             beat, alive = seen, now
         if now - alive > patience_s:
-            raise TimeoutError(f"the process that locked {path} shows no sign of life; the limit is {patience_s:g} s")
+            raise TimeoutError(f"the process that locked {path} does not respond; the limit is {patience_s:g} s")
         if now - began > _LONGEST_WAIT_S:
             raise TimeoutError(f"{path} is still locked by a live process; the limit is {_LONGEST_WAIT_S:g} s")
         time.sleep(pause_s)
