@@ -57,17 +57,12 @@ with pulse.Publisher("bucket/{name}") as publisher:
 
 # What runs before a page, or before the block with this piece: what a reader has already, and a page does not repeat.
 BEFORE = {
-    ("README.md", ""): MODEL
-    + GROUP
+    ("docs/usage.md", ""): MODEL
     + """
-steps, publisher = 3, pulse.Publisher("memory://shared")
+steps = 3
 def train_one_step(model):
     with torch.no_grad():
         model.weight[:, :2] += 0.5
-""",
-    ("README.md", "StoreExchange("): """
-model = torch.nn.Linear(64, 64)  # trainers average FP32 weights
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 """,
     ("docs/gpu.md", ""): MODEL
     + """
@@ -174,7 +169,6 @@ HF, JAX, KERAS, RANKS = (
 )
 COMPILED = {
     ("README.md", "GRPOTrainer("): HF,
-    ("README.md", "cast.pull_(model)"): RANKS,
     ("docs/gpu.md", 'keep="hook"'): "needs a GPU: make gpu-test publishes with keep='hook'",
     ("docs/gpu.md", "pulse.warm_up(device="): "needs a GPU: make gpu-test warms its kernels up",
     (
@@ -207,8 +201,8 @@ COMPILED = {
 
 # Shell blocks whose `pulse` commands are parsed by the real parser and not run.
 PARSED = {
-    ("README.md", "pulse publish checkpoint/"): "an overview of the commands; tests/cli runs each of them",
     ("docs/doctor.md", "pulse doctor"): "checks the machine of the reader; tests/cli/test_doctor.py runs it",
+    ("docs/usage.md", "pulse publish checkpoint/"): "an overview of the commands; tests/cli runs each of them",
     ("docs/experiments.md", "pulse study experiment list"): "trains for minutes to hours; tests/lab runs small ones",
     ("docs/fleet.md", "$ pulse status"): "shows a fleet of three workers; tests/cli/test_status.py has one",
     ("docs/integrations/delta_folders.md", "pulse import"): "reads what a trainer writes: test_delta_folder.py imports",
