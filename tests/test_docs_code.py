@@ -27,7 +27,7 @@ from tests.commands import pulse
 from tests.examples import python_path
 
 torch = pytest.importorskip("torch", reason="the code blocks of the pages need torch: they are NOT tested")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)  # on a machine without cached kernels the first page compiles them
 BUCKET = "s3://bucket/"  # replaced by a folder in every block that runs
 DATA = ("", "text", "json", "toml", "yaml", "mermaid", "promql")  # drawings, listings and files: nothing to execute
 PROGRAM = re.compile(r"^(\$ )?(pulse|pip|make|python|torchrun|vllm|curl|docker) ", re.MULTILINE)
