@@ -161,6 +161,8 @@ ROWS = [
 
 # What is clean already. Extend it as folders are rewritten.
 CLEAN = [
+    "docs",
+    "examples/README.md",
     "src/pulsesync/__init__.py",
     "src/pulsesync/cli",
     "src/pulsesync/core",
