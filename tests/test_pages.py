@@ -11,6 +11,7 @@ from benchmarks import save_results
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+NAMED_TEST = re.compile(r"\]\(([^)\s]+\.py)\) `(test_\w+)`")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 MAX_LINE = 2000
 
@@ -49,6 +50,12 @@ def test_a_link_to_a_missing_file_or_heading_is_found(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# A heading, `in code`\n")
     page.write_text("[a](other.md#a-heading-in-code) [b](other.md#none) [c](none.md) [d](https://example.org/none)\n")
     assert broken_links(page) == ["other.md#none", "none.md"]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_test_that_a_page_names_after_a_link_to_its_file_exists(page: Path) -> None:
+    named = NAMED_TEST.findall(page.read_text())
+    assert [(file, test) for file, test in named if f"def {test}(" not in (page.parent / file).read_text()] == []
 
 
 @pytest.mark.parametrize(
