@@ -8,6 +8,7 @@ import pytest
 
 from pulsesync.cli import doctor
 from pulsesync.errors import StoreError
+from pulsesync.maintain.doctor import Finding
 from pulsesync.store import LocalStore
 from tests.commands import PULSE, pulse
 from tests.runs import publish_steps
@@ -59,7 +60,7 @@ def test_options_of_a_location_need_one() -> None:
 
 
 def test_a_package_that_cannot_be_imported_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> doctor.Finding:
+    def broken() -> Finding:
         raise ImportError("libcudart.so.12: cannot open shared object file")
 
     broken.__name__ = "_torch"

@@ -307,3 +307,24 @@ def test_a_server_is_given_the_key_of_its_own_kind(
         follow(str(tmp_path), **address)
     with pytest.raises(SeenError, match="given"):
         follow(str(tmp_path), **address, api_key="given")
+
+
+def test_a_follower_is_shown_by_status_under_its_own_name(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    assert pulse("publish", checkpoints.next(), tmp_path / "run", "--cast", "BF16").code == 0
+    given = {"a/weights": (), "b/weights": (), "c": ("--heartbeat", "mine"), "d": ("--no-heartbeat",)}
+    for folder, options in given.items():
+        (tmp_path / folder).parent.mkdir(exist_ok=True)
+        assert pulse("follow", tmp_path / "run", tmp_path / folder, "--once", *options).code == 0
+    (facts,) = pulse("status", tmp_path / "run", "--json").events
+    names = [worker["name"] for worker in facts["workers"]]
+    assert len(names) == 3
+    assert "mine" in names
+    assert sum("-weights-" in name for name in names) == 2
+    assert {(worker["state"], worker["version"]) for worker in facts["workers"]} == {("ended", 0)}
+
+
+def test_a_heartbeat_needs_a_name_that_is_one(tmp_path: Path) -> None:
+    for name in ("a/b", "\x1b[2J"):
+        assert pulse("follow", tmp_path / "run", tmp_path / "f", "--heartbeat", name).refused(2, "name of a worker")
+    both = pulse("follow", tmp_path / "run", tmp_path / "f", "--heartbeat", "a", "--no-heartbeat")
+    assert both.refused(2, "contradicts")

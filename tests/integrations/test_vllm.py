@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from pulsesync import Publisher, PulseError, SigningKey, StoreError, VerificationError, events, listen
+from pulsesync import Publisher, PulseError, SigningKey, StoreError, VerificationError, events, listen, read_fleet
 from pulsesync.errors import (
     ChecksumError,
     FormatError,
@@ -823,6 +823,24 @@ def test_a_follower_brings_a_server_to_each_version_and_again_when_it_was_restar
         engine.start_followers()
         assert next(updates).version == 1
         assert engine.have(training.versions[1])
+
+
+def test_a_follower_shows_where_its_server_is(training: Training) -> None:
+    engine, store = TwoRanks(training.versions[0]), open_store(str(training.location))
+    with served(engine) as url:
+        follower = ServerFollower(VllmServer(url), str(training.location), store, heartbeat="gpu-1")
+        follower.update()
+        follower.update()
+        follower.close()
+        (worker,) = read_fleet(store).workers
+        assert (worker.name, worker.version, worker.lag, worker.state) == ("gpu-1", 0, 0, "ended")
+    away = ServerFollower(VllmServer(url), str(training.location), store, heartbeat="gpu-2")
+    with pytest.raises(StoreError):
+        away.update()
+    away.close()
+    found = {worker.name: worker.heartbeat for worker in read_fleet(store).workers}["gpu-2"]
+    assert found is not None
+    assert "does not answer" in str(found.error)
 
 
 def test_a_server_that_is_not_there_or_not_ready_for_this_says_what_to_do(training: Training) -> None:

@@ -110,7 +110,7 @@ class ReadOnly(MemoryStore):
     def put(self, key: str, data: bytes | memoryview) -> None:
         raise StoreError("403 Forbidden", key=key)
 
-    create = put  # type: ignore[assignment]
+    create = put
 
 
 def test_a_store_that_refuses_writes_fails_unless_only_reading_is_asked_for() -> None:

@@ -1,11 +1,13 @@
 """Heartbeats over HTTP: real servers and relays keep them in memory, show them in listings, and pass them on."""
 
 import http.client
+import signal
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,6 +21,8 @@ from pulsesync.store.http import HttpStore
 
 pytest.importorskip("starlette")
 pytest.importorskip("granian")
+from tests.commands import pulse, start
+from tests.runs import publish_steps
 from tests.server.test_server import running
 
 RECORD = Heartbeat(worker="w", host="node", pid=7, package="0.1", time_s=1e9, version=4)
@@ -182,3 +186,35 @@ def test_a_newer_record_of_the_store_counts() -> None:
     assert board.list("heartbeats/", [newer]) == [newer]
     assert board.get("heartbeats/w") is None
     assert board.list("manifests/", [older]) == [older]
+
+
+def test_a_worker_behind_a_relay_is_seen_at_the_server(tmp_path: Path) -> None:
+    """All of it in processes of their own: server, relay, follower; and status, asked over HTTP."""
+    runs = tmp_path / "runs"
+    publish_steps(str(runs / "one"), 3)
+    with (
+        running("serve", runs) as server,
+        running("relay", server.url, cache=tmp_path / "cache") as near,
+    ):
+        process = start("follow", f"{near.url}/one", tmp_path / "weights", "--heartbeat", "far-1", "--interval", 0.2)
+        try:
+            for url in (near.url, server.url):
+                wait_until(lambda url=url: len(workers(f"{url}/one")) == 1, 60)  # type: ignore[misc]
+                (worker,) = workers(f"{url}/one")
+                assert (worker["name"], worker["state"], worker["lag"]) == ("far-1", "ok", 0)
+                assert worker["heartbeat"]["recount_equal"] is True
+            assert pulse("status", f"{server.url}/two", "--json").code == 3
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=30)
+            wait_until(lambda: workers(f"{server.url}/one")[0]["state"] == "ended")
+        finally:
+            process.kill()
+            process.communicate()
+    assert not (runs / "one" / "heartbeats").exists()
+
+
+def workers(url: str) -> list[dict[str, Any]]:
+    done = pulse("status", url, "--json")
+    assert done.code == 0, done
+    found: list[dict[str, Any]] = done.events[0]["workers"]
+    return found

@@ -148,6 +148,7 @@ def _summary(found: FleetStatus) -> str:
 
 def _facts(found: FleetStatus) -> dict[str, Any]:
     facts = asdict(found)
+    facts["workers"] = [asdict(worker) | {"version": worker.version} for worker in found.workers]
     facts["ok"] = found.is_well
     return facts
 

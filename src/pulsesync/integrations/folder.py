@@ -210,10 +210,10 @@ class HuggingFaceFolder:
         current, newest = self.current, self._target.version
         if done is not None:
             sync = done.sync
+            heartbeat.recounted(True)
             heartbeat.synced(
                 sync.version, sync.step, newest=newest, pause_s=sync.apply_s, fetched_bytes=sync.fetched_bytes
             )
-            heartbeat.recounted(True)
         elif current is not None:
             heartbeat.synced(current.version, current.step, newest=newest)
 
