@@ -44,6 +44,7 @@ sys.stdin.read()
 
 WORKER = """
 import sys
+import time
 import numpy as np
 import pulsesync as pulse
 from pulsesync import metrics
@@ -53,6 +54,7 @@ model = {"w": np.zeros((64, 64), np.float32)}
 worker = pulse.Subscriber(sys.argv[1])
 for version in (2, None, None):
     worker.sync(model, version=version)
+    time.sleep(1.1)  # a sync that finds nothing new is emitted once a second
 worker.verify()
 print(exporter.url, flush=True)
 for line in sys.stdin:

@@ -272,7 +272,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         "pulse_syncs",
         "counter",
         "",
-        "Syncs that completed, including those that found nothing new.",
+        "Syncs that completed; of those that found nothing new, at most one a second is counted.",
         ((Synced, _one),),
     ),
     Instrument(
