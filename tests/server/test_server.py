@@ -599,6 +599,22 @@ def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(t
         assert store.get("parts/a", 0, 64) == b"good"
 
 
+def test_a_relay_of_a_folder_with_several_runs_fetches_what_is_named_by_its_content_once(tmp_path: Path) -> None:
+    origin = LocalStore(tmp_path / "runs")
+    for key in ("one/parts/a", "one/head"):
+        origin.put(key, b"first")
+    with (
+        running("serve", origin.folder) as server,
+        running("relay", server.url, cache=tmp_path / "cache") as relay,
+        closing(HttpStore(f"{relay.url}/one")) as store,
+    ):
+        assert (store.get("parts/a", 0, 64), store.get("head", 0, 64)) == (b"first", b"first")
+        for key in ("one/parts/a", "one/head"):
+            origin.put(key, b"second")
+        time.sleep(1.1)  # a relay remembers what changes for a second
+        assert (store.get("parts/a", 0, 64), store.get("head", 0, 64)) == (b"first", b"second")
+
+
 def test_a_relay_serves_what_it_has_while_its_upstream_is_away(folder: Path, tmp_path: Path) -> None:
     with (
         running("serve", folder) as server,
