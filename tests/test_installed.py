@@ -18,6 +18,7 @@ from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 import pulsesync
+from tests.code_blocks import blocks_of
 from tests.distributions import CLEAN, ROOT, build, metadata_of, run, wheel_in
 from tests.test_api import MODULES
 
@@ -135,6 +136,18 @@ def test_two_processes_publish_and_follow_a_run(installed: Path, tmp_path: Path)
     for step in range(4):
         expected[step::50] += np.float16(0.01)
     assert out.split() == ["3", str(expected.view(np.uint16).sum(dtype=np.int64)), "0.0"]
+
+
+def test_the_quickstart_without_torch_runs(installed: Path, tmp_path: Path) -> None:
+    """The programs of the page, and the commands with which it looks at a run."""
+    trainer, worker = (
+        b.text for b in blocks_of("docs/quickstart.md") if b.language == "python" and "runs/numpy" in b.text
+    )
+    published = run(installed / "python", "-c", trainer, cwd=tmp_path).splitlines()
+    assert [line.split(":")[0] for line in published] == [f"version {n}" for n in range(5)]
+    synced = run(installed / "python", "-c", worker, cwd=tmp_path)
+    assert synced.startswith("version 4 by anchor, patch, patch, patch, patch: ")
+    assert "5 versions, 1 anchor: all good" in run(installed / "pulse", "verify", "runs/numpy", cwd=tmp_path)
 
 
 def test_the_help_lists_the_commands(installed: Path, tmp_path: Path) -> None:
