@@ -200,8 +200,8 @@ def test_pretrain_saves_the_bf16_weights(tmp_path: Path) -> None:
 
     from pulsesync.lab.demo.policy import fresh
 
-    def quick(seed: int, tell: Any) -> Any:
-        tell(10, 1.5, 0.25)
+    def quick(seed: int, report: Any) -> Any:
+        report(10, 1.5, 0.25)
         return fresh(seed)
 
     with mock.patch("pulsesync.lab.demo.pretrain.pretrain", quick):

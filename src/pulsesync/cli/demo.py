@@ -181,7 +181,7 @@ def pretrain(*, seed: Count = 0, out: Path = Path("policy.safetensors"), as_json
             line = f"step {step}  loss {loss:.4f}  {share:.1%} right"
             print(f"\r{line}" if in_place else line, end="" if in_place else "\n", flush=True)
 
-    policy = work.pretrain(seed, tell=show)
+    policy = work.pretrain(seed, report=show)
     if in_place:
         print()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -333,14 +333,14 @@ def _watch(
 
 
 def _sum_up(folder: Path, story: RunStory, summary: Line, as_json: bool) -> int:
-    return _end(folder, story, summary, f"{view.tell(story, summary)}\n{folder}: {FILES}", as_json)
+    return _end(folder, story, summary, f"{view.summarize(story, summary)}\n{folder}: {FILES}", as_json)
 
 
 def _contrast(folder: Path, story: RunStory, summary: Line, as_json: bool) -> int:
     """Replay the recorded steps and print both runs side by side; the summary has the replay under a key of its own."""
     settings = _recorded(DemoSettings(workers=story.settings.workers, metrics=story.settings.metrics))
     if not as_json:
-        print(f"\n{view.tell(story, summary)}\n\n{contrast.announce(settings)}", flush=True)
+        print(f"\n{view.summarize(story, summary)}\n\n{contrast.announce(settings)}", flush=True)
     place, shown = open_folder(folder / "replay", settings)
     _, replayed = _watch(ReplayRun, place, settings, shown, as_json, event="replay_step", resumed_by=folder)
     summary["in_reach_share"] = contrast.share_in_reach(contrast.policy_weights(), story.settings.lr)

@@ -122,7 +122,7 @@ def _look(path: Path, dtype: str, as_json: bool) -> ModelFacts:
 
 def facts(plan: SyncPlan) -> dict[str, Any]:
     """Return all figures of a plan, for machines: bytes, bits per second, seconds, and shares."""
-    told = plan.told
+    told = plan.expected
     average, most = plan.joiner_bytes
     return {
         "model": plan.model.name,
@@ -143,7 +143,7 @@ def facts(plan: SyncPlan) -> dict[str, Any]:
         "critical_magnitude": plan.critical,
         "ways": {
             codec: vars(way) | {"bandwidth_for_90": plan.needed_bandwidth(codec), "sync_s": plan.took.get(codec)}
-            for codec, way in plan.ways.items()
+            for codec, way in plan.options.items()
         },
         "best": plan.best,
         "enough": plan.enough,
@@ -175,7 +175,7 @@ def _expected(one: Evidence, plan: SyncPlan) -> tuple[float, float]:
 
 
 def _sentences(plan: SyncPlan) -> list[str]:
-    told, every = plan.told, plan.training.every
+    told, every = plan.expected, plan.training.every
     windows = ", ".join(f"{share:.2%} over {k}" for k, share in told.windows.items() if k > 1)
     return [
         f"model     {plan.model.name}: {plan.model.size:,} weights in {plan.model.tensors:,} tensors, "
@@ -206,7 +206,7 @@ def _rows(plan: SyncPlan) -> list[dict[str, str]]:
             "utilisation": f"{way.utilisation:.1%}",
             f"for {GOAL:.0%}": rate(plan.needed_bandwidth(codec)),
         }
-        for codec, way in ((codec, plan.ways[codec]) for codec in CODECS)
+        for codec, way in ((codec, plan.options[codec]) for codec in CODECS)
     ]
 
 
@@ -223,7 +223,7 @@ def _advice(plan: SyncPlan) -> list[str]:
             "          magnitudes were assumed: give a checkpoint instead of its config.json for a better plan"
         )
     if plan.enough:
-        share = plan.ways["full"].utilisation
+        share = plan.options["full"].utilisation
         lines.append(f"hint      patches gain little here: with full weights, utilisation on this link is {share:.1%}")
     return lines
 

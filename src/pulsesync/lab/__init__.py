@@ -1,1 +1,1 @@
-"""For people who study weight updates: recordings and forecasts, experiments, the demo, charts. No worker needs it."""
+"""For the study of weight updates: recordings, forecasts, experiments, the demo, charts. No worker needs it."""

@@ -1,9 +1,9 @@
-"""Small charts as SVG that needs nothing else: lines, bars and heat maps, one or several in a picture.
+"""Small, self-contained SVG charts: lines, bars and heat maps, one or several in a picture.
 
     Path("run.svg").write_text(draw([Panel("Reward", {"reward": [(1, 0.2), (2, 0.3)]})], "a run"))
 
-A chart is a record; what it shows is decided by whoever makes it. Every text in it is escaped, curves differ in dash as
-well as in colour, and a reader that cannot see has title and description.
+A chart is a record; the caller decides what it shows. Every text in it is escaped, curves differ in dash as well as in
+colour, and screen readers get title and description.
 """
 
 import math
@@ -28,7 +28,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class ChartPoint:
-    """A point to look at, and what to say about it."""
+    """A highlighted point, and its label."""
 
     x: float
     y: float
@@ -37,14 +37,14 @@ class ChartPoint:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves by name. What is not finite is left out, on a logarithmic axis what is not above zero too."""
+    """Curves by name. Values that are not finite are left out; on a logarithmic axis also those not above zero."""
 
     title: str
     curves: Mapping[str, Points]
     logarithmic: bool = False
     log_x: bool = False
     x_label: str = ""
-    x_ticks: Sequence[float] = ()  # where the round numbers would not be those that people know
+    x_ticks: Sequence[float] = ()  # if the usual round numbers would not fit
     marks: Sequence[ChartPoint] = ()
     verticals: Mapping[str, float] = field(default_factory=dict)  # lines from top to bottom
     dots: bool = False  # a dot at every point
@@ -52,7 +52,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars side by side for each category, one of each series; None for what there is not."""
+    """Bars side by side for each category, one per series; None for a missing value."""
 
     title: str
     categories: Sequence[str]
@@ -64,7 +64,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A value for each row and column, dark for high; None for what there is not."""
+    """A value for each row and column, dark for high; None for a missing value."""
 
     title: str
     rows: Sequence[str]
@@ -118,13 +118,13 @@ class _Axis:
         return cls(low, high, [tick for tick in chosen if low <= tick <= high], False)
 
     def share(self, value: float) -> float:
-        """How far along the axis a value is: 0 to 1, or beyond for one that is outside."""
+        """The position of a value on the axis: 0 to 1, or beyond for a value outside."""
         low, at, high = (math.log10(v) if self.logarithmic else v for v in (self.low, value, self.high))
         return (at - low) / (high - low)
 
 
 def draw(shown: Sequence[Chart], title: str) -> str:
-    """Return the SVG: two charts to a row."""
+    """Return the SVG: two charts per row."""
     width, height = 2 * WIDTH, -(-len(shown) // 2) * HEIGHT + 36
     out = [*_open(width, height, title, ""), text(LEFT, 24, title, 'font-size="15"')]
     for i, chart in enumerate(shown):
@@ -134,7 +134,7 @@ def draw(shown: Sequence[Chart], title: str) -> str:
 
 
 def figure(chart: Chart, about: str, width: float = 760, height: float = 320) -> str:
-    """Return the SVG of one chart, without its title, which is for the page to write; `about` describes it."""
+    """Return the SVG of one chart, without its title, which the page shows; `about` describes it."""
     left = float(LEFT)
     if isinstance(chart, HeatMap):
         left = max([LEFT, *(12 + 6.2 * len(row) for row in chart.rows)])
@@ -249,7 +249,7 @@ def _curve(places: Points, number: int, dots: bool) -> list[str]:
 
 
 def _vertical(x: float, y: float, name: str, box: _Box) -> list[str]:
-    """A line from top to bottom, its name on whichever side has room."""
+    """A line from top to bottom, with its name on the side that has space."""
     to_left = x > (box.left + box.right) / 2
     anchor = f'fill="#374151" text-anchor="{"end" if to_left else "start"}" {HALO}'
     return [
@@ -259,7 +259,7 @@ def _vertical(x: float, y: float, name: str, box: _Box) -> list[str]:
 
 
 def _mark(x: float, y: float, words: str, box: _Box) -> list[str]:
-    """A ring around a point, and words beside it, on whichever side has room."""
+    """A ring around a point, with a label on the side that has space."""
     to_left = x > (box.left + box.right) / 2
     ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="none" stroke="#111827" stroke-width="1.2"/>'
     return [
@@ -283,7 +283,7 @@ def _x_label(label: str, box: _Box) -> list[str]:
 
 
 def _legend_rows(names: Sequence[str], box: _Box) -> list[list[tuple[float, int]]]:
-    """Where each name goes: rows of (x, number)."""
+    """The place of each name: rows of (x, number)."""
     rows: list[list[tuple[float, int]]] = [[]]
     x = box.left
     for number, name in enumerate(names):
@@ -302,7 +302,7 @@ def _under_legend(box: _Box, names: Sequence[str]) -> _Box:
 
 
 def _legend(names: Sequence[str], box: _Box, *, filled: bool = False) -> list[str]:
-    """Names above a chart that has more than one; `box` is what the legend leaves."""
+    """Names above a chart that has more than one; `box` is what remains below the legend."""
     if len(names) < 2:
         return []
     rows = _legend_rows(names, box)
@@ -395,7 +395,7 @@ def _colouring(low: float, high: float) -> Callable[[float], str]:
 
 
 def _scale(low: float, high: float, unit: str, box: _Box) -> list[str]:
-    """What the colours mean: a strip from the lowest to the highest, above the cells."""
+    """The colour scale: a strip from the lowest to the highest, above the cells."""
     y, at, colour = box.top - 12, box.right - 225 - 6 * len(unit), _colouring(low, high)
     cells = [
         f'<rect x="{at + 60 + 6 * n}" y="{y:.1f}" width="6.3" height="9" fill="{colour(low + (high - low) * n / 19)}"/>'

@@ -1,4 +1,4 @@
-"""A small policy beside a language model: what a sync sends of each, and why the two differ. No torch.
+"""A small policy compared with a language model: what a sync sends for each, and why the two differ. No torch.
 
 The policy that the demo trains learns at a rate far above that of RL on language models, so a large share of its BF16
 weights changes in every step. Steps recorded from a language model show what syncs are like there.
@@ -17,7 +17,7 @@ from pulsesync.lab.demo.view import Line
 from pulsesync.lab.study.predict.theory import thresholds
 from pulsesync.state.checkpoint_files import open_file
 
-POLICY = Path(__file__).parent / "demo" / "policy.safetensors"  # that a run of the demo starts from
+POLICY = Path(__file__).parent / "demo" / "policy.safetensors"  # from which a run of the demo starts
 
 WHY = """\
 Why they differ: a BF16 weight changes only if it moves by more than half the gap to its next BF16 value, and a step \
@@ -29,10 +29,10 @@ hardly learn."""
 
 
 def makes_sense(settings: DemoSettings) -> bool:
-    """Whether the recorded steps are played after a run: after the demo's own, unless it shows something else.
+    """Whether the recorded steps are replayed after a run: after a default demo, unless it shows something else.
 
-    Full weights, several steps a version and several trainers do not compare with the recording; and a run with a store
-    or a link of the user's own is about these.
+    Full weights, several steps a version and several trainers are not comparable with the recording; and a run with the
+    user's own store or link is about these.
     """
     other_bytes = settings.sync != "pulse" or settings.publish_every > 1 or settings.trainers > 1
     other_place = bool(settings.store or settings.read or settings.link)
@@ -55,13 +55,13 @@ def share_in_reach(weights: NDArray[Any], lr: float) -> float:
 
 
 def announce(replay: DemoSettings) -> str:
-    """What is played now, in a line."""
+    """A line about the replay that follows."""
     model = f"GRPO on SmolLM2-135M at learning rate {replay.lr:g}, six of its tensors"
     return f"Now {replay.steps} recorded steps of a real language model: {model}."
 
 
 def compare(live: Line, live_lr: float, recorded: Line, recorded_lr: float) -> str:
-    """Both summaries, a line each, and the reason for the difference."""
+    """Both summaries, one line each, and the reason for the difference."""
     heading = _row("What a sync sent", "weights", "learning rate", "changed", "bytes", "")
     policy, language_model = _figures(live, live_lr), _figures(recorded, recorded_lr)
     rows = [_row("  the demo's policy", *policy), _row("  SmolLM2-135M, a slice", *language_model)]

@@ -93,8 +93,8 @@ def test_what_a_worker_did_before_it_died_is_kept() -> None:
 
 def test_a_worker_that_was_not_there_at_the_end_is_mentioned() -> None:
     story = told(line(1), workers=2)
-    assert "1 of the workers did not recount at the end" in view.tell(story, story.summary({}, ["0"]))
-    assert "all workers recounted at the end" in view.tell(story, story.summary({}, ["0", "1"]))
+    assert "1 of the workers did not recount at the end" in view.summarize(story, story.summary({}, ["0"]))
+    assert "all workers recounted at the end" in view.summarize(story, story.summary({}, ["0", "1"]))
 
 
 def test_the_view_shows_where_everybody_is() -> None:
@@ -136,13 +136,13 @@ def test_a_round_of_several_trainers_is_one_more_line() -> None:
     summary = story.summary({"trainer-1": 1}, ["0"])
     assert (summary["steps"], summary["seconds"]) == (16, 10.0)
     assert (summary["loco"]["payload_times_smaller"], summary["loco"]["wire_times_smaller"]) == (20, 30)
-    text = view.tell(story, summary)
+    text = view.summarize(story, summary)
     assert "Trainers: 3, which met after every 8 steps, 2 × (pulse)" in text
     assert "means of the first and last 8 steps" in text
     assert "Started again: trainer 1 (1 ×)" in text
     away = {**first, "trainers": ["trainer-1", "trainer-2"], "sent_bytes": 0, "received_bytes": 5_000}
     assert "without the first" in view.met(away, 3)
-    assert "in no round" in view.tell(story, told(line(8, loco=away), trainers=3).summary({}, ["0"]))
+    assert "in no round" in view.summarize(story, told(line(8, loco=away), trainers=3).summary({}, ["0"]))
 
 
 def test_one_trainer_has_no_rounds() -> None:
@@ -161,7 +161,7 @@ def test_the_sparsity_is_told_beside_the_papers_with_the_reason_for_the_differen
 def test_a_run_that_sends_everything_has_no_sparsity() -> None:
     story = told(line(1, changed=None, size_bytes=20_000))
     assert story.summary({}, ["0"])["changed_share"] is None
-    assert "All weights are sent" in view.tell(story, story.summary({}, ["0"]))
+    assert "All weights are sent" in view.summarize(story, story.summary({}, ["0"]))
     assert "changed all: 400 bytes" in view.plain(story, line(1, changed=None))
 
 

@@ -1,7 +1,7 @@
-"""The way back: workers ask the trainer for work and send what they generated, over a socket of this machine.
+"""The channel from workers to the trainer: they request work and send completions, over a local socket.
 
-A message is a line of JSON and, behind it, arrays as safetensors; nothing is unpickled. Both ends show first that they
-know the run's secret (multiprocessing.connection's handshake). Whoever is cut off connects again.
+A message is a line of JSON, followed by arrays as safetensors; nothing is unpickled. Both ends first prove that they
+know the run's secret (multiprocessing.connection's handshake). A worker that loses its connection connects again.
 """
 
 import json
@@ -32,7 +32,7 @@ def unpack(data: bytes) -> Message:
 
 
 class TrainerEndpoint:
-    """The trainer's end: takes connections, hears what is said, and answers."""
+    """The trainer's end: accepts connections, receives messages, and answers."""
 
     def __init__(self, secret: bytes, port: int = 0) -> None:
         self._listener = Listener((HOST, port), backlog=64, authkey=secret)
@@ -42,11 +42,11 @@ class TrainerEndpoint:
         return int(self._listener.address[1])
 
     def accept(self) -> Connection:
-        """Wait for somebody to connect; for a thread of its own. Raises: OSError, once it is closed."""
+        """Wait for a connection, in a separate thread. Raises: OSError, once it is closed."""
         while True:
             try:
                 return self._listener.accept()
-            except (EOFError, ConnectionError, AuthenticationError):  # left, or did not know the secret
+            except (EOFError, ConnectionError, AuthenticationError):  # closed, or without the secret
                 continue
 
     def close(self) -> None:
@@ -54,14 +54,14 @@ class TrainerEndpoint:
 
 
 class WorkerEndpoint:
-    """A worker's end: says something, and waits for the answer; connects as often as it must."""
+    """A worker's end: sends a message, and waits for the answer; reconnects as often as needed."""
 
     def __init__(self, port: int, secret: bytes, patience_s: float) -> None:
         self._port, self._secret, self._patience_s = port, secret, patience_s
         self._connection: Connection | None = None
 
     def ask(self, facts: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> dict[str, Any]:
-        """Say something and return the answer. Raises: ConnectionError, if nobody has answered for too long."""
+        """Send a message and return the answer. Raises: ConnectionError, if there is no answer in time."""
         data, until = pack(facts, tensors), time.monotonic() + self._patience_s
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What is played: a policy, prompts to complete, a reward, and how to learn from it."""
+"""The task of the demo: a policy, prompts to complete, a reward, and how to learn from it."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -16,7 +16,7 @@ class Game(Protocol):
     """A policy and its task."""
 
     def policy(self) -> nn.Module:
-        """The policy that a run begins with: FP32 weights whose values are BF16's."""
+        """The policy that a run begins with: FP32 weights with BF16 values."""
 
     def play(self, policy: nn.Module, prompts: int, seed: int) -> Rollouts:
         """Draw prompts by a seed, and complete each a group of times."""
@@ -47,7 +47,7 @@ class AdditionGame:
         return self.sample(policy, prompts, torch.Generator().manual_seed(seed))
 
     def sample(self, policy: Policy, prompts: int, generator: torch.Generator) -> Rollouts:
-        """Draw prompts from a generator (of the CPU) that goes on, and complete each a group of times."""
+        """Draw prompts from a CPU generator, which advances, and complete each a group of times."""
         asked = task.prompts(prompts, generator).repeat_interleave(self.group, dim=0)
         right = task.answers(asked).to(self.device)
         asked = asked.to(self.device)
@@ -55,7 +55,7 @@ class AdditionGame:
         return Rollouts(torch.cat([asked, completed], dim=1), likely, (completed == right).all(dim=1).float())
 
     def show(self, prompts: int, seed: int) -> Rollouts:
-        """What supervised learning is shown: as many samples as are played, each a prompt of its own, all right."""
+        """A batch for supervised learning: as many samples as in a rollout, each with its own prompt, all correct."""
         asked = task.prompts(prompts * self.group, torch.Generator().manual_seed(seed))
         tokens = torch.cat([asked, task.answers(asked)], dim=1).to(self.device)
         return Rollouts(tokens, torch.zeros(len(tokens), task.ANSWER, device=self.device), torch.ones(len(tokens)))
@@ -66,11 +66,11 @@ class AdditionGame:
     def climb(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, rollouts: Rollouts, better: Tensor, gain: grpo.Gain
     ) -> Tensor:
-        """Take one step up some gain; return the loss before it, where it was computed."""
+        """Take one step to increase a gain; return the loss before it, on its device."""
         return grpo.climb(policy, optimizer, rollouts, better, gain)
 
     def _here(self, generator: torch.Generator) -> torch.Generator:
-        """A generator of the device that follows from one of the CPU; on a CPU, that one."""
+        """A generator on the device, seeded from one of the CPU; on a CPU, that one."""
         if self.device.type == "cpu":
             return generator
         return torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (1,), generator=generator)))

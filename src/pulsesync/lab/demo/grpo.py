@@ -1,7 +1,7 @@
 """GRPO: sample a group of completions for each prompt, and prefer those that did better than their group.
 
-FP32 master weights, AdamW. Completions come from workers that hold the BF16 values of an earlier or the same version;
-the ratio between what the policy says now and what the worker's said then is clipped, as in PPO.
+FP32 master weights, AdamW. Completions come from workers that have the BF16 values of the same or an earlier version;
+the ratio between the probabilities of the current policy and of the worker's is clipped, as in PPO.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from pulsesync.lab.demo.policy import log_probabilities
 CLIP = 0.2
 LARGEST_NORM = 1.0
 
-Gain = Callable[[Tensor, Tensor, Tensor], Tensor]  # what is to grow, of log-probabilities now, then, and advantages
+# The gain to increase, from log-probabilities now and then, and advantages.
+Gain = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def advantages(rewards: Tensor, group: int) -> Tensor:
 
 
 def clipped(now: Tensor, then: Tensor, better: Tensor) -> Tensor:
-    """What is to grow, token by token: the advantage times how much likelier a token has become, up to the clip."""
+    """The gain to increase, token by token: the advantage times the probability ratio of a token, up to the clip."""
     ratio = (now - then).exp()
     return torch.min(ratio * better, ratio.clamp(1 - CLIP, 1 + CLIP) * better)
 
@@ -56,7 +57,7 @@ def loss(policy: nn.Module, rollouts: Rollouts, better: Tensor, gain: Gain = cli
 def climb(
     policy: nn.Module, optimizer: torch.optim.Optimizer, rollouts: Rollouts, better: Tensor, gain: Gain = clipped
 ) -> Tensor:
-    """Take one step on a batch; return the loss before it, where it was computed."""
+    """Take one step on a batch; return the loss before it, on its device."""
     value = loss(policy, rollouts, better, gain)
     optimizer.zero_grad()
     value.backward()

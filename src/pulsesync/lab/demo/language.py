@@ -1,11 +1,11 @@
 """A language model that learns to add: any Hugging Face checkpoint with a chat template, SmolLM2-135M-Instruct first.
 
-Master weights are FP32. On a CPU all arithmetic is FP32 too; on a GPU it is BF16 at both ends (autocast), so that a
-worker, whose weights have BF16 values, loses nothing by it. Attention is the plain one: it gives the same gradients
-every time, which fused kernels do not promise, and sequences are short.
+Master weights are FP32. On a CPU all arithmetic is also FP32; on a GPU it is BF16 at both ends (autocast), so that a
+worker, whose weights have BF16 values, loses nothing by it. Attention is the plain implementation: it yields the same
+gradients every time, which fused kernels do not promise, and sequences are short.
 
-Tokens are all that travels: a prompt is padded on the left to one length, so its padding is the run of pad tokens that
-a row begins with, and a completion ends with its first end token. Needs the extra llm.
+Only tokens are sent: a prompt is padded on the left to one length, so its padding is the run of pad tokens that a row
+begins with, and a completion ends with its first end token. Needs the extra llm.
 """
 
 import re
@@ -22,10 +22,11 @@ from pulsesync.lab.demo.grpo import Rollouts
 
 SYSTEM = "Add."
 QUESTION = "What is {} + {}?"
-BEGUN = "{} + {} ="  # of the answer: left to itself SmolLM2-135M chats, and gets 0 to 1 % right; so, about 8 %
+# Beginning of the answer: without it SmolLM2-135M chats, and 0 to 1 % are correct; with it, about 8 %.
+BEGUN = "{} + {} ="
 SMALLEST, LARGEST = 10, 99  # of the numbers to add
-ANSWER = 6  # tokens a completion may have: a space, three digits, the end, and one to spare
-ROWS = 64  # samples that the trainer takes at a time: the logits of one have 1.2 MB
+ANSWER = 6  # tokens a completion may have: a space, three digits, the end, and one spare
+ROWS = 64  # samples that the trainer processes at a time: the logits of one have 1.2 MB
 
 
 def transformers() -> Any:
@@ -37,9 +38,9 @@ def transformers() -> Any:
 
 
 class LanguageModel:
-    """Adding numbers of two digits with a checkpoint: reward 1 if the first integer of a completion is right, else 0.
+    """Adding numbers of two digits with a checkpoint: reward 1 if the first integer of a completion is correct, else 0.
 
-    Raises: PulseError, if the folder holds no checkpoint whose tokenizer has a chat template and an end token.
+    Raises: PulseError, if the folder has no checkpoint whose tokenizer has a chat template and an end token.
     """
 
     def __init__(self, folder: str, group: int, device: str) -> None:
@@ -52,7 +53,7 @@ class LanguageModel:
         self._end = int(self._tokenizer.eos_token_id)
         pad = self._tokenizer.pad_token_id
         self._pad = self._end if pad is None else int(pad)
-        # One for all shards, so that they can be joined. The longest prompt is one with the longest number twice.
+        # One for all shards, so that they can be joined. The longest prompt has the longest number twice.
         self._width = max(len(self._encode(number, number)) for number in range(SMALLEST, LARGEST + 1))
 
     def load(self) -> nn.Module:
@@ -83,7 +84,7 @@ class LanguageModel:
         return Rollouts(tokens.cpu(), likely.cpu(), rewards)
 
     def show(self, prompts: int, seed: int) -> Rollouts:
-        """What supervised learning is shown: as many samples as are played, each a prompt of its own, all right."""
+        """A batch for supervised learning: as many samples as in a rollout, each with its own prompt, all correct."""
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(SMALLEST, LARGEST + 1, (prompts * self.group, 2), generator=generator).tolist()
         tokens = torch.tensor([self._prompt(*numbers) + self._right(sum(numbers)) for numbers in drawn])
@@ -97,9 +98,9 @@ class LanguageModel:
     def climb(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, rollouts: Rollouts, better: Tensor, gain: grpo.Gain
     ) -> Tensor:
-        """Take one step up some gain, as above.
+        """Take one step to increase a gain, as above.
 
-        Samples of no advantage, as in a group in which all did the same, teach nothing, and are left out of the work.
+        Samples without advantage, as in a group in which all did equally well, are left out.
         """
         tokens, then = rollouts.tokens.to(self.device), rollouts.log_probabilities.to(self.device)
         better = better.to(self.device)
@@ -119,7 +120,10 @@ class LanguageModel:
         return value
 
     def log_probabilities(self, policy: nn.Module, tokens: Tensor) -> Tensor:
-        """Of the last ANSWER tokens, each given those before it: (samples, ANSWER). Those after an end mean nothing."""
+        """Log-probabilities of the last ANSWER tokens, each given those before it: (samples, ANSWER).
+
+        Those after an end are meaningless.
+        """
         seen = self._seen(tokens)[:, :-1]
         with self._arithmetic():
             logits = policy(
@@ -133,7 +137,7 @@ class LanguageModel:
         return chosen
 
     def counted(self, tokens: Tensor) -> Tensor:
-        """Which tokens of the completions were chosen: those up to and with the first end token, (samples, ANSWER)."""
+        """Which tokens of the completions count: those up to and including the first end token, (samples, ANSWER)."""
         ends = tokens[:, -ANSWER:] == self._end
         return ends.cumsum(dim=1) - ends.long() == 0
 
@@ -183,7 +187,7 @@ class LanguageModel:
         return [self._pad] * (self._width - len(encoded)) + encoded
 
     def _right(self, total: int) -> list[int]:
-        """The completion that says a sum and ends, padded to ANSWER tokens."""
+        """The completion with a sum and an end token, padded to ANSWER tokens."""
         tokens: list[int] = self._tokenizer(f" {total}", add_special_tokens=False)["input_ids"]
         if len(tokens) >= ANSWER:
             raise PulseError(
@@ -210,7 +214,7 @@ def _places(seen: Tensor) -> Tensor:
 
 
 def _name_once(model: nn.Module) -> None:
-    """Keep a weight that has two names, as tied embeddings have, under the first alone in the model's state."""
+    """Keep a weight that has two names, as tied embeddings have, only under the first in the model's state."""
     second = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     second -= {name for name, _ in model.named_parameters()}
 

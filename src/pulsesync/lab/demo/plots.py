@@ -1,4 +1,4 @@
-"""What is drawn of a run: reward, sparsity, bytes per sync, staleness."""
+"""The plots of a run: reward, sparsity, bytes per sync, staleness."""
 
 from pulsesync.lab.charts import Panel
 from pulsesync.lab.demo.view import RunStory
@@ -7,7 +7,7 @@ SIZES = {"sent": "size_bytes", "full": "full_bytes"}
 
 
 def panels(story: RunStory) -> list[Panel]:
-    """The plots of a run; what it did not measure is empty."""
+    """The plots of a run; quantities that it did not measure are empty."""
     lines = [line for _, line in sorted(story.lines.items())]
     syncs = sorted(story.syncs, key=lambda line: int(line["step"]))
     unchanged = [(s["step"], 100 * (1 - s["changed"] / s["total"])) for s in syncs if s["changed"] is not None]

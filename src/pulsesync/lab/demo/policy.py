@@ -1,4 +1,4 @@
-"""The policy: a transformer of 1.2 million weights, as small as one can be that adds.
+"""The policy: a transformer of 1.2 million weights, about the smallest that can add.
 
 Master weights and all arithmetic are FP32 (BF16 arithmetic is emulated on most CPUs); what is published, and what a
 worker generates with, are the BF16 values. Other shapes of it, also with experts, are for studies.
@@ -19,7 +19,7 @@ CHECKPOINT = "policy.safetensors"
 
 @dataclass(frozen=True)
 class PolicyShape:
-    """How large a policy is. With experts, each token of each layer goes to `chosen` of them."""
+    """The shape of a policy. With experts, each token in each layer is processed by `chosen` of them."""
 
     width: int = 160
     layers: int = 4
@@ -29,11 +29,11 @@ class PolicyShape:
 
     @property
     def name(self) -> str:
-        """No two shapes share one."""
-        told = f"{self.width}x{self.layers}" + (f"x{self.heads}h" if self.heads != 4 else "")
+        """A unique name of the shape."""
+        name = f"{self.width}x{self.layers}" + (f"x{self.heads}h" if self.heads != 4 else "")
         if self.experts:
-            told += f"x{self.experts}e" + (f"x{self.chosen}c" if self.chosen != 2 else "")
-        return told
+            name += f"x{self.experts}e" + (f"x{self.chosen}c" if self.chosen != 2 else "")
+        return name
 
 
 SHIPPED = PolicyShape()
@@ -52,12 +52,15 @@ class Policy(nn.Module):
         self.head = nn.Linear(shape.width, len(task.SYMBOLS), bias=False)
 
     def forward(self, tokens: Tensor, seen: "KeyValueCache | None" = None) -> Tensor:
-        """Logits for the token after each: (batch, length, symbols). With `seen`, tokens go on from what is in it."""
+        """Logits for the token after each: (batch, length, symbols).
+
+        With `seen`, tokens continue the sequence in it.
+        """
         logits: Tensor = self.head(self.thoughts(tokens, seen))
         return logits
 
     def thoughts(self, tokens: Tensor, seen: "KeyValueCache | None" = None) -> Tensor:
-        """What the logits are read from: (batch, length, width)."""
+        """The activations before the logits: (batch, length, width)."""
         begin = seen.length if seen else 0
         x = self.symbols(tokens) + self.places.weight[begin : begin + tokens.shape[1]]
         for number, layer in enumerate(self.layers):
@@ -67,7 +70,7 @@ class Policy(nn.Module):
 
 
 class KeyValueCache:
-    """What the layers have made of the tokens so far, so that the next one costs one token's work."""
+    """Cached keys and values of the tokens so far, so that the next one costs one token's work."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor]] = []  # keys and values: (batch, heads, length, width)
@@ -119,7 +122,7 @@ class _Layer(nn.Module):
         return thought
 
     def _ask_experts(self, x: Tensor) -> Tensor:
-        """Ask every expert and count the chosen ones: no waiting for the device, and no gradient for the others."""
+        """Compute every expert and sum the chosen ones: no waiting for the device, and no gradients for the others."""
         best, who = self.router(x).topk(self.chosen, dim=-1)
         share = torch.zeros(*x.shape[:-1], len(self.experts), dtype=x.dtype, device=x.device)
         share = share.scatter(-1, who, best.softmax(dim=-1).to(x.dtype))
@@ -137,7 +140,7 @@ class _Expert(nn.Module):
 
 
 def fresh(seed: int, shape: PolicyShape = SHIPPED) -> Policy:
-    """A policy that knows nothing yet."""
+    """An untrained policy."""
     torch.manual_seed(seed)
     policy = Policy(shape)
     for weight in policy.parameters():
@@ -147,7 +150,7 @@ def fresh(seed: int, shape: PolicyShape = SHIPPED) -> Policy:
 
 
 def pretrained(path: Path | None = None, shape: PolicyShape = SHIPPED) -> Policy:
-    """The policy that the package ships, or one that was saved: it gets about one sum in four right."""
+    """The policy that the package ships, or one that was saved: it solves about one sum in four."""
     from safetensors.torch import load_file
 
     policy = Policy(shape)
@@ -157,7 +160,7 @@ def pretrained(path: Path | None = None, shape: PolicyShape = SHIPPED) -> Policy
 
 
 def log_probabilities(policy: nn.Module, tokens: Tensor, answer: int) -> Tensor:
-    """Of the last `answer` tokens, each given those before it: (batch, answer)."""
+    """Log-probabilities of the last `answer` tokens, each given those before it: (batch, answer)."""
     logits = policy(tokens[:, :-1])[:, -answer:].float()
     chosen: Tensor = logits.log_softmax(dim=-1).gather(-1, tokens[:, -answer:, None])[..., 0]
     return chosen

@@ -1,4 +1,4 @@
-"""Make the checkpoint that the demo starts from: supervised, until the policy gets a quarter of the sums right."""
+"""Make the checkpoint that the demo starts from: supervised, until the policy solves a quarter of the sums."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +20,15 @@ SHARE = "share"  # in a saved policy's metadata
 def pretrain(
     seed: int,
     until: float = 0.25,
-    tell: Callable[[int, float, float], None] = lambda *_: None,
+    report: Callable[[int, float, float], None] = lambda *_: None,
     *,
     shape: PolicyShape = SHIPPED,
     device: str = "cpu",
     most_steps: int = MOST_STEPS,
 ) -> Policy:
-    """Train from scratch until so many sampled completions are right; tell step, loss and share as it goes.
+    """Train from scratch until this share of sampled completions is correct; report step, loss and share meanwhile.
 
-    It may end before, after `most_steps`: the share that was told last says how far it came.
+    It may end earlier, after `most_steps`: the last reported share is the result.
     """
     policy, generator = fresh(seed, shape).to(device), torch.Generator().manual_seed(seed + 1)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
@@ -46,19 +46,19 @@ def pretrain(
         optimizer.step()
         if step % CHECK_EVERY == 0:
             share = float(sums.sample(policy, CHECKED, generator).rewards.mean())
-            tell(step, float(loss.detach()), share)
+            report(step, float(loss.detach()), share)
             if share >= until:
                 break
     return policy
 
 
 def save(policy: Policy, path: Path, share: float | None = None) -> None:
-    """Write the BF16 values, as an inference checkpoint has them, and the share that it got right, if it is known."""
+    """Write the BF16 values, as in an inference checkpoint, and the share of correct answers, if it is known."""
     from safetensors.torch import save_file
 
-    told = None if share is None else {SHARE: str(share)}
+    saved = None if share is None else {SHARE: str(share)}
     weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in policy.state_dict().items()}
-    save_file(weights, path, told)
+    save_file(weights, path, saved)
 
 
 def share_of(path: Path) -> float | None:
@@ -66,5 +66,5 @@ def share_of(path: Path) -> float | None:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        told = (file.metadata() or {}).get(SHARE)
-    return None if told is None else float(told)
+        saved = (file.metadata() or {}).get(SHARE)
+    return None if saved is None else float(saved)

@@ -20,7 +20,7 @@ WRONG = 3  # exit code: a check failed, and the run must stop
 
 
 def _end_with_parent(parent: int) -> None:
-    """Nobody is left to tell the steps to, or to start what dies."""
+    """The parent process is gone: there is nothing left to report to."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -36,7 +36,7 @@ def _process(folder: Path, role: str) -> DemoTrainer | Peer | DemoWorker:
 def main() -> int:
     """Run one process; exit code 3 for an error that must stop the whole run."""
     folder, role = Path(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)  # several processes share the machine; and sums come out the same every time
+    torch.set_num_threads(1)  # several processes share the machine; and sums are the same every time
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         DemoSettings.load(folder).export_metrics(role)
@@ -54,7 +54,8 @@ def main() -> int:
 def leave(code: int) -> NoReturn:
     """End the process at once.
 
-    Threads that still answer somebody may be inside torch, and where the interpreter ends them there, they abort it.
+    Threads that still answer a worker may be inside torch, and if the interpreter ends them there, they abort the
+    process.
     """
     sys.stdout.flush()
     sys.stderr.flush()

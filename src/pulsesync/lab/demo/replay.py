@@ -1,7 +1,7 @@
-"""A recorded run played again, across processes: what real training at a real learning rate costs to send. No torch.
+"""A recorded run, replayed across processes: what syncs cost in real training at a real learning rate. No torch.
 
 The trainer's process publishes the recorded states one after another, and waits each time until every worker's process
-has followed; each says in a file of the run's folder what it holds. Both may die and be started again.
+has followed; each writes its version to a file in the run's folder. Both may die and be restarted.
 
 The recording is a slice of GRPO on SmolLM2-135M at 3e-6, six whole tensors over 15 steps, and part of the package;
 data/README.md describes it.
@@ -56,7 +56,7 @@ class ReplayRun(DemoRun):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The states of a run: where it began, and what changed in each step."""
+    """The states of a run: the start, and the changes of each step."""
 
     shapes: dict[str, tuple[int, ...]]
     start: NDArray[np.uint16]  # all tensors, end to end
@@ -64,7 +64,7 @@ class RecordedRun:
 
     @classmethod
     def load(cls, path: Path) -> "RecordedRun":
-        """Read a recording. Raises: ChecksumError, if its steps do not lead to the state that it says."""
+        """Read a recording. Raises: ChecksumError, if its steps do not lead to the expected state."""
         with np.load(path, allow_pickle=False) as file:
             starts = {str(name): file[f"start/{name}"] for name in file["names"]}
             steps = sum(key.startswith("gaps/") for key in file.files)
@@ -85,7 +85,7 @@ class RecordedRun:
         return recording
 
     def states(self) -> Iterator[State]:
-        """The start, and the state after each step, in the same arrays all the time."""
+        """The start, and the state after each step, always in the same arrays."""
         flat = self.start.copy()
         yield self.split(flat)
         for positions, flips in self.changes:
@@ -100,7 +100,7 @@ class RecordedRun:
 
 
 def publish(folder: Path, settings: DemoSettings) -> None:
-    """The trainer's process: publish each state, and write down what it took and where the workers are."""
+    """The trainer's process: publish each state, and log its cost and the workers' versions."""
     store, written = open_store(settings.store), folder / "steps.jsonl"
     newest = RunReader(store, None).newest()
     if newest is not None and not (folder / "spool").exists():
@@ -120,7 +120,7 @@ def publish(folder: Path, settings: DemoSettings) -> None:
 
 
 def _wait_for(folder: Path, settings: DemoSettings, version: int) -> dict[str, Any]:
-    """The workers' states, once all of them hold a version."""
+    """The workers' states, once all of them have a version."""
     while True:
         states = {}
         for number in range(settings.workers):
@@ -154,9 +154,12 @@ def _line(
 
 
 def follow(folder: Path, settings: DemoSettings, number: int) -> None:
-    """A worker's process: knows names and shapes; everything else it has from the store. Verifies every version."""
+    """A worker's process: it knows names and shapes, and gets everything else from the store.
+
+    It verifies every version.
+    """
     recording = RecordedRun.load(Path(settings.model))
-    held = recording.split(np.zeros_like(recording.start))
+    weights = recording.split(np.zeros_like(recording.start))
     store: Store = open_store(settings.read or settings.store)
     if settings.link is not None:
         store = ThrottledStore(store, settings.link)
@@ -172,7 +175,7 @@ def follow(folder: Path, settings: DemoSettings, number: int) -> None:
         "wait_s": 0.0,
     }
     began = time.perf_counter()
-    for report in subscriber.watch(held, wait_s=math.inf, interval_s=POLL_S, max_interval_s=POLL_S):
+    for report in subscriber.watch(weights, wait_s=math.inf, interval_s=POLL_S, max_interval_s=POLL_S):
         state["version"] = report.version
         state["synced"] += 1
         state["fetched_bytes"] += report.fetched_bytes
@@ -180,7 +183,7 @@ def follow(folder: Path, settings: DemoSettings, number: int) -> None:
         state["sync_s"] += report.fetch_s + report.prepare_s + report.apply_s
         state["wait_s"] = time.perf_counter() - began - state["sync_s"]
         if state["synced"] % settings.recount_every == 1 or report.version == settings.steps:
-            subscriber.verify(held)
+            subscriber.verify(weights)
             state["counted"] = report.version
         new = folder / f"worker-{number}.new"
         new.write_text(json.dumps(state))

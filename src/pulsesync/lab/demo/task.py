@@ -1,4 +1,4 @@
-"""What the policy learns: to add two numbers of three digits, "271+828=" -> "1099". Anybody can check the answer."""
+"""What the policy learns: to add two numbers of three digits, "271+828=" -> "1099". The answer is easy to check."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def answers(asked: Tensor) -> Tensor:
 
 
 def rewards(asked: Tensor, completions: Tensor) -> Tensor:
-    """1 for each completion that is right, else 0."""
+    """1 for each correct completion, else 0."""
     return (completions == answers(asked)).all(dim=1).float()
 
 

@@ -1,6 +1,6 @@
-"""The trainer's process: hand out work, learn from what comes back, publish; start again from its checkpoint.
+"""The trainer's process: distribute work, learn from the results, publish; restart from its checkpoint.
 
-`rounds` has the other kind of trainer: one of several, that meet every few steps.
+`rounds` has the other kind of trainer: one of several, which exchange updates every few steps.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ from pulsesync.lab.demo.grpo import Rollouts
 from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.lab.demo.sync import sender, values
 
-POLL_S = 0.5  # that a worker without work is kept waiting
+POLL_S = 0.5  # for which a worker without work waits
 REMEMBERED = 256  # versions whose digests are known
-LEASE_S = 300.0  # after which a piece of work is given to somebody else
-FAREWELL_S = 20.0  # for workers to come to the last version
+LEASE_S = 300.0  # after which a piece of work is given to another worker
+FAREWELL_S = 20.0  # for workers to reach the last version
 
 
 @dataclass
 class _WorkShard:
-    """A shard of a step's work: who has it, and what came back."""
+    """A shard of a step's work: its worker, and the result."""
 
     step: int
     shard: int
@@ -44,7 +44,7 @@ class _WorkShard:
 
 @dataclass
 class WorkQueue:
-    """Which work is open, who does it, what came back. Every method may be called by any thread."""
+    """Open work, its workers and results. Every method may be called by any thread."""
 
     settings: DemoSettings
     version: int = -1  # the newest that was published
@@ -54,7 +54,7 @@ class WorkQueue:
     _pieces: deque[_WorkShard] = field(default_factory=deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _ended: bool = False
-    _gone: dict[str, dict[str, Any]] = field(default_factory=dict)  # who has said goodbye, and with what
+    _gone: dict[str, dict[str, Any]] = field(default_factory=dict)  # final state of workers that have left
 
     def published(self, version: int, digest: str) -> None:
         with self._changed:
@@ -65,9 +65,9 @@ class WorkQueue:
             self._changed.notify_all()
 
     def open(self, step: int) -> None:
-        """Let workers begin with a step, and as many after it as they may be ahead."""
+        """Let workers begin with a step, and with as many later ones as they may be ahead."""
         with self._changed:
-            self._pieces = deque(piece for piece in self._pieces if piece.step >= step)  # others may have gone on
+            self._pieces = deque(piece for piece in self._pieces if piece.step >= step)  # others may be further
             known = {(piece.step, piece.shard) for piece in self._pieces}
             span = self.settings.span
             end = min((step // span + 1 + self.settings.delay) * span, self.settings.steps)
@@ -78,7 +78,7 @@ class WorkQueue:
             self._changed.notify_all()
 
     def collect(self, step: int) -> list[_WorkShard]:
-        """Wait for a step's work to be done, and take it."""
+        """Wait for a step's work to be done, and return it."""
         with self._changed:
             while True:
                 if self.fault:
@@ -90,7 +90,7 @@ class WorkQueue:
                 self._changed.wait(1.0)
 
     def answer(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Take what a worker brings, and give it something to do."""
+        """Accept a worker's result, and give it the next piece of work."""
         with self._changed:
             name = facts["worker"]
             self.workers[name] = {**facts["state"], "seen": time.time()}
@@ -135,13 +135,13 @@ class WorkQueue:
             )
 
     def dismiss(self, facts: dict[str, Any]) -> None:
-        """A worker has its answer to a goodbye: the trainer need not wait for it any longer."""
+        """A worker has received its dismissal: the trainer no longer waits for it."""
         with self._changed:
             self._gone[facts["worker"]] = {"version": facts["version"], "digest": facts["digest"]}
             self._changed.notify_all()
 
     def left(self, name: str | None) -> None:
-        """A worker is gone: what it had not finished is for others."""
+        """A worker has left: its unfinished work is for others."""
         with self._changed:
             for piece in self._pieces:
                 if piece.worker == name and piece.rollouts is None:
@@ -149,7 +149,7 @@ class WorkQueue:
             self._changed.notify_all()
 
     def end(self) -> dict[str, dict[str, Any]]:
-        """Send everybody home, at the last version; return with what they went."""
+        """Dismiss all workers, at the last version; return their final states."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -162,13 +162,13 @@ class WorkQueue:
             return dict(self._gone)
 
     def seen(self) -> dict[str, dict[str, Any]]:
-        """What is known of the workers."""
+        """The states of the workers."""
         with self._changed:
             return {name: dict(state) for name, state in self.workers.items()}
 
 
 def serve(office: TrainerEndpoint, book: WorkQueue) -> None:
-    """Answer every worker that connects, each in a thread of its own, until the endpoint closes."""
+    """Answer every worker that connects, each in its own thread, until the endpoint closes."""
 
     def talk(connection: Connection) -> None:
         name = None
@@ -178,7 +178,7 @@ def serve(office: TrainerEndpoint, book: WorkQueue) -> None:
                 name = facts["worker"]
                 connection.send_bytes(pack(book.answer(facts, tensors)))
                 if facts.get("goodbye"):
-                    book.dismiss(facts)  # after it was sent: the trainer's process ends with the last goodbye
+                    book.dismiss(facts)  # after it was sent: the trainer's process ends with the last dismissal
         book.left(name)
 
     with suppress(OSError):
@@ -198,11 +198,11 @@ class TrainedStep:
 
 
 class DemoLearner:
-    """What every trainer has: a policy, its optimizer, workers that ask for work, a checkpoint.
+    """What every trainer has: a policy, its optimizer, workers that request work, a checkpoint.
 
     Args:
-        folder: The run's.
-        number: Of this trainer among several; 0 if it is alone.
+        folder: The folder of the run.
+        number: Number of this trainer among several; 0 if it is the only one.
     """
 
     def __init__(self, folder: Path, number: int = 0) -> None:
@@ -270,7 +270,7 @@ class DemoLearner:
 
 
 class DemoTrainer(DemoLearner):
-    """Learns alone, publishes, and writes down every step."""
+    """Learns alone, publishes, and logs every step."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -282,7 +282,7 @@ class DemoTrainer(DemoLearner):
         self.sender = sender(self.settings, str(folder / "spool"))
 
     def run(self) -> None:
-        """Train to the last step. Raises: VerificationError, if a worker's weights were not what was published."""
+        """Train to the last step. Raises: VerificationError, if a worker's weights were not those published."""
         self.serve()
         sent = self.sender.publish(self.weights, self.step, last=True)
         self.book.published(sent.version, sent.digest)
@@ -293,7 +293,7 @@ class DemoTrainer(DemoLearner):
             self.step += 1
             sent = self.sender.publish(self.weights, self.step, last=self.step == self.settings.steps)
             self.book.published(sent.version, sent.digest)
-            steps_of.setdefault(sent.version, self.step)  # not again for steps that go into a later one
+            steps_of.setdefault(sent.version, self.step)  # not again for steps that are part of a later version
             seconds = {"wait_s": taken.wait_s, "train_s": taken.train_s, "publish_s": self.lap()}
             self.write_down([taken], steps_of, {**sent.facts(), **seconds})
             if self.step % self.settings.checkpoint_every == 0 or self.step == self.settings.steps:
@@ -311,7 +311,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def end_line(path: Path) -> None:
-    """End a line that was cut short, so that the next one is whole."""
+    """End a line that was cut off, so that the next one is complete."""
     with path.open("a") as out:
         out.write("\n" if out.tell() else "")
 

@@ -1,6 +1,6 @@
-"""What a run tells, for people: the facts of every step gathered, shown while they come, summed up at the end.
+"""The display of a run: facts of every step, collected, shown as they arrive, and summarized at the end.
 
-No processes, files or terminal here: it is fed the lines that the trainer writes down, and gives back text.
+No processes, files or terminal here: it receives the lines that the trainer logs, and returns text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,32 +21,32 @@ COUNTERS = ("synced", "fetched_bytes", "generate_s", "sync_s", "pause_s", "wait_
 
 
 class RunStory:
-    """A run so far. Feed it every line; one about a step that was taken again replaces the earlier one."""
+    """A run so far. Feed it every line; one about a repeated step replaces the earlier one."""
 
     def __init__(self, settings: DemoSettings) -> None:
         self.settings = settings
         self.lines: dict[int, Line] = {}
-        self.syncs: list[Line] = []  # the lines with which a version came
-        self.totals: dict[str, dict[str, float]] = {}  # of each worker, over all its lives
+        self.syncs: list[Line] = []  # the lines that have a new version
+        self.totals: dict[str, dict[str, float]] = {}  # of each worker, over all its restarts
         self.pauses: dict[str, float] = {}  # seconds, at the last sync of each
-        self._told: dict[str, Line] = {}  # each worker's state in the last line
+        self._states: dict[str, Line] = {}  # each worker's state in the last line
         self._newest = 0
 
     def add(self, line: Line) -> None:
         self.lines[line["step"]] = line
-        if line["version"] > self._newest:  # else the step goes into a later one
+        if line["version"] > self._newest:  # otherwise the step is part of a later version
             self._newest = line["version"]
             self.syncs.append(line)
         for name, state in line["workers"].items():
-            before = self._told.get(name, {})
+            before = self._states.get(name, {})
             if any(state[key] < before.get(key, 0) for key in COUNTERS):
-                before = {}  # it was started again, and counts from zero
+                before = {}  # it was restarted, and counts from zero
             grown = {key: state[key] - before.get(key, 0) for key in COUNTERS}
             total = self.totals.setdefault(name, dict.fromkeys(COUNTERS, 0))
             self.totals[name] = {key: total[key] + grown[key] for key in COUNTERS}
             if grown["synced"]:
                 self.pauses[name] = grown["pause_s"] / grown["synced"]
-            self._told[name] = state
+            self._states[name] = state
 
     @property
     def last(self) -> Line | None:
@@ -62,14 +62,16 @@ class RunStory:
         changed = [line["changed"] for line in self.syncs if line["changed"] is not None]
         total, full = (lines[-1]["total"], lines[-1]["full_bytes"]) if lines else (0, 0)
         size = sum(line["size_bytes"] for line in self.syncs)
-        trained, held = (_seconds(lines, *keys) for keys in (["train_s"], ["wait_s", "train_s", "publish_s", "meet_s"]))
+        trained, spent = (
+            _seconds(lines, *keys) for keys in (["train_s"], ["wait_s", "train_s", "publish_s", "meet_s"])
+        )
         span = self.settings.span
         ends = max(1, ENDS // span)  # lines
         every = {key: sum(total[key] for total in self.totals.values()) for key in COUNTERS}
         return {
             "steps": len(lines) * span,
             "versions": len(self.syncs),
-            "seconds": held,
+            "seconds": spent,
             "reward_start": _mean(rewards[:ends]),
             "reward_end": _mean(rewards[-ends:]),
             "weights": total,
@@ -81,19 +83,23 @@ class RunStory:
             "steps_behind": _mean([line["behind"] for line in lines]),
             "pause_s": _ratio(every["pause_s"], every["synced"]),
             "generating_share": _ratio(every["generate_s"], every["generate_s"] + every["sync_s"] + every["wait_s"]),
-            "training_share": _ratio(trained, held),
+            "training_share": _ratio(trained, spent),
             "workers": {
-                name: {"version": told["version"], "recounted": told["counted"], "synced": self.totals[name]["synced"]}
-                for name, told in _in_order(self._told)
+                name: {
+                    "version": state["version"],
+                    "recounted": state["counted"],
+                    "synced": self.totals[name]["synced"],
+                }
+                for name, state in _in_order(self._states)
             },
             "restarts": dict(restarts),
-            "digests_agree": True,  # who finds that they do not ends the run
+            "digests_agree": True,  # a process that finds that they do not ends the run
             "recounted_at_end": sorted(recounted),
             **({"loco": self._rounds()} if self.settings.trainers > 1 else {}),
         }
 
     def _rounds(self) -> Line:
-        """What the trainers' meetings came to, as the first of them saw it."""
+        """The results of the trainers' rounds, as the first of them saw them."""
         rounds = [line["loco"] for line in self.lines.values()]
         sent, received, dense, owed = (
             (sum(part) for part in zip(*map(_traffic, rounds), strict=True)) if rounds else 4 * [0]
@@ -101,7 +107,7 @@ class RunStory:
         return {
             "rounds": len(rounds),
             "trainers": self.settings.trainers,
-            "fired_share": _mean([told["fired"] for told in rounds]),
+            "fired_share": _mean([loco["fired"] for loco in rounds]),
             "sent_bytes": _ratio(sent, len(rounds)),
             "received_bytes": _ratio(received, len(rounds)),
             "dense_bytes": _ratio(dense, len(rounds)),
@@ -111,7 +117,7 @@ class RunStory:
 
 
 def show(story: RunStory, restarts: Mapping[str, int], title: str) -> RenderableType:
-    """The run as it stands, for a terminal that is drawn again and again."""
+    """The current state of the run, for a terminal that is redrawn."""
     line, steps = story.last, story.settings.steps
     if line is None:
         return Text(
@@ -137,7 +143,7 @@ def show(story: RunStory, restarts: Mapping[str, int], title: str) -> Renderable
 
 
 def plain(story: RunStory, line: Line) -> str:
-    """A step in one line, for logs and pipes; a round of several trainers has one more."""
+    """A step in one line, for logs and pipes; a round of several trainers adds another line."""
     reward = "" if line["reward"] is None else f"  reward {line['reward']:.3f}"
     workers = _in_order(line["workers"])
     rows = {
@@ -148,26 +154,26 @@ def plain(story: RunStory, line: Line) -> str:
     }
     where = ", ".join(f"{what} {' '.join(row)}" for what, row in rows.items())
     more = f"\n  {met(line['loco'], story.settings.trainers)}" if "loco" in line else ""
-    said = f"{_sent(line)}  version {line['version']}: {where}"
-    return f"step {line['step']:>3}/{story.settings.steps}{reward}  {said}{more}"
+    sync = f"{_sent(line)}  version {line['version']}: {where}"
+    return f"step {line['step']:>3}/{story.settings.steps}{reward}  {sync}{more}"
 
 
-def met(told: Line, trainers: int) -> str:
-    """A round in one line: what a trainer sent and received, beside what dense FP32 updates would have been."""
-    sent, received, dense, owed = _traffic(told)
-    who = f"round {told['round']}: {len(told['trainers'])} of {trainers} trainers"
+def met(loco: Line, trainers: int) -> str:
+    """A round in one line: what a trainer sent and received, compared with dense FP32 updates."""
+    sent, received, dense, owed = _traffic(loco)
+    who = f"round {loco['round']}: {len(loco['trainers'])} of {trainers} trainers"
     if not sent:
         return f"{who}, without the first one, which received {received:,} bytes"
     return (
-        f"{who}, {told['fired']:.2%} of weights sent; payload {sent:,} bytes, {dense / sent:.1f} × smaller than dense; "
+        f"{who}, {loco['fired']:.2%} of weights sent; payload {sent:,} bytes, {dense / sent:.1f} × smaller than dense; "
         f"wire {received:,} bytes received, {owed / max(received, 1):.1f} × less than dense through the same store"
     )
 
 
-def _traffic(told: Line) -> tuple[int, int, int, int]:
-    """Bytes of a round: sent, received, and what both would have been for dense updates of everybody in it."""
-    others = len(told["trainers"]) - ("trainer" in told["trainers"])
-    return told["sent_bytes"], told["received_bytes"], told["dense_bytes"], others * told["dense_bytes"]
+def _traffic(loco: Line) -> tuple[int, int, int, int]:
+    """Bytes of a round: sent, received, and what both would have been for dense updates of all members."""
+    others = len(loco["trainers"]) - ("trainer" in loco["trainers"])
+    return loco["sent_bytes"], loco["received_bytes"], loco["dense_bytes"], others * loco["dense_bytes"]
 
 
 def trend(values: Sequence[float]) -> str:
@@ -177,7 +183,7 @@ def trend(values: Sequence[float]) -> str:
 
 
 def paper(story: RunStory) -> str:
-    """The run's own sparsity, whatever it is, beside what was published."""
+    """The run's own sparsity, compared with the published one."""
     share = _mean([line["changed"] / line["total"] for line in story.syncs if line["changed"] is not None])
     if share is None:
         return "All weights are sent every time."
@@ -187,7 +193,7 @@ def paper(story: RunStory) -> str:
     return f"{mine}. {theirs}{small}."
 
 
-def tell(story: RunStory, summary: Line) -> str:
+def summarize(story: RunStory, summary: Line) -> str:
     """The summary in sentences."""
     versions, span, out = summary["versions"], story.settings.span, list[str]()
     out.append(f"{summary['steps']} steps and {versions} versions in {summary['seconds']:.0f} s.")
@@ -209,7 +215,7 @@ def tell(story: RunStory, summary: Line) -> str:
         out.append(f"{name.capitalize()}: {worker['synced']} syncs, each verified; at version {worker['version']}.")
     out.append(_times(summary))
     restarts = ", ".join(f"{title(name)} ({count} ×)" for name, count in summary["restarts"].items())
-    out.append(f"Started again: {restarts or 'nobody'}.")
+    out.append(f"Started again: {restarts or 'none'}.")
     missing = story.settings.workers - len(summary["recounted_at_end"])
     recounted = f"{missing} of the workers did not recount" if missing else "all workers recounted"
     out.append(f"Every version's digest agreed; {recounted} at the end.")
@@ -217,7 +223,7 @@ def tell(story: RunStory, summary: Line) -> str:
 
 
 def title(name: str) -> str:
-    """A process's name, for people."""
+    """The display name of a process."""
     if name.startswith("trainer"):
         return name.replace("-", " ") if "-" in name else "the trainer"
     return f"worker {name}"
@@ -237,14 +243,14 @@ def _meetings(rounds: Line, settings: DemoSettings) -> str:
 
 
 def _times(summary: Line) -> str:
-    said = []
+    parts = []
     if summary["pause_s"] is not None:
-        said.append(f"A sync held a worker's weights for {1000 * summary['pause_s']:.1f} ms")
+        parts.append(f"A sync paused a worker's weights for {1000 * summary['pause_s']:.1f} ms")
     if summary["generating_share"]:
-        said.append(f"workers generated {summary['generating_share']:.0%} of their time")
+        parts.append(f"workers generated {summary['generating_share']:.0%} of their time")
     if summary["training_share"]:
-        said.append(f"the trainer trained {summary['training_share']:.0%} of its own")
-    return "; ".join(said) + "." if said else "Nobody synced."
+        parts.append(f"the trainer trained {summary['training_share']:.0%} of its own")
+    return "; ".join(parts) + "." if parts else "No worker synced."
 
 
 def _sent(line: Line) -> str:

@@ -1,4 +1,4 @@
-"""A worker's process: ask for work, sync, generate, score, send back. It may die at any moment and be started again."""
+"""A worker's process: request work, sync, generate, score, return. It may die at any moment and be restarted."""
 
 import time
 from pathlib import Path
@@ -9,12 +9,12 @@ from pulsesync.lab.demo.game import open_game
 from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.lab.demo.sync import ReceivedVersion, receiver
 
-PATIENCE_S = 60.0  # for a trainer that is being started again
-TURN_S = 0.1  # in which all of several trainers without work were asked
+PATIENCE_S = 60.0  # for a trainer that is being restarted
+TURN_S = 0.1  # pause after all of several trainers without work were asked
 
 
 class DemoWorker:
-    """Holds a policy at some version, and what it did with it."""
+    """A policy at some version, and its completions."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.settings = DemoSettings.load(folder)
@@ -23,12 +23,13 @@ class DemoWorker:
         self.policy = self.game.policy()
         self.receiver = receiver(self.settings, str(folder / f"cache-{number}"))
         count, secret = self.settings.trainers, self.settings.secret.encode()
-        self.one_trainer = count == 1  # one trainer is waited for; of several, those that do not answer are passed over
+        # A single trainer is waited for; of several, those that do not answer are skipped.
+        self.one_trainer = count == 1
         self.desks = {
             trainer: WorkerEndpoint(self.settings.port + trainer, secret, PATIENCE_S if self.one_trainer else 0.0)
             for trainer in ((number + i) % count for i in range(count))
         }
-        self.made: dict[int, Message] = {}  # for each trainer, until it is asked again
+        self.made: dict[int, Message] = {}  # for each trainer, until its next request
         self.got: ReceivedVersion | None = None
         self.counted = -1  # the version of the last recount
         self.synced = 0
@@ -36,20 +37,20 @@ class DemoWorker:
         self.fetched_bytes = 0
 
     def run(self) -> None:
-        """Work until told to stop. Raises: PulseError, if the weights are ever not what was published."""
+        """Work until dismissed. Raises: PulseError, if the weights are ever not those published."""
         heard = time.monotonic()
         while self.desks:
             for trainer in list(self.desks):
                 try:
                     self._turn(trainer)
                     heard = time.monotonic()
-                except ConnectionError:  # what it was to be brought, it hands out again
+                except ConnectionError:  # the trainer distributes the lost work again
                     if time.monotonic() - heard > PATIENCE_S:
                         raise
                     time.sleep(TURN_S / len(self.desks))
 
     def _turn(self, trainer: int) -> None:
-        """Bring a trainer what was made for it, and do what it says; of several, each has its turn."""
+        """Send a trainer its completions, and do the work that it returns; several trainers take turns."""
         facts, tensors = self.made.pop(trainer, ({}, {}))
         if not self.one_trainer:
             facts["idle_s"] = TURN_S / len(self.desks)
@@ -62,7 +63,7 @@ class DemoWorker:
             self.made[trainer] = self._generate(trainer, answer["step"], answer["shard"])
 
     def _leave(self, trainer: int, version: int) -> None:
-        """Come to the last version, recount all of it, and say so."""
+        """Sync to the last version, recount all of it, and report that."""
         if self._sync(version):
             assert self.got is not None
             self.receiver.recount()

@@ -12,18 +12,18 @@ _SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 
 
 def find_checkpoints(places: Sequence[str]) -> list[tuple[int, Path]]:
-    """(step, file or folder) of each checkpoint: as they are given, and in each folder of them by number.
+    """(step, file or folder) of each checkpoint: in the given order, and in each folder by number.
 
-    The step is the last number in a name, if these grow from one to the next; else they are counted from 0.
+    The step is the last number in a name, if these grow from one to the next; otherwise they are counted from 0.
 
     Raises:
         NotFoundError: there is none.
     """
     found = [path for place in places for path in _expand(Path(place))]
     steps = [number(path) for path in found]
-    told = [step for step in steps if step is not None]
-    if len(told) == len(found) and all(a < b for a, b in pairwise(told)):
-        return list(zip(told, found, strict=True))
+    numbers = [step for step in steps if step is not None]
+    if len(numbers) == len(found) and all(a < b for a, b in pairwise(numbers)):
+        return list(zip(numbers, found, strict=True))
     return list(enumerate(found))
 
 

@@ -1,20 +1,20 @@
-"""Watch a run's weights: how many change in a step, which, by how much, and what it would take to send them.
+"""Record a run's weights: how many change in a step, which, by how much, and what sending them would cost.
 
     with Recorder("study.jsonl").attach(optimizer, model) as recorder:
         for batch in batches:
-            recorder.note(reward=...)          # if you like: told with the step that comes next
+            recorder.note(reward=...)          # optional: recorded with the next step
             ...
             optimizer.step()
 
 or, without hooks or torch, `recorder.feed(state)` with every state: a module, a state dict, a mapping of arrays.
 
-All weights are compared as bits in the dtype that inference uses, which takes one copy of them in it and a byte for
-each; `whole=False` compares a sample instead, and then everything is told of the sample, sizes of patches too. Windows
-of several steps, other dtypes, gradients and sizes of updates are told of the sample either way.
+All weights are compared as bits in the dtype that inference uses, which needs one copy of them and a byte for each;
+`whole=False` compares a sample instead, and then everything is of the sample, including sizes of patches. Windows of
+several steps, other dtypes, gradients and sizes of updates are always of the sample.
 
-With several ranks each writes a file of its own, "study-rank0.jsonl" and so on, of the shards that it holds;
-`Recording.join` adds them up, and says if one was lost. Shards are known as such where they are DTensors, as those
-of FSDP2, or `Placed`; any other tensor is taken for whole, and counted by the first rank alone.
+With several ranks each writes its own file, "study-rank0.jsonl" and so on, of its shards; `Recording.join` adds them
+up, and raises an error if one is missing. Shards are recognized if they are DTensors, as with FSDP2, or `Placed`; any
+other tensor counts as complete, and is counted by the first rank only.
 """
 
 import time
@@ -39,20 +39,20 @@ from pulsesync.lab.study.steps import make_step, plain
 from pulsesync.state.views import mapping_of
 
 _DTYPES = tuple(name for name in FLOATS if name != "F64")
-_TOLD = ("betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "rho", "alpha")  # of an optimizer
+_SETTINGS = ("betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "rho", "alpha")  # of an optimizer
 
 
 class Recorder:
-    """Records what changes from look to look, and writes each as a line of a file.
+    """Records the changes from one look to the next, and writes each as a line of a file.
 
-    It changes nothing of what it looks at, and draws no random numbers. Once it is attached it does not end a run: what
-    goes wrong in a hook is a warning, after which nothing more is recorded (`fault`).
+    It changes none of the weights, and draws no random numbers. Once it is attached it does not end a run: an error in
+    a hook is a warning, after which nothing more is recorded (`fault`).
 
     Args:
         out: The file, which must not exist yet; None keeps the recording in memory.
         dtype: The dtype of inference. FP8 only if the weights are in FP8: others would need scales.
         contrast: Other dtypes to compare with, on the sample; FP8 with a fixed scale for each tensor. Those finer than
-            the dtype of all weights are left out: from BF16 weights one cannot know what FP32 ones would have done.
+            the dtype of all weights are left out: BF16 weights do not show what FP32 weights would have done.
         windows: Numbers of looks: the sample is compared with its state that many looks before.
         sample: Weights in the sample, at most; all of them if this is more than half. With 2^17 weights, a density of
             1 % is measured to about 3 % in a step, one of 0.1 % to 9 %.
@@ -64,7 +64,7 @@ class Recorder:
 
     Raises:
         PulseError: the file exists, or cannot be written.
-        ValueError: a dtype that weights are not compared in.
+        ValueError: a dtype in which weights cannot be compared.
     """
 
     def __init__(
@@ -100,21 +100,21 @@ class Recorder:
         self._closed = self._attached = False
         self.fault: Exception | None = None
 
-    # Where states come from
+    # Sources of states
 
     def attach(self, optimizer: Any, model: Any = None) -> "Recorder":
-        """Look at what an optimizer of torch trains after each of its steps; names are those of the model.
+        """Record the parameters of a torch optimizer after each of its steps; names are those of the model.
 
         Raises:
-            StateError: it trains nothing that can be compared.
-            PulseError: this recorder looks at something else already.
+            StateError: it has no parameters that can be compared.
+            PulseError: this recorder is already in use.
         """
         trained = _trained(optimizer, model)
         tensors = self._hold(trained)
         known = {id(parameter) for _, parameter in trained}
         group = optimizer.param_groups[0]
-        told = plain({name: group[name] for name in _TOLD if name in group})
-        self._facts = {"optimizer": type(optimizer).__name__, **told, **self._facts}
+        settings = plain({name: group[name] for name in _SETTINGS if name in group})
+        self._facts = {"optimizer": type(optimizer).__name__, **settings, **self._facts}
 
         def before(*_: Any) -> None:
             if not self._looks:
@@ -135,12 +135,14 @@ class Recorder:
         return self
 
     def feed(self, state: Any, step: int | None = None, **facts: Any) -> Step | None:
-        """Look at a state: a module, a state dict, or a mapping of arrays; None for the first, or one left out.
+        """Record a state: a module, a state dict, or a mapping of arrays.
+
+        Returns None for the first, or one that is skipped.
 
         A step without a number is the one after the last; the first state is before step 0.
 
         Raises:
-            StateError: names or shapes are others than before, or there is nothing to compare.
+            StateError: names or shapes differ from before, or there is nothing to compare.
         """
         if self._closed:
             raise PulseError("this recorder was closed; make a new one")
@@ -159,10 +161,10 @@ class Recorder:
         return self._step(tensors, self._number) if self._since == self._every else None
 
     def note(self, **facts: Any) -> None:
-        """Tell something with the step that is recorded next: reward, loss.
+        """Record facts with the next step, such as reward or loss.
 
         Raises:
-            TypeError: it cannot be written. Once attached this is a warning.
+            TypeError: a fact cannot be written. Once attached this is a warning.
         """
         try:
             self._notes |= plain(facts)
@@ -171,7 +173,7 @@ class Recorder:
                 raise
             warnings.warn(f"a note could not be recorded: {type(e).__name__}: {e}", RuntimeWarning, stacklevel=2)
 
-    # What becomes of them
+    # Results
 
     @property
     def recording(self) -> Recording:
@@ -179,7 +181,7 @@ class Recorder:
         return self._lines.recording(self._plan.dtype)
 
     def close(self) -> Recording:
-        """Let go of the optimizer, and return what was recorded. May be called again.
+        """Detach from the optimizer, and return the recording. May be called again.
 
         Raises:
             FormatError, OSError: its file is no longer what was written.
@@ -203,17 +205,17 @@ class Recorder:
         self._let_go()
 
     def _guarded(self, look: Any) -> None:
-        """Run in a hook: a training run is worth more than its recording."""
+        """Run in a hook, without raising: a training run is worth more than its recording."""
         if self.fault is not None:
             return
         try:
             look()
-        except Exception as e:  # noqa: BLE001 - an edge: told as a warning, and kept
+        except Exception as e:  # noqa: BLE001 - an edge: reported as a warning, and kept
             self.fault = e
             warnings.warn(f"recording stopped: {type(e).__name__}: {e}", RuntimeWarning, stacklevel=3)
 
     def _hold(self, named: Sequence[tuple[str, Any]]) -> list[Any]:
-        """Settle what is looked at, and return it."""
+        """Fix the tensors to record, and return them."""
         if self._holding is not None or self._closed:
             raise PulseError("a recorder can record one optimizer only; make another recorder for this one")
         self._holding, tensors = holdings.hold(named)
@@ -236,7 +238,7 @@ class Recorder:
         return tensors
 
     def _look(self, tensors: Sequence[Any], given: Mapping[str, Any]) -> list[MeterReading]:
-        """Look with every meter; none but the first time has nothing to tell."""
+        """Look with every meter; None only the first time."""
         assert self._holding is not None
         if not self._meters:
             self._meters = _meters(self._holding, self._plan)
@@ -304,7 +306,7 @@ class Recorder:
 
 
 def _trained(optimizer: Any, model: Any) -> list[tuple[str, Any]]:
-    """What an optimizer trains, by name; without a model by the optimizer's own names or by number."""
+    """The parameters of an optimizer, by name; without a model by the optimizer's own names or by number."""
     names = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
     out = []
     for number, group in enumerate(optimizer.param_groups):
@@ -337,7 +339,7 @@ def _rates(optimizer: Any, tensors: Sequence[Any]) -> list[float] | None:
 
 
 def _check_fp8(holding: LocalTensors, dtype: str) -> None:
-    """A few wider tensors among those of FP8, such as norms, are let pass."""
+    """Check that all but a few tensors, such as norms, are FP8."""
     wider = [tensor for tensor in holding.tensors if tensor.dtype not in LARGEST]
     if dtype in LARGEST and 2 * sum(t.size for t in wider) > sum(t.size for t in holding.tensors):
         raise StateError(
@@ -353,7 +355,7 @@ def _ranks() -> dict[str, int]:
 
 
 def _meters(holding: LocalTensors, plan: MeterSettings) -> list[Meter]:
-    """One for each device, each with its share of the sample."""
+    """One meter for each device, each with its share of the sample."""
     from pulsesync.lab.study.measure.choosing import buffers_and_counting
 
     total = max(sum(tensor.size for tensor in holding.tensors), 1)

@@ -1,11 +1,11 @@
-"""What was seen of a run's weights, step by step: a file of JSON lines, the first says what was looked at.
+"""A recording of a run's weights, step by step: a file of JSON lines, of which the first is a header.
 
     recording = Recording.read("study.jsonl")
     for step in recording.steps:
         print(step.step, 1 - step.all_changed / recording.size)
 
-Counts are kept and no shares, so that the parts of a sharded run add up, and whoever reads them decides what to divide
-by. A line is written whole when its step is done: a run that was killed leaves a file that can be read.
+Counts are stored, not shares, so that the parts of a sharded run add up, and the reader chooses the denominator. A line
+is written when its step is done: a run that was killed leaves a readable file.
 """
 
 import json
@@ -25,23 +25,23 @@ Counts = Mapping[int, int]
 
 @dataclass(frozen=True)
 class WatchedTensor:
-    """A tensor, and how much of it is looked at."""
+    """A tensor, and how much of it is compared."""
 
     name: str
     shape: tuple[int, ...]
-    size: int  # weights that are compared at every step: all that this process holds, or those in the sample
+    size: int  # weights that are compared at every step: all local weights, or those in the sample
     sampled: int  # weights in the sample
 
 
 @dataclass(frozen=True)
 class RecordingHeader:
-    """What a recording looks at. The sample is a fixed choice of weights, the same at every step."""
+    """What a recording measures. The sample is a fixed choice of weights, the same at every step."""
 
     dtype: str  # the one that inference uses
     tensors: tuple[WatchedTensor, ...]
     windows: tuple[int, ...] = WINDOWS
     contrast: tuple[str, ...] = ()  # other dtypes, on the sample
-    facts: Mapping[str, Any] = field(default_factory=dict)  # optimizer, betas, seed, and whatever else its writer knows
+    facts: Mapping[str, Any] = field(default_factory=dict)  # optimizer, betas, seed, and other facts of its writer
 
     @property
     def size(self) -> int:
@@ -54,26 +54,26 @@ class RecordingHeader:
 
 @dataclass(frozen=True)
 class PatchBytes:
-    """How long a patch is under one codec: by theory, where there are counts enough; in truth, where it was made."""
+    """The size of a patch under one codec: predicted, if there are enough counts; real, if it was made."""
 
     predicted: int | None
     real: int | None = None
 
     @property
     def best(self) -> int:
-        """The real one where there is one."""
+        """The real size if there is one."""
         return (self.predicted if self.real is None else self.real) or 0
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, or whatever lies between two states that were fed. Tuples are by tensor."""
+    """One optimizer step, or the steps between two states that were fed. Tuples are by tensor."""
 
     step: int
     changed: tuple[int, ...]  # weights whose bits differ from a step before
-    again: int = 0  # of all these, how many changed in the step before as well
-    same_way: int = 0  # of these, how many went the same way
-    up: int = 0  # of all changes, how many went to a larger value
+    again: int = 0  # number of these that also changed in the step before
+    same_way: int = 0  # number of these that changed in the same direction
+    up: int = 0  # number of changes to a larger value
     units: Counts = field(
         default_factory=dict
     )  # by units of the last place: 1 to 15; 16 is 16 to 31, 32 is 32 to 63 ...
@@ -82,13 +82,14 @@ class Step:
     windows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # in the sample: changed since k steps before
     contrast: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # in the sample: changed in another dtype
     gradients: tuple[int, ...] = ()  # in the sample: not zero
-    # In the sample: updates by floor(2 log2(size / learning rate)), of each weight its own group's; the smallest, -254,
-    # is no update at all. They add up to the sample, but for weights that became infinite or NaN or whose rate is 0.
+    # In the sample: updates by floor(2 log2(size / learning rate)), with the rate of each weight's own group; the
+    # smallest, -254, is no update at all. They add up to the sample, except for weights that became infinite or NaN or
+    # whose rate is 0.
     moved: Counts = field(default_factory=dict)
-    hot: float | None = None  # share of the weights that `context` would look at one by one
+    hot: float | None = None  # share of the weights that are hot for `context`
     sizes: Mapping[str, PatchBytes] = field(default_factory=dict)  # by codec
     lr: float | None = None
-    seconds: float | None = None  # that recording this took
+    seconds: float | None = None  # taken by recording
     facts: Mapping[str, Any] = field(default_factory=dict)  # reward, loss, ...
 
     @property
@@ -113,10 +114,10 @@ class Recording:
 
     @classmethod
     def read(cls, path: str | Path) -> "Recording":
-        """Read a file; a last line that was cut short is left out.
+        """Read a file; an incomplete last line is left out.
 
         Raises:
-            FormatError: it is no recording, or one of a later format.
+            FormatError: it is not a recording, or one of a later format.
         """
         try:
             lines = Path(path).read_text("utf-8").split("\n")
@@ -127,7 +128,7 @@ class Recording:
             raise FormatError(
                 f"{path} is not a recording, or one of a format that this version of pulsesync cannot read"
             )
-        complete = lines[1:-1]  # what stands after the last newline was cut short
+        complete = lines[1:-1]  # the text after the last newline is incomplete
         try:
             return cls(_header(head), tuple(_step(_parse(path, line)) for line in complete if line))
         except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -138,13 +139,13 @@ class Recording:
 
     @staticmethod
     def join(parts: "Sequence[Recording]") -> "Recording":
-        """Add up what the ranks of a sharded run have recorded; steps that some did not reach are left out.
+        """Add up the recordings of the ranks of a sharded run; steps that some did not reach are left out.
 
         Raises:
             FormatError: a rank is missing.
         """
         _check_ranks([part.header.facts for part in parts])
-        parts = [part for part in parts if part.header.tensors] or parts  # others hold nothing but copies
+        parts = [part for part in parts if part.header.tensors] or parts  # the others have only copies
         first = parts[0].header
         seen: dict[str, WatchedTensor] = {}
         for tensor in (tensor for part in parts for tensor in part.header.tensors):
@@ -163,7 +164,7 @@ class Recording:
 
 
 def _check_ranks(facts: Sequence[Mapping[str, Any]]) -> None:
-    """Every rank writes a file, so one that is not there was lost."""
+    """Every rank writes a file, so a missing one was lost."""
     found = [(one["rank"], one["ranks"]) for one in facts if "rank" in one and "ranks" in one]
     missing = sorted(set(range(max((ranks for _, ranks in found), default=0))) - {rank for rank, _ in found})
     if missing:
@@ -185,9 +186,9 @@ def header_line(header: RecordingHeader) -> str:
 
 
 def step_line(step: Step) -> str:
-    told = {name: value for name, value in vars(step).items() if value not in (None, (), {})}
-    told["sizes"] = {codec: [size.predicted, size.real] for codec, size in step.sizes.items()}
-    return json.dumps({name: dict(value) if isinstance(value, Mapping) else value for name, value in told.items()})
+    fields = {name: value for name, value in vars(step).items() if value not in (None, (), {})}
+    fields["sizes"] = {codec: [size.predicted, size.real] for codec, size in step.sizes.items()}
+    return json.dumps({name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()})
 
 
 def _parse(path: str | Path, line: str) -> Any:
@@ -197,24 +198,24 @@ def _parse(path: str | Path, line: str) -> Any:
         raise FormatError(f"{path} is not a recording: {e}") from e
 
 
-def _header(told: Mapping[str, Any]) -> RecordingHeader:
-    tensors = tuple(WatchedTensor(name, tuple(shape), size, sampled) for name, shape, size, sampled in told["tensors"])
-    return RecordingHeader(told["dtype"], tensors, tuple(told["windows"]), tuple(told["contrast"]), told["facts"])
+def _header(facts: Mapping[str, Any]) -> RecordingHeader:
+    tensors = tuple(WatchedTensor(name, tuple(shape), size, sampled) for name, shape, size, sampled in facts["tensors"])
+    return RecordingHeader(facts["dtype"], tensors, tuple(facts["windows"]), tuple(facts["contrast"]), facts["facts"])
 
 
-def _step(told: dict[str, Any]) -> Step:
+def _step(facts: dict[str, Any]) -> Step:
     for name in ("units", "by_class", "weights_by_class", "moved"):
-        told[name] = {int(key): count for key, count in told.get(name, {}).items()}
-    told["changed"] = tuple(told["changed"])
-    told["gradients"] = tuple(told.get("gradients", ()))
-    told["windows"] = {int(k): tuple(counts) for k, counts in told.get("windows", {}).items()}
-    told["contrast"] = {dtype: tuple(counts) for dtype, counts in told.get("contrast", {}).items()}
-    told["sizes"] = {codec: PatchBytes(*size) for codec, size in told.get("sizes", {}).items()}
-    return Step(**told)
+        facts[name] = {int(key): count for key, count in facts.get(name, {}).items()}
+    fields["changed"] = tuple(fields["changed"])
+    fields["gradients"] = tuple(fields.get("gradients", ()))
+    fields["windows"] = {int(k): tuple(counts) for k, counts in fields.get("windows", {}).items()}
+    fields["contrast"] = {dtype: tuple(counts) for dtype, counts in fields.get("contrast", {}).items()}
+    fields["sizes"] = {codec: PatchBytes(*size) for codec, size in fields.get("sizes", {}).items()}
+    return Step(**fields)
 
 
 def _sum(names: Sequence[str], theirs: Sequence[Sequence[str]], steps: Sequence[Step], header: RecordingHeader) -> Step:
-    """One step as all ranks saw it."""
+    """One step, summed over all ranks."""
 
     def by_tensor(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
         total: Counter[str] = Counter()

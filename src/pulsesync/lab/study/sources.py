@@ -1,11 +1,11 @@
-"""From what people have (recorded files, a run, checkpoints) to recordings.
+"""From recorded files, a run or checkpoints to recordings.
 
     recording = open_recording(["checkpoints/"])
     recording = open_recording(["study-rank0.jsonl", "study-rank1.jsonl"])      # ranks of one run are added up
     several = open_recordings(["lr1e-6.jsonl", "lr3e-6.jsonl"])                 # by name
 
-Runs and checkpoints are measured now. In memory are the state at hand, the one before it and a byte for each
-weight.
+Runs and checkpoints are measured when they are opened. Memory has the current state, the one before it and a byte for
+each weight.
 """
 
 import re
@@ -24,8 +24,8 @@ from pulsesync.state.checkpoint_files import open_checkpoint
 from pulsesync.state.views import view_bits
 from pulsesync.store import Store, open_store
 
-CONTRAST = ("BF16", "F16", "F8_E4M3", "F32")  # what FP32 checkpoints are seen in
-_RANK = re.compile(r"-rank\d+(?=\.jsonl$)")  # what the files of one run's ranks differ in
+CONTRAST = ("BF16", "F16", "F8_E4M3", "F32")  # dtypes in which FP32 checkpoints are compared
+_RANK = re.compile(r"-rank\d+(?=\.jsonl$)")  # the part in which the file names of one run's ranks differ
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MeasureSettings:
 
     dtype: str = "BF16"  # that inference uses, if checkpoints are in FP32
     sample: int = 1 << 20
-    headers: bool = False  # of a run, only what the headers of its patches say
+    headers: bool = False  # of a run, use only the headers of its patches
     limit: int = 0  # the newest steps, 0 for all
     trust: Collection[str] | None = None
     open: Callable[[str], Store] = open_store
@@ -44,10 +44,10 @@ class MeasureSettings:
 def open_recording(
     places: Sequence[str], *, trust: Collection[str] | None = None, progress: Report = quietly
 ) -> Recording:
-    """The recording of one run, from whatever there is of it.
+    """The recording of one run, from recorded files, a run or checkpoints.
 
     Raises:
-        ValueError: the places are of several runs, or of different kinds; NotFoundError, FormatError, StateError, …
+        ValueError: the places have several runs, or are of different kinds; NotFoundError, FormatError, StateError, …
     """
     found = open_recordings(places, MeasureSettings(trust=trust, progress=progress))
     if len(found) != 1:
@@ -59,7 +59,7 @@ def open_recordings(places: Sequence[str], how: MeasureSettings | None = None) -
     """Recordings by name: one of each run, however many files its ranks wrote; checkpoints are all of one.
 
     Raises:
-        ValueError: no place, or places of different kinds; NotFoundError: there is nothing; FormatError: a file is bad;
+        ValueError: no place, or places of different kinds; NotFoundError: a place is empty; FormatError: a file is bad;
         StateError: checkpoints do not have the same tensors; StoreError, MissingLinkError: a run cannot be read.
     """
     how = how or MeasureSettings()
@@ -78,7 +78,7 @@ def open_recordings(places: Sequence[str], how: MeasureSettings | None = None) -
 
 
 def kind_of(place: str) -> Literal["recorded files", "runs", "checkpoints"]:
-    """What a place holds, by what is there; a URL is a run."""
+    """The kind of a place, by its contents; a URL is a run."""
     path = Path(place)
     if "://" in place or run_at(place):
         return "runs"
@@ -105,7 +105,7 @@ def _read_files(places: Sequence[str]) -> dict[str, Recording]:
         run = _RANK.sub("", str(file))
         groups.setdefault((run, run != str(file)), []).append(Recording.read(file))
     return {
-        f"{run}, ranks" if of_ranks and (run, False) in groups else run:  # beside their sum, which is no rank
+        f"{run}, ranks" if of_ranks and (run, False) in groups else run:  # next to their sum, which is not of one rank
         Recording.join(parts) if of_ranks else parts[0]
         for (run, of_ranks), parts in groups.items()
     }
@@ -155,7 +155,7 @@ def _look(recorder: Recorder, reached: ReplayedVersion, progress: Report) -> Ste
 
 
 def _with_real(step: Step, real: Mapping[str, int]) -> dict[str, PatchBytes]:
-    """Predicted sizes beside those of the patch that was published."""
+    """Predicted sizes, together with those of the published patch."""
     known = dict(step.sizes)
     for codec, size in real.items():
         known[codec] = PatchBytes(known[codec].predicted if codec in known else None, size)
@@ -175,11 +175,11 @@ def _measure_checkpoints(places: Sequence[str], how: MeasureSettings) -> Recordi
     others = [other for other in CONTRAST if other != how.dtype]
     exact = Recorder(dtype=how.dtype, contrast=others, sample=how.sample) if dtype == "F32" else None
     recorder = exact or _plain(dtype, how.sample)
-    steps = (_feed(recorder, first, step, path) for step, path in _told(found, how.progress))
+    steps = (_feed(recorder, first, step, path) for step, path in _with_progress(found, how.progress))
     return _recorded(recorder, steps, {} if exact else other_dtypes(specs, dtype))
 
 
-def _told(found: Sequence[tuple[int, Path]], progress: Report) -> Iterator[tuple[int, Path]]:
+def _with_progress(found: Sequence[tuple[int, Path]], progress: Report) -> Iterator[tuple[int, Path]]:
     for number, (step, path) in enumerate(found, 1):
         yield step, path
         progress(number, len(found), path.name)
@@ -201,12 +201,12 @@ def _form(tensors: Mapping[str, Any], name: str) -> object:
 
 
 def _plain(dtype: str, sample: int) -> Recorder:
-    """For weights as they are published: what they would be in other dtypes, nobody knows any more."""
+    """For published weights: their values in other dtypes are no longer known."""
     return Recorder(dtype=dtype, contrast=(), sample=sample)
 
 
 def _recorded(recorder: Recorder, steps: Iterable[Step | None], others: Mapping[str, str]) -> Recording:
-    """What was looked at, and which tensors after a cast, from what dtypes.
+    """What was measured, and which tensors were cast, from which dtypes.
 
     Whether the trainer has masters cannot be seen from what it published.
     """

@@ -1,4 +1,4 @@
-"""From what the meters saw to a step of a recording."""
+"""From the results of the meters to a step of a recording."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def make_step(
     lr: float | None,
     facts: Mapping[str, Any],
 ) -> Step:
-    """Put together what was seen on each device; sizes are those of a patch of what was compared."""
+    """Join the results of all devices; sizes are those of a patch of the compared weights."""
     tallies = [sight.tally for sight in sights]
     leaving, weights = _total(t.leaving for t in tallies), _total(s.weights for s in sights)
     step = Step(
@@ -74,7 +74,7 @@ def _counts(row: Numbers, keys: Sequence[int] | None = None) -> Counts:
 
 
 def _moved(row: Numbers) -> Counts:
-    """What did not move has the smallest key; without what moved to nowhere."""
+    """Unchanged weights have the smallest key; values that are not finite are left out."""
     if row.ndim == 0:
         return {}
     still = {-254: int(row[:2].sum())} if row[:2].any() else {}

@@ -1,7 +1,7 @@
-"""The versions of a run, for a study: replayed into memory one by one, or counted by the headers of their patches.
+"""The versions of a run, for a study: replayed into memory one by one, or counted from the headers of their patches.
 
-Replay gives the weights of every version, and so all that a recorder can see. The headers alone give how many weights
-of each tensor changed and the real bytes: no anchor is read, nothing is decoded.
+Replay yields the weights of every version, and so everything that a recorder can measure. The headers alone yield how
+many weights of each tensor changed and the real bytes: no anchor is read, nothing is decoded.
 """
 
 from collections import Counter
@@ -31,14 +31,15 @@ from pulsesync.store import Store
 
 @dataclass(frozen=True)
 class ReplayedVersion:
-    """A version that was replayed. The tensors are the same arrays every time: whoever keeps them copies them."""
+    """A version that was replayed. The tensors are the same arrays every time: copy them to keep them."""
 
-    number: int  # of versions that were looked at so far
+    number: int  # of versions so far
     of: int
     step: int  # the trainer's
     tensors: Mapping[str, Any]
     facts: Mapping[str, Any]
-    real: Mapping[str, int]  # bytes by the codec that wrote most of them; none if the way here was no single patch
+    # Bytes by the codec that wrote most of them; empty if the path to this version was not a single patch.
+    real: Mapping[str, int]
 
 
 class Versions:
@@ -69,11 +70,12 @@ class Versions:
         return other_dtypes(self.layout.tensors, self.dtype)
 
     def replay(self) -> Iterator[ReplayedVersion]:
-        """Bring weights from the oldest version that can be reached to the newest, and yield them at each.
+        """Bring weights from the oldest reachable version to the newest, and yield them at each.
 
         Raises:
-            MissingLinkError: none can be reached; LimitError: the first anchor cannot hold the weights that the layout
-            describes, for which no memory is taken then; StoreError, FormatError, VerificationError: as a Subscriber.
+            MissingLinkError: none can be reached; LimitError: the first anchor cannot contain the weights that the
+            layout describes, for which no memory is allocated then; StoreError, FormatError, VerificationError: as a
+            Subscriber.
         """
         tensors: dict[str, Any] = {}
         follower = Subscriber(self.store, trust=self.trust, undo=0)
@@ -86,7 +88,7 @@ class Versions:
                 report = follower.sync(tensors, version=record.version)
             except (MissingLinkError, NothingPublishedError):
                 if follower.version is None:
-                    continue  # what led here was pruned: an anchor comes later
+                    continue  # earlier versions were pruned: an anchor follows later
                 raise
             real = _real(record, self._bodies(record, ())) if report.path == ("patch",) else {}
             yield ReplayedVersion(number, len(self.records), record.step, tensors, {"version": record.version}, real)
@@ -94,10 +96,12 @@ class Versions:
             raise MissingLinkError("no version of this run can be read: it has no anchor")
 
     def count(self) -> Iterator[Step]:
-        """What the headers of the patches say, version by version. They tell bundles apart, not the tensors in them.
+        """Counts from the headers of the patches, version by version.
 
-        A tile that was written whole does not say how much of it changed: all of it is counted, and `dense` among the
-        facts has how many weights that are.
+        They distinguish bundles, not the tensors in them.
+
+        A tile that was written whole does not state how much of it changed: all of it is counted, and the fact `dense`
+        has the number of these weights.
         """
         numbers = {spec.name: n for n, spec in enumerate(self._coded)}
         for record in self.records:
@@ -116,7 +120,7 @@ class Versions:
 
     @property
     def _coded(self) -> list[TensorSpec]:
-        """The tensors that have tiles of their own, and the bundles."""
+        """The tensors that have their own tiles, and the bundles."""
         return list(dict.fromkeys(tile.tensor for tile in self.layout.tiles))
 
     def _bodies(self, record: Manifest, wanted: Collection[int] | None) -> list[Body]:
@@ -124,7 +128,7 @@ class Versions:
         return [fetch_body(self.store, ref, self.layout, wanted)[0] for ref in record.parts]
 
     def counted(self) -> Recording:
-        """All of that as a recording without a sample."""
+        """The counts as a recording without a sample."""
         seen = tuple(WatchedTensor(spec.name, spec.shape, spec.size, 0) for spec in self._coded)
         facts = {"source": "headers", **({"dtypes": self.others} if self.others else {})}
         return Recording(RecordingHeader(self.dtype, seen, (), (), facts), tuple(self.count()))
@@ -149,7 +153,7 @@ def changes(entry: TileEntry, payload: memoryview, layout: Layout) -> int:
     """How many weights of a tile its payload changes; for one that is written whole, all of them.
 
     Raises:
-        FormatError: it is cut short; UnsupportedError: a codec without a count.
+        FormatError: it is cut off; UnsupportedError: a codec without a count.
     """
     tile = layout.tiles[entry.tile]
     if entry.codec in WHOLE:

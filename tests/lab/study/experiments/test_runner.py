@@ -27,7 +27,7 @@ def experiment_of(*arms: Arm, **changes: Any) -> Experiment:
 def test_every_arm_and_seed_is_recorded_and_the_configuration_saved(tmp_path: Path) -> None:
     experiment = experiment_of(tiny("one arm"), tiny("arm 2, 1e-3"))
     told: list[str] = []
-    runner.run([experiment], tmp_path, tell=told.append)
+    runner.run([experiment], tmp_path, report=told.append)
     assert sorted(path.name for path in (tmp_path / "small").iterdir()) == [
         "arm-2-1e-3-seed0.jsonl",
         "arm-2-1e-3-seed1.jsonl",

@@ -28,21 +28,24 @@ def test_full_weights_need_what_the_paper_says_for_90_per_cent() -> None:
 
 def test_at_the_bandwidth_that_is_needed_the_utilisation_is_the_goal() -> None:
     needed = plan().needed_bandwidth("history")
-    assert plan(bandwidth=needed).ways["history"].utilisation == pytest.approx(0.9)
+    assert plan(bandwidth=needed).options["history"].utilisation == pytest.approx(0.9)
 
 
 def test_on_a_slow_link_the_fewest_bytes_win_and_nothing_is_enough() -> None:
     told = plan()
     assert told.best == "history"
     assert not told.enough
-    assert [told.ways[way].size_bytes for way in told.ways] == sorted(way.size_bytes for way in told.ways.values())
+    sizes = [option.size_bytes for option in told.options.values()]
+    assert sizes == sorted(sizes)
+        way.size_bytes for way in told.options.values()
+    )
 
 
 def test_on_a_link_of_no_cost_full_weights_are_the_quickest_and_enough() -> None:
     told = plan(bandwidth=1e14, step_s=1.0)
     assert told.best == "full"
     assert told.enough
-    assert told.ways["full"].utilisation > ENOUGH
+    assert told.options["full"].utilisation > ENOUGH
 
 
 def test_where_time_is_long_bytes_decide_even_if_the_link_is_quick() -> None:
@@ -52,13 +55,13 @@ def test_where_time_is_long_bytes_decide_even_if_the_link_is_quick() -> None:
 def test_a_sync_of_several_steps_has_their_time() -> None:
     one, four = plan(), plan(every=4)
     assert four.step_s == 4 * one.step_s
-    assert four.ways["history"].size_bytes > one.ways["history"].size_bytes
-    assert four.ways["history"].utilisation > one.ways["history"].utilisation
+    assert four.options["history"].size_bytes > one.options["history"].size_bytes
+    assert four.options["history"].utilisation > one.options["history"].utilisation
 
 
 def test_anchors_come_when_patches_add_up_to_a_state_and_a_joiner_pays_for_both() -> None:
     told = plan()
-    assert told.anchor_syncs * told.ways["history"].size_bytes == pytest.approx(told.full_bytes, rel=0.01)
+    assert told.anchor_syncs * told.options["history"].size_bytes == pytest.approx(told.full_bytes, rel=0.01)
     average, most = told.joiner_bytes
     assert told.full_bytes < average < most < 2 * told.full_bytes
 
@@ -67,11 +70,11 @@ def test_more_cores_shorten_the_work_and_change_nothing_else() -> None:
     few, many = plan(cores=2), plan(cores=16)
     assert (few.cores, many.cores) == (2, 16)
     for way, seconds in few.took.items():
-        on_the_link = few.ways[way].seconds
+        on_the_link = few.options[way].seconds
         assert seconds > many.took[way] >= on_the_link
-    assert (few.told, few.ways, few.anchor_syncs, few.evidence) == (
-        many.told,
-        many.ways,
+    assert (few.expected, few.options, few.anchor_syncs, few.evidence) == (
+        many.expected,
+        many.options,
         many.anchor_syncs,
         many.evidence,
     )
@@ -141,8 +144,8 @@ def test_the_most_is_the_largest_sync_of_each_codec_and_not_that_of_the_highest_
     counted = normal_classes(0.02, 50_000_000)  # at this rate the highest density comes early and is predictable
     told = make_plan(ModelFacts("skewed", 300, counted, ""), TrainingSettings(1e-5), 200e6, 50.0)
     for codec in ("history", "context", "gap", "plain"):
-        assert told.ways[codec].most_bytes == max(sync.sizes[codec] for sync in told.told.syncs)
-    assert told.ways["history"].most_bytes > told.told.highest.sizes["history"]
+        assert told.options[codec].most_bytes == max(sync.sizes[codec] for sync in told.expected.syncs)
+    assert told.options["history"].most_bytes > told.expected.highest.sizes["history"]
 
 
 def test_the_critical_magnitude_is_for_the_rate_and_the_dtype() -> None:

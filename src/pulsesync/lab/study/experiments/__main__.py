@@ -1,4 +1,4 @@
-"""`python -m pulsesync.lab.study.experiments`: the same as `pulse study experiment`, where only torch is installed."""
+"""`python -m pulsesync.lab.study.experiments`: the same as `pulse study experiment`, if only torch is installed."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from pulsesync.lab.study.experiments.sweeps import EXPERIMENTS
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is asked for; exit code 0, or 1 if something failed."""
+    """Run the given experiments; exit code 0, or 1 if something failed."""
     parser = argparse.ArgumentParser(prog="python -m pulsesync.lab.study.experiments", description=__doc__)
     parser.add_argument(
         "names", nargs="+", metavar="NAME", help="name of an experiment; 'all'; or 'list' to print the names"
@@ -27,17 +27,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="'cpu' or 'cuda'")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes to run at a time")
     parser.add_argument("--quick", action="store_true", help="run everything with a few small steps")
-    told = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         experiment(
-            told.names,
-            out=told.out,
-            steps=told.steps,
-            seeds=read_seeds(told.seeds),
-            model=told.model,
-            device=told.device,
-            jobs=told.jobs,
-            quick=told.quick,
+            options.names,
+            out=options.out,
+            steps=options.steps,
+            seeds=read_seeds(options.seeds),
+            model=options.model,
+            device=options.device,
+            jobs=options.jobs,
+            quick=options.quick,
         )
     except PulseError as e:
         sys.stderr.write(f"{e}\n")
@@ -56,14 +56,14 @@ def experiment(
     jobs: int,
     quick: bool,
 ) -> None:
-    """Run experiments, or list them, and say what is done line by line. Raises: PulseError."""
+    """Run experiments, or list them, and print progress line by line. Raises: PulseError."""
     if list(names) == ["list"]:
         for one in EXPERIMENTS.values():
             _say(f"{one.name:10}{len(one.arms):3} arms  {one.question}")
         return
     out = out or Path("experiments-quick" if quick else "experiments")
     chosen = runner.choose(names, model=model, device=device, steps=steps, seeds=seeds, quick=quick)
-    runner.run(chosen, out, jobs=jobs, tell=_say)
+    runner.run(chosen, out, jobs=jobs, report=_say)
     _say(f"{out / 'results.md'}")
 
 

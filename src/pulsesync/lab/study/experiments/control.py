@@ -1,8 +1,8 @@
 """An off-policy actor-critic on a small control task: TD3 swings up a pendulum.
 
-Fujimoto and others, arXiv 1802.09477: two critics, targets that follow slowly, an actor that learns half as often. Some
-pendulums swing at once; what they did goes into a buffer, from which batches are drawn. The actor that swings them has
-BF16 values, some steps old, as a worker's would.
+Fujimoto and others, arXiv 1802.09477: two critics, targets that follow slowly, an actor that learns half as often. Many
+pendulums swing at once; their transitions are stored in a buffer, from which batches are drawn. The actor that moves
+them has BF16 values, some steps old, as a worker's would.
 """
 
 import copy
@@ -20,12 +20,12 @@ PENDULUMS, EPISODE = 64, 100  # steps of 0.05 s
 BATCH, CAPACITY = 256, 1 << 16
 GAMMA, TAU = 0.98, 0.01
 EXPLORE, SMOOTH, LARGEST_SMOOTH = 0.15, 0.2, 0.5
-FIRST = 20  # steps at random, before anything is learned
+FIRST = 20  # random steps, before learning begins
 WIDTH = 256
 
 
 class Pendulums:
-    """Many at once: a rod of 1 m and 1 kg that hangs, and a motor too weak to lift it in one go."""
+    """Many at once: a rod of 1 m and 1 kg that hangs, and a motor too weak to lift it directly."""
 
     def __init__(self, count: int, generator: torch.Generator, device: torch.device) -> None:
         self._generator, self._device = generator, device
@@ -33,7 +33,7 @@ class Pendulums:
         self.begin()
 
     def begin(self) -> Tensor:
-        """Let all hang or fly anywhere; return what can be seen."""
+        """Reset all to random states; return the observations."""
         angle, speed = torch.rand(2, len(self.angle), generator=self._generator).to(self._device) * 2 - 1
         self.angle, self.speed = angle * math.pi, speed
         return self.seen()
@@ -42,7 +42,10 @@ class Pendulums:
         return torch.stack([self.angle.cos(), self.angle.sin(), self.speed / 8], dim=1)
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Push, for 0.05 s; return what is seen then, and the reward: 0 if upright and still, down to about -16."""
+        """Apply a torque for 0.05 s.
+
+        Return the next observations and the reward: 0 if upright and still, down to about -16.
+        """
         torque = 2 * action[:, 0].clamp(-1, 1)
         off = (self.angle + math.pi) % (2 * math.pi) - math.pi
         reward = -(off.square() + 0.1 * self.speed.square() + 0.001 * torque.square())
@@ -52,34 +55,34 @@ class Pendulums:
 
 
 class Replay:
-    """The newest CAPACITY moments, on the device."""
+    """The newest CAPACITY transitions, on the device."""
 
     def __init__(self, generator: torch.Generator, device: torch.device) -> None:
         self._generator, self._device = generator, device
-        self._held = [torch.zeros(CAPACITY, width, device=device) for width in (3, 1, 1, 3)]
+        self._buffers = [torch.zeros(CAPACITY, width, device=device) for width in (3, 1, 1, 3)]
         self.added = 0
 
     def add(self, *moments: Tensor) -> None:
-        """Seen, done, rewarded and seen next, each (pendulums, width)."""
+        """Observation, action, reward and next observation, each (pendulums, width)."""
         begin = self.added % CAPACITY
-        for held, new in zip(self._held, moments, strict=True):
-            held[begin : begin + len(new)] = new
+        for buffer, new in zip(self._buffers, moments, strict=True):
+            buffer[begin : begin + len(new)] = new
         self.added += len(moments[0])
 
     def draw(self) -> list[Tensor]:
         rows = torch.randint(min(self.added, CAPACITY), (BATCH,), generator=self._generator).to(self._device)
-        return [held[rows] for held in self._held]
+        return [buffer[rows] for buffer in self._buffers]
 
 
 class Actor(nn.Sequential):
-    """From what is seen to a push between -1 and 1."""
+    """From an observation to an action between -1 and 1."""
 
     def __init__(self) -> None:
         super().__init__(*_layers(3, 1), nn.Tanh())
 
 
 class Critic(nn.Module):
-    """Two opinions on what a push will bring."""
+    """Two estimates of the value of an action."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +116,7 @@ class TD3:
 
     @torch.no_grad()
     def wanted(self, reward: Tensor, after: Tensor, noise: Tensor) -> Tensor:
-        """Reward and the lesser of what the target critics expect of a push near the target actor's."""
+        """Reward plus the lesser estimate of the target critics for an action near the target actor's."""
         near = noise.mul(SMOOTH).clamp(-LARGEST_SMOOTH, LARGEST_SMOOTH)
         push = (self._actor_target(after) + near).clamp(-1, 1)
         one, two = self._critic_target(after, push)
@@ -126,7 +129,7 @@ class TD3:
 
 
 def train(arm: Arm, seed: int, student: TD3) -> Iterator[float]:
-    """Run an arm of so many steps of the critic; gives the mean reward of late before each of them."""
+    """Run an arm for its number of critic steps; yields the recent mean reward before each of them."""
     device, generator = torch.device(arm.device), torch.Generator().manual_seed(seed)
     replay, pendulums = Replay(generator, device), Pendulums(PENDULUMS, generator, device)
     follower = Follower(student.actor, arm.delay)

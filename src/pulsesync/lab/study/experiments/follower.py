@@ -1,4 +1,4 @@
-"""Whoever plays: weights as a worker holds them."""
+"""The policy of rollouts: weights as a worker has them."""
 
 import copy
 from collections import deque
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Follower:
-    """A copy of a policy with the BF16 values that it had some calls ago."""
+    """A copy of a policy with its BF16 values of some calls ago."""
 
     def __init__(self, policy: nn.Module, delay: int) -> None:
         self._policy, self._own = policy, copy.deepcopy(policy).requires_grad_(False)
@@ -16,7 +16,7 @@ class Follower:
 
     @torch.no_grad()
     def follow(self) -> nn.Module:
-        """Publish what the policy has now; return a policy with what was published `delay` calls before."""
+        """Publish the current weights; return a policy with the weights published `delay` calls before."""
         self._published.append([weight.to(torch.bfloat16, copy=True) for weight in self._policy.parameters()])
         for own, weight in zip(self._own.parameters(), self._published[0], strict=True):
             own.copy_(weight)

@@ -1,6 +1,6 @@
-"""How an arm learns from a batch: GRPO, REINFORCE, PPO with a value head, or what it is shown.
+"""How an arm learns from a batch: GRPO, REINFORCE, PPO with a value head, or supervised.
 
-A learner is prepared with a batch, and gives a step that can be taken several times.
+A learner is prepared with a batch, and returns a step that can be taken several times.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from pulsesync.lab.study.experiments.arm import Arm
 
 LAMBDA = 0.95  # of generalized advantage estimation; rewards are not discounted
 VALUE_SHARE = 0.1  # of the value's loss in what the policy's weights learn from
-VALUE_RATE = 1e-3  # of the value head, which begins at zero; the policy's own rate would leave it there
+VALUE_RATE = 1e-3  # of the value head, which begins at zero; the policy's own rate is too small for it
 MEMORY = 0.9  # of REINFORCE's baseline
 
 
 class TrainingGame(Protocol):
-    """What the loop needs of rl's games beyond what the demo does."""
+    """What the loop needs of a game beyond the demo."""
 
     group: int
 
@@ -41,7 +41,7 @@ Step = Callable[[], Tensor]  # takes one optimizer step, returns the loss before
 
 
 class Learner:
-    """GRPO, and what others share with it."""
+    """GRPO, and what the others share with it."""
 
     def __init__(self, arm: Arm, game: TrainingGame, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.arm, self.game, self.policy, self.optimizer = arm, game, policy, optimizer
@@ -54,7 +54,7 @@ class Learner:
 
 
 class Reinforce(Learner):
-    """Reward over a running mean of rewards, times the gradient of the log-probability; nothing is clipped."""
+    """Reward minus a running mean of rewards, times the gradient of the log-probability; nothing is clipped."""
 
     baseline: Tensor | None = None
 
@@ -66,14 +66,14 @@ class Reinforce(Learner):
 
 
 class Supervised(Learner):
-    """Make what is shown likelier: cross-entropy."""
+    """Cross-entropy on given samples."""
 
     def prepare(self, rollouts: Rollouts) -> Step:
         return self._climb(rollouts, torch.ones_like(rollouts.rewards).to(rollouts.tokens.device), likely)
 
 
 class PPO(Learner):
-    """Advantages by token, from a value that is read off the policy's own thoughts; clipped as in GRPO."""
+    """Advantages by token, from a value head on the policy's activations; clipped as in GRPO."""
 
     def __init__(self, arm: Arm, game: TrainingGame, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(arm, game, policy, optimizer)
@@ -123,7 +123,7 @@ def likely(now: Tensor, then: Tensor, better: Tensor) -> Tensor:
 
 
 def advantages(values: Tensor, rewards: Tensor) -> Tensor:
-    """Generalized advantage estimation where a reward comes with the last token alone: (samples, tokens)."""
+    """Generalized advantage estimation with a reward at the last token only: (samples, tokens)."""
     after = torch.cat([values[:, 1:], rewards[:, None].to(values)], dim=1)
     surprise = after - values
     better = torch.zeros_like(values)

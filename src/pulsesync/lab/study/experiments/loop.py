@@ -1,4 +1,4 @@
-"""Training in one process, without workers or a store: play with weights as published, learn, and record."""
+"""Training in one process, without workers or a store: rollouts with published weights, learning, and recording."""
 
 import os
 from pathlib import Path
@@ -19,17 +19,17 @@ from pulsesync.lab.study.experiments.optimizers import make_optimizer
 from pulsesync.lab.study.recorder import Recorder
 
 SEED_STRIDE = 1_000_003  # so that no two seeds share a batch
-LOOK_EVERY = 10  # steps: supervised arms play then, to tell their reward
+LOOK_EVERY = 10  # steps between rollouts of supervised arms, to measure their reward
 SAMPLE = 1 << 20  # weights
 
 
 def train(arm: Arm, seed: int, out: Path, policies: Path) -> None:
-    """Run an arm; its recording is written to `out`, the critic's, where there is one, to `critic_of(out)`.
+    """Run an arm; its recording is written to `out`, the critic's, if there is one, to `critic_of(out)`.
 
     Policies of other shapes than the shipped one are pretrained into `policies`, or found there.
 
     Raises:
-        PulseError: it could not be recorded to the end, or the arm makes no sense.
+        PulseError: it could not be recorded to the end, or the arm is invalid.
     """
     torch.manual_seed(seed)
     if arm.game == "pendulum":
@@ -45,10 +45,10 @@ def train(arm: Arm, seed: int, out: Path, policies: Path) -> None:
     with open_recorder(arm, seed, out, **facts) as recorder:
         recorder.attach(optimizer, policy)
         for batch in range(-(-arm.steps // arm.updates)):
-            rollouts, told = _gather(arm, game, follower, batch, seed * SEED_STRIDE + batch)
+            rollouts, noted = _gather(arm, game, follower, batch, seed * SEED_STRIDE + batch)
             step = learner.prepare(rollouts)
             for _ in range(min(arm.updates, arm.steps - batch * arm.updates)):
-                recorder.note(**told)
+                recorder.note(**noted)
                 step()
     _check(recorder)
 
@@ -76,19 +76,19 @@ def _check(recorder: Recorder) -> None:
 def _gather(
     arm: Arm, game: TrainingGame, follower: Follower, batch: int, seed: int
 ) -> tuple[Rollouts, dict[str, float]]:
-    """A batch to learn from, and its reward where something was played."""
+    """A batch to learn from, and its reward if there was a rollout."""
     if arm.algorithm == "sft" and batch % LOOK_EVERY:
         return game.show(arm.prompts, seed), {}
     played = game.play(follower.follow(), arm.prompts, seed)
-    told = {"reward": float(played.rewards.mean())}
-    return (game.show(arm.prompts, seed) if arm.algorithm == "sft" else played), told
+    facts = {"reward": float(played.rewards.mean())}
+    return (game.show(arm.prompts, seed) if arm.algorithm == "sft" else played), facts
 
 
 def open_recorder(arm: Arm, seed: int, out: Path, **facts: float) -> Recorder:
-    """A recorder of an arm; what an earlier try left in the file is gone."""
+    """A recorder of an arm; an earlier, unfinished file is replaced."""
     out.unlink(missing_ok=True)
-    held = {"masters": "BF16"} if arm.masters == "rounded" else {}  # which the tensors, of FP32, do not show
-    return Recorder(out, sample=SAMPLE, facts={"arm": arm.to_json(), "seed": seed, **held, **facts})
+    masters = {"masters": "BF16"} if arm.masters == "rounded" else {}  # the FP32 tensors do not show this
+    return Recorder(out, sample=SAMPLE, facts={"arm": arm.to_json(), "seed": seed, **masters, **facts})
 
 
 def critic_of(out: Path) -> Path:
@@ -96,7 +96,7 @@ def critic_of(out: Path) -> Path:
 
 
 def warm_up(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.Optimizer:
-    """Let the learning rate rise over the first steps, in equal parts, and stay."""
+    """Increase the learning rate linearly over the first steps, then keep it."""
     top, taken = [group["lr"] for group in optimizer.param_groups], 0
 
     def set_rate(*_: object) -> None:
@@ -118,12 +118,12 @@ def open_game(arm: Arm, policies: Path) -> TrainingGame:
 
 
 def kept(arm: Arm, policies: Path) -> Path:
-    """Where the policy that an arm begins with is kept, if its shape is not shipped."""
+    """The file of the policy with which an arm begins, if its shape is not shipped."""
     return policies / f"{arm.shape.name}-{arm.pretraining}.safetensors"
 
 
 def begin(arm: Arm, policies: Path) -> Policy:
-    """The policy that an arm begins with: the shipped one, or one made once and kept."""
+    """The policy with which an arm begins: the shipped one, or one that is made once and kept."""
     if arm.shape == SHIPPED:
         return pretrained()
     path = kept(arm, policies)
@@ -133,7 +133,7 @@ def begin(arm: Arm, policies: Path) -> Policy:
         shares: list[float | None] = [None]
         policy = pretrain(
             0,
-            tell=lambda *told: shares.append(told[2]),
+            report=lambda *facts: shares.append(facts[2]),
             shape=arm.shape,
             device=arm.device,
             most_steps=arm.pretraining,
@@ -144,7 +144,7 @@ def begin(arm: Arm, policies: Path) -> Policy:
 
 
 def _reached(arm: Arm, policies: Path) -> dict[str, float]:
-    """The share of sums that pretraining came to, where it is known: it may have ended before its goal."""
+    """The share of sums solved after pretraining, if it is known: it may have ended before its goal."""
     if arm.game != "sums" or arm.shape == SHIPPED:
         return {}
     share = share_of(kept(arm, policies))
@@ -152,6 +152,6 @@ def _reached(arm: Arm, policies: Path) -> dict[str, float]:
 
 
 def median(policy: nn.Module) -> float:
-    """The median magnitude of the weights: what sets how far apart their BF16 values lie."""
+    """The median magnitude of the weights: it determines the distance between their BF16 values."""
     every = torch.cat([weight.detach().float().abs().flatten() for weight in policy.parameters()])
     return float(every[:: max(1, len(every) >> 20)].median())

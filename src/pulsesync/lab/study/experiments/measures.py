@@ -1,4 +1,4 @@
-"""What one recording comes to: a number for each column of the results."""
+"""The figures of one recording: a number for each column of the results."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,9 +7,9 @@ from statistics import fmean
 from pulsesync.lab.study.recording import Recording, Step
 from pulsesync.lab.study.report import findings
 
-TROUGH = 10  # steps, whose mean is the trough if no ten in a row are lower
+TROUGH = 10  # the trough is the lowest mean of this number of consecutive steps
 EARLY = 10  # steps, in which an expert may never have changed
-SMALLEST = -100  # half powers of two: an update that is as good as none
+SMALLEST = -100  # half powers of two: an update that counts as none
 MILLIONTH = 1e-6
 WIDER = ("F32", "F16")  # than BF16: more bits of the fraction
 
@@ -49,7 +49,7 @@ def _profile(recording: Recording) -> dict[str, float]:
 
 
 def _dtypes(recording: Recording) -> dict[str, float]:
-    """All of the sample; without those that hold more than the weights do, which would tell of lost updates."""
+    """All dtypes of the sample, except those with more precision than the weights, which would show lost updates."""
     header = recording.header
     found = _mean(header.dtype, findings.window_sparsity(recording, 1))
     for dtype in header.contrast:
@@ -78,12 +78,12 @@ def _changes(recording: Recording) -> dict[str, float]:
 
 
 def _has_masters(recording: Recording) -> bool:
-    """Whether updates too small for BF16 are kept; recorders did not always know of rounding after each step."""
+    """Whether updates too small for BF16 are kept; older recordings do not state rounding after each step."""
     return bool(recording.header.facts.get("arm", {}).get("masters", "fp32") == "fp32")
 
 
 def _bits(steps: Iterable[Step]) -> float | None:
-    """Bits per change of the codec that is shortest over these steps, made where it was made, else predicted."""
+    """Bits per change of the codec that is shortest over these steps, real if it was made, else predicted."""
     steps = [step for step in steps if step.all_changed and step.sizes]
     codecs = set.intersection(*(set(step.sizes) for step in steps)) if steps else set()
     if not codecs:
@@ -96,13 +96,16 @@ def _bits(steps: Iterable[Step]) -> float | None:
 
 
 def _moved(steps: Iterable[Step], sampled: int) -> float | None:
-    """The mean size of an update in millionths, over all weights of the sample; sizes are known to the root of two."""
+    """The mean size of an update in millionths, over all weights of the sample.
+
+    Sizes are known up to a factor of the square root of two.
+    """
     means = [step.lr * _sizes(step) / max(sampled, 1) for step in steps if step.lr is not None and step.moved]
     return fmean(means) / MILLIONTH if means else None
 
 
 def _sizes(step: Step) -> float:
-    """Of all updates together, over the learning rate."""
+    """The mean over all updates, divided by the learning rate."""
     return sum(count * 2 ** ((place + 0.5) / 2) for place, count in step.moved.items() if place > SMALLEST)
 
 

@@ -24,7 +24,7 @@ def make_optimizer(arm: Arm, policy: nn.Module) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def round_(weights: Iterable[Tensor]) -> None:
-    """Round to the nearest BF16 value, in place: what a small update did is lost, as it is in BF16 weights."""
+    """Round to the nearest BF16 value, in place: small updates are lost, as with BF16 weights."""
     for weight in weights:
         weight.copy_(weight.bfloat16())
 

@@ -1,7 +1,7 @@
-"""What the papers and their data say, in per cent unless said otherwise, to stand beside what is measured here.
+"""Published figures of the papers and their data, in per cent unless stated otherwise, for comparison.
 
 PULSE: arXiv 2602.03839; the figures are means over steps and seeds of its authors' raw data (GRPO on MATH, 400 steps,
-AdamW (0.9, 0.999), 20 steps of warm-up, 512 rollouts a step). Its first version's runs held their weights in BF16,
+AdamW (0.9, 0.999), 20 steps of warm-up, 512 rollouts a step). The runs of its first version had weights in BF16,
 without FP32 masters. SparseRL-Sync: Qwen3-30B-A3B.
 """
 
@@ -19,7 +19,7 @@ def _row(name: str, *figures: float, beside: str = "") -> Row:
 
 
 def sparsity(name: str, beside: str = "") -> Row:
-    """Sparsity over k steps of one published run, to stand under an arm."""
+    """Sparsity over k steps of one published run, to be shown under an arm."""
     return Row(name, PULSE, SPARSITY[name].figures, beside)
 
 

@@ -1,4 +1,4 @@
-"""The pages: what the seeds of every arm came to, with the published figures in the same columns."""
+"""The pages: results over the seeds of every arm, with the published figures in the same columns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,17 +12,17 @@ from pulsesync.lab.study.experiments.arm import CONFIG, Arm, Experiment, Row
 from pulsesync.lab.study.experiments.measures import measure
 from pulsesync.lab.study.recording import Recording
 
-TWO_DIGITS = "two digits that count"  # a form, for figures from 0.01 to 1000 in one column
+TWO_DIGITS = "two significant digits"  # a form, for figures from 0.01 to 1000 in one column
 
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Columns of the results that belong together: their keys, and how they are headed and written."""
+    """Columns of the results that belong together: their keys, headings and formats."""
 
     title: str
     columns: Mapping[str, str]
     form: str = ".2f"
-    own: Mapping[str, str] = field(default_factory=dict)  # of columns that are written otherwise
+    own: Mapping[str, str] = field(default_factory=dict)  # formats of columns that differ
 
 
 TABLES = {
@@ -72,8 +72,8 @@ class ResultRow:
         values = self.figures.get(column, ())
         if not values:
             return ""
-        told = values if isinstance(values, str) else _mean(values, form)
-        return f"*{told}*" if self.published else told
+        text = values if isinstance(values, str) else _mean(values, form)
+        return f"*{text}*" if self.published else text
 
 
 def _mean(values: Sequence[float], form: str) -> str:
@@ -84,12 +84,12 @@ def _mean(values: Sequence[float], form: str) -> str:
 
 
 def path_of(folder: Path, arm: Arm, seed: int) -> Path:
-    """Where the recording of an arm with a seed is kept."""
+    """The file of the recording of an arm with a seed."""
     return folder / f"{arm.file_name}-seed{seed}.jsonl"
 
 
 def read(path: Path, arm: Arm, seed: int) -> Recording | None:
-    """The recording of this arm with this seed, on whichever device it was made; None if it is not there."""
+    """The recording of this arm with this seed, made on any device; None if there is none."""
     recording = read_any(path)
     if recording is None:
         return None
@@ -99,7 +99,7 @@ def read(path: Path, arm: Arm, seed: int) -> Recording | None:
 
 
 def read_any(path: Path) -> Recording | None:
-    """Whatever recording is there, of this configuration or another."""
+    """The recording in a file, of this configuration or another."""
     try:
         return Recording.read(path)
     except (FileNotFoundError, FormatError):
@@ -143,27 +143,27 @@ def write_index(out: Path) -> None:
 
 
 def _lines(experiment: Experiment, folder: Path) -> list[ResultRow]:
-    """Arms, each with what stands under it, then what is published beside."""
+    """Arms, each with its published figures below it, then the other published figures."""
     lines: list[ResultRow] = []
     for arm in experiment.arms:
-        for prefix, told in (("", ""), ("critic-", ", critic")):
+        for prefix, text in (("", ""), ("critic-", ", critic")):
             found = _measured(arm, experiment.seeds, folder, prefix)
             if found or not prefix:
-                lines.append(ResultRow(arm.name + told, found))
+                lines.append(ResultRow(arm.name + text, found))
         lines += [_published(row) for row in experiment.published if row.beside == arm.name]
     known = {arm.name for arm in experiment.arms}
     return lines + [_published(row) for row in experiment.published if row.beside not in known]
 
 
 def _made(experiment: Experiment, folder: Path) -> list[Mapping[str, Any]]:
-    """What the recordings that are there say of how they were made."""
+    """The facts in the existing recordings."""
     each = [(arm, seed) for arm in experiment.arms for seed in experiment.seeds]
     found = [read(path_of(folder, arm, seed), arm, seed) for arm, seed in each]
     return [recording.header.facts for recording in found if recording is not None]
 
 
 def _measured(arm: Arm, seeds: Sequence[int], folder: Path, prefix: str) -> dict[str, list[float]]:
-    """Column by column, a number for each recording of the arm that is there."""
+    """Column by column, a number for each existing recording of the arm."""
     columns: dict[str, list[float]] = {}
     for seed in seeds:
         path = path_of(folder, arm, seed)
@@ -179,7 +179,7 @@ def _published(row: Row) -> ResultRow:
 
 
 def _table(table: ResultTable, lines: Sequence[ResultRow]) -> list[str]:
-    """Rows that have something to say in it; columns that somebody fills."""
+    """Only rows and columns that have figures."""
     columns = [column for column in table.columns if any(line.figures.get(column) for line in lines)]
     out = [f"## {table.title}", "", f"| | {' | '.join(table.columns[column] for column in columns)} |"]
     out.append("|---" * (len(columns) + 1) + "|")

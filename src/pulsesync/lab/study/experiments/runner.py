@@ -1,4 +1,4 @@
-"""Run arms × seeds, some at a time, each in a process of its own if there are several; what is finished is kept."""
+"""Run arms × seeds, some at a time, each in its own process if there are several; finished recordings are kept."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ from pulsesync.lab.demo.policy import SHIPPED
 from pulsesync.lab.study.experiments import loop, results, sweeps
 from pulsesync.lab.study.experiments.arm import Arm, Experiment
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def choose(
@@ -31,7 +31,7 @@ def choose(
     seeds: Sequence[int] | None = None,
     quick: bool = False,
 ) -> list[Experiment]:
-    """The experiments as they are asked for. Raises: PulseError, if there are no such."""
+    """The requested experiments. Raises: PulseError, if one does not exist."""
     chosen = sweeps.find(names)
     if model != "demo":
         wanted = [one for one in chosen if list(names) != ["all"] or one.name in sweeps.WITH_LANGUAGE]
@@ -45,11 +45,11 @@ def choose(
     return [one.with_arms(device=device) for one in chosen]
 
 
-def run(experiments: Sequence[Experiment], out: Path, *, jobs: int = 1, tell: Tell = lambda _: None) -> None:
+def run(experiments: Sequence[Experiment], out: Path, *, jobs: int = 1, report: Report = lambda _: None) -> None:
     """Run what is not finished, and write all pages, also if some arms failed or it was interrupted.
 
     Raises:
-        PulseError: some arms failed; it says which, and why. Or it would replace recordings by shorter ones.
+        PulseError: some arms failed (the message has which, and why), or recordings would be replaced by shorter ones.
     """
     _refuse(experiments, out)
     shown = [_with_earlier_seeds(experiment, out / experiment.name) for experiment in experiments]
@@ -58,8 +58,8 @@ def run(experiments: Sequence[Experiment], out: Path, *, jobs: int = 1, tell: Te
         folder.mkdir(parents=True, exist_ok=True)
         experiment.save(folder)
     try:
-        failed = _pretrain(experiments, out, jobs, tell)
-        failed += _work(_todo(experiments, out), jobs, tell)
+        failed = _pretrain(experiments, out, jobs, report)
+        failed += _work(_todo(experiments, out), jobs, report)
     finally:
         with _undisturbed():
             for experiment in shown:
@@ -81,17 +81,17 @@ def _refuse(experiments: Sequence[Experiment], out: Path) -> None:
 
 
 def _with_earlier_seeds(experiment: Experiment, folder: Path) -> Experiment:
-    """For the pages: recordings of seeds that are not asked for this time are shown as well."""
+    """For the pages: recordings of other seeds are shown as well."""
     try:
         earlier = Experiment.load(folder).seeds
-    except (OSError, ValueError, TypeError, KeyError):  # there is none, or of another version
+    except (OSError, ValueError, TypeError, KeyError):  # there is none, or it is of another version
         earlier = ()
     return replace(experiment, seeds=tuple(sorted({*earlier, *experiment.seeds})))
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Without interrupts: a second one often follows the first."""
+    """Ignore interrupts: a second one often follows the first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -117,33 +117,33 @@ def _todo(experiments: Sequence[Experiment], out: Path) -> list[Task]:
     ]
 
 
-def _pretrain(experiments: Sequence[Experiment], out: Path, jobs: int, tell: Tell) -> list[str]:
-    """Make the policies that arms begin with, each once."""
+def _pretrain(experiments: Sequence[Experiment], out: Path, jobs: int, report: Report) -> list[str]:
+    """Make the policies with which arms begin, each once."""
     policies = out / "policies"
     arms = [arm for experiment in experiments for arm in experiment.arms if arm.game == "sums" and arm.shape != SHIPPED]
     wanted = {path: arm for arm in arms if not (path := loop.kept(arm, policies)).exists()}
-    return _work([(_begin, (arm, policies), f"pretrained {arm.shape.name}") for arm in wanted.values()], jobs, tell)
+    return _work([(_begin, (arm, policies), f"pretrained {arm.shape.name}") for arm in wanted.values()], jobs, report)
 
 
-def _work(tasks: Sequence[Task], jobs: int, tell: Tell) -> list[str]:
-    """Do tasks, telling each that is done; return what failed, and why."""
+def _work(tasks: Sequence[Task], jobs: int, report: Report) -> list[str]:
+    """Do tasks, reporting each that is done; return what failed, and why."""
     if jobs <= 1 or len(tasks) <= 1:
-        done = [_one(task, partial(task[0], *task[1]), tell) for task in tasks]
+        done = [_one(task, partial(task[0], *task[1]), report) for task in tasks]
         return [why for why in done if why]
     context = multiprocessing.get_context("spawn")
     threads = max(1, (os.cpu_count() or 1) // jobs)
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin_child, initargs=(threads,)) as pool:
         futures = _submit(pool, tasks)
         try:
-            done = [_one(futures[future], future.result, tell) for future in as_completed(futures)]
+            done = [_one(futures[future], future.result, report) for future in as_completed(futures)]
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # what has begun is finished, and kept
+            pool.shutdown(wait=False, cancel_futures=True)  # tasks that have begun are finished, and kept
             raise
     return [why for why in done if why]
 
 
 def _begin_child(threads: int) -> None:
-    """An interrupt is for the parent: it starts no more, and what has begun is finished."""
+    """Leave interrupts to the parent: it starts no more tasks, and those that have begun are finished."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
 
@@ -152,19 +152,19 @@ def _submit(pool: Executor, tasks: Sequence[Task]) -> "dict[Future[float], Task]
     return {pool.submit(task[0], *task[1]): task for task in tasks}
 
 
-def _one(task: Task, result: Callable[[], float], tell: Tell) -> str:
-    """Wait for one task; return why it failed, if it did: others go on."""
+def _one(task: Task, result: Callable[[], float], report: Report) -> str:
+    """Wait for one task; return why it failed, if it did: others continue."""
     try:
         seconds = result()
     except Exception as e:  # noqa: BLE001 - whatever it was, the other arms are worth having
-        tell(f"{task[2]} FAILED: {e!r}")
+        report(f"{task[2]} FAILED: {e!r}")
         return f"{task[2]}: {e!r}"
-    tell(f"{task[2]}: {seconds:.1f} s")
+    report(f"{task[2]}: {seconds:.1f} s")
     return ""
 
 
 def _train(arm: Arm, seed: int, path: Path, policies: Path) -> float:
-    """Record under another name, which is taken off when all is there; return the seconds."""
+    """Record to a temporary name, which is renamed when the recording is complete; return the seconds."""
     begun = time.monotonic()
     unfinished = path.with_name(f"{path.name}.part")
     loop.train(arm, seed, unfinished, policies)

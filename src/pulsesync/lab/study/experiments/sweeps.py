@@ -16,9 +16,9 @@ TINY = PolicyShape(32, 2, 2)
 
 _BASE = Arm("GRPO, 3e-6")
 _MASTERS = (
-    "Ours have FP32 masters unless said otherwise: an update too small to be seen is kept, and a weight changes when "
-    "enough of them add up. The published runs held weights in BF16, where such an update is lost, so they change "
-    "less, and less again over k steps."
+    "Ours have FP32 masters unless stated otherwise: an update too small to be visible is kept, and a weight changes "
+    "when enough of them add up. The published runs had weights in BF16, where such an update is lost, so they "
+    "change less, and less again over k steps."
 )
 _SCALE = (
     "This policy has 1.2 million weights of its own scale; larger weights have larger gaps between BF16 values, and "
@@ -115,16 +115,16 @@ def masters_sweep() -> Experiment:
         ("bf16", "BF16 weights and averages"),
     )
     arms = [
-        replace(_BASE, name=f"{told}, {name}", lr=rate, masters=kind)
+        replace(_BASE, name=f"{label}, {name}", lr=rate, masters=kind)
         for rate, name in ((1e-6, "1e-6"), (3e-6, "3e-6"), (5e-6, "5e-6"))
-        for kind, told in kinds
+        for kind, label in kinds
     ]  # fmt: skip
     rows = [sparsity(f"Qwen2.5 1.5B, {rate}", beside=f"{kinds[-1][1]}, {rate}") for rate in ("1e-6", "3e-6", "5e-6")]
     differs = (
-        "Like is beside like here: the published runs held weights in BF16. Then what is under half a unit is lost, "
-        "the same few weights change again and again, and density grows little with k; with masters the rest adds up "
-        "and comes out later, so that over k steps many more change, and the policy learns faster. Whether Adam's "
-        f"averages are BF16 or FP32 makes no difference in so few steps. {_SCALE}"
+        "This comparison is like with like: the published runs had weights in BF16. Updates below half a unit are "
+        "then lost, the same few weights change again and again, and density grows little with k; with masters the "
+        "rest adds up and becomes visible later, so that over k steps many more change, and the policy learns "
+        f"faster. Whether Adam's averages are BF16 or FP32 makes no difference in these few steps. {_SCALE}"
     )
     return Experiment(
         "masters", "Where does a small update go: into FP32 masters, or is it lost?", tuple(arms), tuple(rows), differs
@@ -137,7 +137,7 @@ def warm_up_sweep() -> Experiment:
     differs = (
         f"{_MASTERS} The dip is where the rate is high already and Adam's averages are young, which makes its updates "
         "longest: after the end of warm-up, and without one soon after the start. Masters add to it: they begin in the "
-        "middle between two borders, and many of one magnitude come to a border in the same steps. Of a short run the "
+        "middle between two borders, and many of one magnitude reach a border in the same steps. Of a short run the "
         "lowest ten steps may be its last."
     )
     return Experiment(
@@ -223,22 +223,22 @@ def find(names: Sequence[str]) -> list[Experiment]:
 
 
 def with_model(experiment: Experiment, folder: str) -> Experiment:
-    """The same sweep with a language model, for 40 steps. Raises: PulseError, where that makes no sense."""
+    """The same sweep with a language model, for 40 steps. Raises: PulseError, if it needs the demo's policy."""
     if experiment.name not in WITH_LANGUAGE:
         raise PulseError(
             f"{experiment.name} needs --model demo; with another model, choose from {', '.join(WITH_LANGUAGE)}"
         )
-    told = replace(
+    adapted = replace(
         experiment,
         name=f"{experiment.name}-{Path(folder).resolve().name}",
         arms=tuple(arm for arm in experiment.arms if arm.name not in NOT_WITH_LANGUAGE),
         differs=experiment.differs.replace(_SCALE, "").strip(),
     )
-    return told.with_arms(game="language", model=folder, steps=40)
+    return adapted.with_arms(game="language", model=folder, steps=40)
 
 
 def quick(experiment: Experiment) -> Experiment:
-    """The same with four steps of a few samples, and tiny policies where they have to be made: to see that it works."""
+    """The same with four steps of a few samples, and tiny policies where they have to be made, as a test."""
 
     def smaller(arm: Arm) -> Arm:
         shape = arm.shape if arm.shape == PolicyShape() else replace(TINY, experts=min(arm.shape.experts, 4))

@@ -1,1 +1,1 @@
-"""What a Recorder looks with: which weights a process counts, the copies it keeps, and the counts themselves."""
+"""The measurements of a Recorder: which weights a process counts, the copies it keeps, and the counts."""

@@ -1,7 +1,7 @@
-"""Flat buffers that tensors are laid into end to end, cast on the way: of numpy, or of torch on any device.
+"""Flat buffers into which tensors are cast and concatenated: of numpy, or of torch on any device.
 
-The cast is that of the library which owns the tensors: both round to the nearest, ties to even, but write NaN each in
-its own way.
+The cast is that of the library that owns the tensors: both round to the nearest, ties to even, but they write NaN
+differently.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ import numpy as np
 from pulsesync.lab.study.measure.counting import PIECE
 from pulsesync.lab.study.measure.holdings import FLOATS
 
-LARGEST = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}  # what the largest weight of a tensor becomes under its scale
+LARGEST = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0}  # the value of a tensor's largest weight under its scale
 _HOST_CHUNK, _DEVICE_CHUNK = 1 << 22, 1 << 24  # weights cast at a time: little memory, and few launches
-_ALONE = 1 << 14  # weights that torch casts without asking other threads for help
+_ALONE = 1 << 14  # weights that torch casts without other threads
 
 
 class NumpyBuffers:
@@ -33,7 +33,7 @@ class NumpyBuffers:
         return np.zeros(size, label)
 
     def load(self, out: Any, sources: Sequence[Any]) -> None:
-        """Lay flat tensors end to end."""
+        """Concatenate flat tensors."""
         ends = list(accumulate(map(len, sources)))
         with np.errstate(all="ignore"):  # NaN and overflow are values here
             for end, source in zip(ends, sources, strict=True):
@@ -53,7 +53,7 @@ class NumpyBuffers:
         return np.zeros(size, np.uint8)
 
     def scales(self, flats: Sequence[Any], counts: Sequence[int], dtype: str) -> Any:
-        """For each weight of a sample, what makes the largest of its tensor the largest of a dtype."""
+        """For each weight of a sample, the scale that maps the largest of its tensor to the largest of a dtype."""
         with np.errstate(all="ignore"):
             largest = [_largest(flat) for flat in flats]
         return np.repeat(_factors(np.array(largest, np.float32), dtype), counts)
@@ -68,13 +68,13 @@ class NumpyBuffers:
         return self.bits(buffer).copy()
 
     def settle(self) -> None:
-        """Wait for whatever the device still has to do."""
+        """Wait for the device."""
 
 
 class TorchBuffers:
-    """For tensors of torch on one device. Counted on the host, buffers are seen as arrays; else as they are.
+    """For tensors of torch on one device. If counted on the host, buffers are viewed as arrays.
 
-    to_bf16: a quicker way than torch's to cast FP32 on a host, from bits to bits.
+    to_bf16: a faster cast of FP32 than torch's on a host, from bits to bits.
     """
 
     def __init__(self, device: str, on_host: bool, to_bf16: Any = None) -> None:
@@ -88,7 +88,7 @@ class TorchBuffers:
         return torch.zeros(size, dtype=getattr(torch, FLOATS[dtype]), device=self.device)
 
     def load(self, out: Any, sources: Sequence[Any]) -> None:
-        """Lay flat tensors end to end, in few launches."""
+        """Concatenate flat tensors, in few launches."""
         import torch
 
         if not sources:
@@ -97,8 +97,8 @@ class TorchBuffers:
         if not self.on_host:
             torch._foreach_copy_(list(places), list(sources))
             return
-        # In this thread: torch would start all the others, tensor by tensor, and where cores are shared, waiting for
-        # the last of them took longer than all the rest of a look.
+        # In this thread: torch would start all other threads for each tensor, and where cores are shared, waiting for
+        # the last of them took longer than the rest of a measurement.
         for place, source in zip(places, sources, strict=True):
             if place.dtype == source.dtype:
                 self.bits(place)[:] = self.bits(source)
@@ -131,7 +131,7 @@ class TorchBuffers:
         return marks.numpy() if self.on_host else marks
 
     def scales(self, flats: Sequence[Any], counts: Sequence[int], dtype: str) -> Any:
-        """For each weight of a sample, what makes the largest of its tensor the largest of a dtype."""
+        """For each weight of a sample, the scale that maps the largest of its tensor to the largest of a dtype."""
         import torch
 
         none = torch.zeros((), device=self.device)
@@ -158,7 +158,7 @@ class TorchBuffers:
         return host.copy() if self.on_host else host
 
     def settle(self) -> None:
-        """Wait for whatever the device still has to do."""
+        """Wait for the device."""
         import torch
 
         if self.device.startswith("cuda"):

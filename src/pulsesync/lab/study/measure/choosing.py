@@ -1,4 +1,4 @@
-"""Where weights are counted: on the host as fast as it can, elsewhere in torch."""
+"""Where weights are counted: on the host with the fastest kernels, on other devices in torch."""
 
 from importlib import import_module
 from typing import Any
@@ -11,7 +11,7 @@ def buffers_and_counting(device: str) -> tuple[Buffers, Any]:
     """For tensors of a device: "" is numpy's, on the host."""
     if device not in ("", "cpu"):
         return TorchBuffers(device, on_host=False), import_module("pulsesync.lab.study.measure.counting_torch")
-    slow = kernels.active().__name__.endswith("reference")  # no numba, or told to do without
+    slow = kernels.active().__name__.endswith("reference")  # no numba, or it is disabled
     counting = import_module(
         "pulsesync.lab.study.measure.counting" if slow else "pulsesync.lab.study.measure.counting_numba"
     )

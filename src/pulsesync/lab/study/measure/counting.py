@@ -1,7 +1,7 @@
 """Counts from two states of flat weights, as bits: the reference, in plain numpy.
 
 `counting_numba` has the same functions for a CPU and `counting_torch` for tensors on any device, with the same results.
-What `compare` returns is one row of numbers, so that a device sends them home at once; `Tally` says where each is.
+`compare` returns one row of numbers, so that a device copies them to the host at once; `Tally` defines their order.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ Numbers = NDArray[np.int64]
 UNITS = (*range(1, 16), *(1 << k for k in range(4, 32)))
 CLASSES = 256
 PIECE = 1 << 20  # weights
-UP, DOWN = 1, 2  # how a weight went when it last changed; 0: it did not change in the step before
-RATIOS = 512  # of `ratios`: two for each power of two
+UP, DOWN = 1, 2  # direction of a weight's last change; 0: it did not change in the step before
+RATIOS = 512  # bins of `ratios`: two for each power of two
 ROOT_2 = 0x3504F4  # the mantissa from which a float is at least the root of two times its power
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What `compare` found."""
+    """The result of `compare`."""
 
     changed: Numbers  # (tensors,)
     again: int
@@ -48,23 +48,23 @@ def row_size(tensors: int) -> int:
 
 
 def compare(old: Bits, new: Bits, last: NDArray[np.uint8], ends: Numbers, shift: int) -> Numbers:
-    """Count what differs, and move old to new and last to how each weight went."""
+    """Count differences, and update old to new and last to the directions."""
     at = np.flatnonzero(old != new)
     a, b = old[at], new[at]
     moved = ordered(b) - ordered(a)
-    way = np.where(moved > 0, UP, DOWN).astype(np.uint8)
+    direction = np.where(moved > 0, UP, DOWN).astype(np.uint8)
     before = last[at]
     old[at] = b
     last[:] = 0
-    last[at] = way
-    three = [np.count_nonzero(before), np.count_nonzero(before == way), np.count_nonzero(moved > 0)]
+    last[at] = direction
+    three = [np.count_nonzero(before), np.count_nonzero(before == direction), np.count_nonzero(moved > 0)]
     units = np.bincount(np.searchsorted(np.array(UNITS), np.abs(moved), side="right") - 1, minlength=len(UNITS))
     by_tensor = np.diff(np.searchsorted(at, ends), prepend=0)
     return np.concatenate([by_tensor, three, units, classes(a, shift), classes(b, shift)])
 
 
 def ordered(bits: Bits) -> NDArray[np.int64]:
-    """Put bit patterns in the order of the floats they stand for, −0.0 just below +0.0: neighbours differ by one."""
+    """Map bit patterns to the order of their values, −0.0 just below +0.0: neighbours differ by one."""
     sign = 1 << (8 * bits.itemsize - 1)
     wide = bits.astype(np.int64)
     return np.where(wide & sign, (2 * sign - 1) ^ wide, wide | sign)
@@ -80,17 +80,17 @@ def classes(bits: Bits, shift: int) -> Numbers:
 
 
 def differ(old: Bits, new: Bits, ends: Numbers) -> Numbers:
-    """Of each tensor, how many weights differ."""
+    """The number of weights that differ, by tensor."""
     return np.diff(np.searchsorted(np.flatnonzero(old != new), ends), prepend=0)
 
 
 def nonzero(values: NDArray[np.float32], ends: Numbers) -> Numbers:
-    """Of each tensor, how many values are not zero; NaN is none."""
+    """The number of values that are not zero, by tensor; NaN does not count."""
     return np.diff(np.searchsorted(np.flatnonzero(values), ends), prepend=0)
 
 
 def ratios(old: NDArray[np.float32], new: NDArray[np.float32], unit: Any) -> Numbers:
-    """Moves by floor(2 log2(|new − old| / unit)) + 254, in FP32; the first and last two are not told apart.
+    """Moves by floor(2 log2(|new − old| / unit)) + 254, in FP32; the first two and the last two are not distinguished.
 
     The unit is one number, or one for each.
     """

@@ -20,13 +20,13 @@ from pulsesync.lab.study.measure.counting import (
 
 __all__ = ["classes", "compare", "differ", "home", "nonzero", "ratios", "to_bf16"]
 
-_LEAST = 1 << 20  # weights for which a thread is worth starting
+_LEAST = 1 << 20  # weights for which starting a thread pays off
 _UNITS = len(UNITS)
 _AT_ONCE = 4096  # weights
 
 
 def compare(old: Any, new: Any, last: Any, ends: Numbers, shift: int) -> Numbers:
-    """Count what differs, and move old to new and last to how each weight went."""
+    """Count differences, and update old to new and last to the directions."""
 
     def piece(limits: tuple[int, int]) -> Numbers:
         row = np.zeros(row_size(ends.size), np.int64)
@@ -38,7 +38,10 @@ def compare(old: Any, new: Any, last: Any, ends: Numbers, shift: int) -> Numbers
 
 
 def _to_bf16(bits: Any, out: Any) -> None:
-    """Round FP32 to BF16, both as bits: to the nearest, ties to even. NaN is 0x7FC0, one of those that torch writes."""
+    """Round FP32 to BF16, both as bits: to the nearest, ties to even.
+
+    NaN becomes 0x7FC0, one of the patterns that torch writes.
+    """
     for i in range(bits.size):
         x = bits[i]
         rounded = (x + np.uint32(0x7FFF) + ((x >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -49,23 +52,26 @@ to_bf16 = compiled(_to_bf16)
 
 
 def differ(old: Any, new: Any, ends: Numbers) -> Numbers:
-    """Of each tensor, how many weights differ."""
+    """The number of weights that differ, by tensor."""
     out: Numbers = _differ(old, new, ends)
     return out
 
 
 def nonzero(values: Any, ends: Numbers) -> Numbers:
-    """Of each tensor, how many values are not zero; NaN is none."""
+    """The number of values that are not zero, by tensor; NaN does not count."""
     out: Numbers = _nonzero(values, ends)
     return out
 
 
 def ratios(old: Any, new: Any, unit: Any) -> Numbers:
-    """Moves by floor(2 log2(|new − old| / unit)) + 254, in FP32; the first and last two are not told apart."""
+    """Moves by floor(2 log2(|new − old| / unit)) + 254, in FP32.
+
+    The first two and the last two are not distinguished.
+    """
     with np.errstate(all="ignore"):  # NaN and infinities are values here
         ratio = new - old
         ratio /= np.asarray(unit, np.float32)
-        np.abs(ratio, out=ratio)  # of NaN too: it must have no sign
+        np.abs(ratio, out=ratio)  # also for NaN, which must have no sign
     out: Numbers = _ratios(ratio.view(np.uint32))
     return out
 
@@ -76,7 +82,7 @@ def _pieces(size: int) -> list[tuple[int, int]]:
 
 
 def _count_found(old: Any, new: Any, last: Any, ends: Any, shift: int, at: Any, tensor: int, row: Any) -> Any:
-    """Count these weights; return the tensor that the last of them is of, given one not after the first's."""
+    """Count these weights; return the tensor of the last one, given a tensor not after that of the first."""
     top, down = U(8 * old.itemsize - 1), U(shift)
     sign, full = ONE << top, (ONE << (top + ONE)) - ONE
     units = U(ends.size + 3)
@@ -93,10 +99,10 @@ def _count_found(old: Any, new: Any, last: Any, ends: Any, shift: int, at: Any, 
         a, b = U(old[i]), U(new[i])
         was, becomes = (a & (sign - ONE)) >> down, (b & (sign - ONE)) >> down
         row[leaving + was] += 1
-        if was != becomes:  # few: `_compare_piece` adds the others, which leave and enter the same
+        if was != becomes:  # rare: `_compare_piece` adds the others, which leave and enter the same class
             row[entering + was] -= 1
             row[entering + becomes] += 1
-        # in the order of values, as `ordered` has it, without a branch
+        # map to the order of values, as in `ordered`, without a branch
         a, b = a ^ (sign | ((U(0) - (a >> top)) & full)), b ^ (sign | ((U(0) - (b >> top)) & full))
         up = U(b > a)
         size = U(abs(np.int64(b) - np.int64(a)))
@@ -106,12 +112,12 @@ def _count_found(old: Any, new: Any, last: Any, ends: Any, shift: int, at: Any, 
             while size >> (place - U(10)) != 0:
                 place += ONE
         row[units + place] += 1
-        way = U(DOWN) - up
+        direction = U(DOWN) - up
         before = U(last[i])
         again += U(before != 0)
-        same_way += U(before == way)
+        same_way += U(before == direction)
         ups += up
-        last[i] = way
+        last[i] = direction
         old[i] = new[i]
     row[tensor] += at.size - counted
     row[ends.size] += again
@@ -124,7 +130,7 @@ _count = inner(_count_found)
 
 
 def _compare_piece(old: Any, new: Any, last: Any, ends: Any, begin: int, end: int, shift: int, row: Any) -> None:
-    """Gather what differs of a few thousand weights, then count it.
+    """Collect the differences of a few thousand weights, then count them.
 
     Where a third of all weights change, at random, a branch for each would cost more than all the rest.
     """
@@ -136,7 +142,7 @@ def _compare_piece(old: Any, new: Any, last: Any, ends: Any, begin: int, end: in
             old[first:stop],
             new[first:stop],
             last[first:stop],
-        )  # from 0 on, loops are made of wide instructions
+        )  # loops from 0 are vectorized
         for i in range(a.size):
             went[i] = went[i] if a[i] != b[i] else np.uint8(0)
         found: Any = 0

@@ -1,4 +1,4 @@
-"""The counts of `counting` in torch, for tensors on any device: nothing but short rows of numbers leaves it."""
+"""The counts of `counting` in torch, for tensors on any device: only short rows of numbers are copied to the host."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ from pulsesync.lab.study.measure.counting import CLASSES, DOWN, RATIOS, ROOT_2, 
 
 
 def compare(old: Any, new: Any, last: Any, ends: Any, shift: int) -> Any:
-    """Count what differs, and move old to new and last to how each weight went."""
+    """Count differences, and update old to new and last to the directions."""
     import torch
 
     at = (old != new).nonzero().view(-1)
     a, b = _wide(old[at]), _wide(new[at])
     moved = _ordered(b, old.itemsize) - _ordered(a, old.itemsize)
     went_up = moved > 0
-    way = torch.where(went_up, UP, DOWN).to(torch.uint8)
+    direction = torch.where(went_up, UP, DOWN).to(torch.uint8)
     before = last[at]
     old.copy_(new)
     last.zero_()
-    last[at] = way
-    three = torch.stack([(before != 0).sum(), (before == way).sum(), went_up.sum()])
+    last[at] = direction
+    three = torch.stack([(before != 0).sum(), (before == direction).sum(), went_up.sum()])
     most = torch.iinfo(moved.dtype).max
     edges = torch.tensor([min(unit, most) for unit in UNITS], dtype=moved.dtype, device=old.device)
     units = torch.bincount(torch.searchsorted(edges, moved.abs(), right=True) - 1, minlength=len(UNITS))
@@ -30,7 +30,7 @@ def compare(old: Any, new: Any, last: Any, ends: Any, shift: int) -> Any:
 
 
 def _wide(bits: Any) -> Any:
-    """Bits as the unsigned numbers they are, in more room."""
+    """Bits as unsigned numbers, in a wider dtype."""
     import torch
 
     return bits.to(torch.int64 if bits.itemsize == 4 else torch.int32) & ((1 << 8 * bits.itemsize) - 1)
@@ -50,7 +50,7 @@ def _by_class(wide: Any, itemsize: int, shift: int) -> Any:
 
 
 def _between(upto: Any) -> Any:
-    """Counts of each from counts up to its end."""
+    """The count of each from cumulative counts."""
     import torch
 
     return torch.diff(upto, prepend=upto.new_zeros(1))
@@ -62,12 +62,12 @@ def classes(bits: Any, shift: int) -> Any:
 
 
 def differ(old: Any, new: Any, ends: Any) -> Any:
-    """Of each tensor, how many weights differ."""
+    """The number of weights that differ, by tensor."""
     return _in_each(old != new, ends)
 
 
 def nonzero(values: Any, ends: Any) -> Any:
-    """Of each tensor, how many values are not zero; NaN is none."""
+    """The number of values that are not zero, by tensor; NaN does not count."""
     return _in_each(values != 0, ends)
 
 
@@ -79,7 +79,10 @@ def _in_each(mask: Any, ends: Any) -> Any:
 
 
 def ratios(old: Any, new: Any, unit: Any) -> Any:
-    """Moves by floor(2 log2(|new − old| / unit)) + 254, in FP32; the first and last two are not told apart."""
+    """Moves by floor(2 log2(|new − old| / unit)) + 254, in FP32.
+
+    The first two and the last two are not distinguished.
+    """
     import torch
 
     one = torch.as_tensor(unit, dtype=torch.float32, device=old.device)

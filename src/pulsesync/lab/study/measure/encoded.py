@@ -1,4 +1,4 @@
-"""How long patches really are, codec by codec: they are made, and thrown away.
+"""The real sizes of patches, by codec: they are encoded and discarded.
 
 This is the work of a publisher, once for each codec, on the host; two copies of all weights pass through its memory.
 """
@@ -14,7 +14,7 @@ State = Mapping[str, Bits]
 
 
 class Encoder:
-    """Encodes every patch that it is given. With all of a run's it remembers, as `history` does, and else cannot."""
+    """Encodes every patch that it is given. Given all patches of a run, it tracks the history for codec `history`."""
 
     def __init__(self, tensors: Sequence[TensorSpec], all_of_them: bool) -> None:
         self._layout = layouts.make(tensors)
@@ -22,7 +22,7 @@ class Encoder:
         self._history = History() if all_of_them else None
 
     def sizes(self, old: State, new: State) -> dict[str, int]:
-        """Bytes by codec of what takes old to new; "dense" is the whole state."""
+        """Bytes by codec of the patch from old to new; "dense" is all weights."""
         layout, nothing = self._layout, {tile.ordinal: Sum(0, 0) for tile in self._layout.tiles}
         tiles = [tile for tile in layout.tiles if tile.size]
         gap = patch.encode(layout, tiles, old, new, nothing, codec="gap")

@@ -1,7 +1,7 @@
-"""What a process holds of a model, as a recorder sees it: tensors with names, flat, each weight counted by one process.
+"""The tensors of a model that a process counts: with names, flat, each weight counted by one process.
 
-A DTensor is counted shard by shard, and where ranks hold copies of it by the first of them. A `Placed` says itself that
-it is a part. Everything else is taken for whole, so with several ranks the first counts it alone.
+A DTensor is counted shard by shard; if ranks have copies of a shard, by the first of them. A `Placed` is a part of a
+tensor. Every other tensor counts as complete, so with several ranks only the first counts it.
 """
 
 import math
@@ -34,7 +34,7 @@ class CountedTensor:
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
-    local: tuple[int, ...]  # of what is held here
+    local: tuple[int, ...]  # of the local part
     dtype: str
     device: str  # "" for an array of numpy
 
@@ -52,7 +52,7 @@ class LocalTensors:
     """Tensors in the order in which they are counted, by device; those of one device lie next to each other."""
 
     tensors: tuple[CountedTensor, ...]
-    names: frozenset[str]  # of all that was shown, counted or not
+    names: frozenset[str]  # of all given tensors, counted or not
 
     @property
     def devices(self) -> dict[str, list[int]]:
@@ -64,7 +64,7 @@ class LocalTensors:
 
     @property
     def masters(self) -> str:
-        """The dtypes of the tensors as they are held."""
+        """The dtypes of the tensors."""
         return ", ".join(sorted({tensor.dtype for tensor in self.tensors}))
 
     @property
@@ -86,30 +86,32 @@ class LocalTensors:
 
 
 def hold(named: Iterable[tuple[str, Any]]) -> tuple[LocalTensors, list[Any]]:
-    """What of these tensors this process counts, each memory once and floats alone; and these, in that order.
+    """The part of these tensors that this process counts (each memory once, only floats).
+
+    And these tensors, in that order.
 
     Raises:
-        StateError: something that is no tensor, or a DTensor with a Partial placement.
+        StateError: something that is not a tensor, or a DTensor with a Partial placement.
     """
     places: set[tuple[Any, ...]] = set()
     found: list[tuple[CountedTensor, Any]] = []
     names = set()
     for name, value in named:
         names.add(name)
-        held = _held(name, value)
-        if held is None or (held.size and _place(value) in places):
+        local = _local_tensor(name, value)
+        if local is None or (local.size and _place(value) in places):
             continue
         places.add(_place(value))
-        found.append((held, value))
-    first = {device: n for n, device in reversed(list(enumerate(held.device for held, _ in found)))}
-    found.sort(key=lambda one: first[one[0].device])  # stable: otherwise as they came
-    return LocalTensors(tuple(held for held, _ in found), frozenset(names)), [value for _, value in found]
+        found.append((local, value))
+    first = {device: n for n, device in reversed(list(enumerate(local.device for local, _ in found)))}
+    found.sort(key=lambda one: first[one[0].device])  # stable: otherwise in the given order
+    return LocalTensors(tuple(local for local, _ in found), frozenset(names)), [value for _, value in found]
 
 
 def flats(values: Sequence[Any]) -> list[Any]:
-    """The weights held here of each tensor, in a row; a view where its memory allows. None stays None."""
+    """The local weights of each tensor, flat; a view if it is contiguous. None stays None."""
     torch = sys.modules.get("torch")
-    with torch.no_grad() if torch is not None else nullcontext():  # DTensors then give their shards at once
+    with torch.no_grad() if torch is not None else nullcontext():  # DTensors then return their shards directly
         return [None if value is None else _flat(value) for value in values]
 
 
@@ -121,14 +123,14 @@ def _flat(value: Any) -> Any:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Of this process among those that train together."""
+    """Rank of this process, and number of processes that train together."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1
     return int(distributed.get_rank()), int(distributed.get_world_size())
 
 
-def _held(name: str, value: Any) -> CountedTensor | None:
+def _local_tensor(name: str, value: Any) -> CountedTensor | None:
     local = _local(value)
     torch = sys.modules.get("torch")
     if isinstance(local, np.ndarray):

@@ -1,11 +1,12 @@
-"""Look at the tensors of one device again and again, and count how they differ from what they were.
+"""Measure the tensors of one device repeatedly, and count how they differ from before.
 
     meter = Meter(sizes, columns, plan, buffers, counting)
     meter.look(flats)                # the first state: nothing to count yet
     sight = meter.look(flats, gradients, rates)
 
-It keeps one copy of what it compares in the inference dtype and a byte for each (how it last went); of a sample the
-values in FP32, in each dtype of contrast, and the states of as many steps as the longest window has.
+It keeps one copy of what it compares in the inference dtype and a byte for each weight (the direction of its last
+change); of a sample the values in FP32, in each dtype of contrast, and the states of as many steps as the longest
+window has.
 """
 
 from bisect import bisect_left, bisect_right
@@ -24,7 +25,7 @@ from pulsesync.lab.study.measure.sample import choose
 
 @dataclass(frozen=True)
 class MeterSettings:
-    """What is to be seen."""
+    """What is measured."""
 
     dtype: str
     contrast: tuple[str, ...]
@@ -35,7 +36,7 @@ class MeterSettings:
 
 @dataclass(frozen=True)
 class MeterReading:
-    """What one look found; arrays by tensor are in the order of the tensors."""
+    """The result of one look; arrays by tensor are in the order of the tensors."""
 
     tally: Tally
     weights: Numbers  # (CLASSES,) those compared, by the class that they had before
@@ -46,7 +47,7 @@ class MeterReading:
 
 
 class Meter:
-    """Of tensors of one device. They are only read, and nothing of them is kept but casts."""
+    """Of tensors of one device. They are only read, and only casts of them are kept."""
 
     def __init__(
         self, sizes: Sequence[int], columns: Sequence[int], plan: MeterSettings, buffers: Buffers, counting: Any
@@ -96,7 +97,7 @@ class Meter:
         )
 
     def bits(self) -> list[Bits]:
-        """What is kept, tensor by tensor: copies on the host."""
+        """The kept copy, tensor by tensor, on the host."""
         flat = self.buffers.to_host(self.kept.state)
         return np.split(flat, np.cumsum(self.sizes)[:-1])
 
@@ -133,7 +134,7 @@ class _ReferenceCopy:
         (self.weights,) = counting.home([counting.classes(buffers.bits(self.state), self.meter.shift)])
 
     def compare(self, flats: Sequence[Any]) -> Any:
-        """Compare with what is kept, and keep this instead."""
+        """Compare with the kept copy, and replace it."""
         buffers, counting = self.meter.buffers, self.meter.counting
         state, scratch = buffers.bits(self.state), buffers.bits(self.scratch)
         total = buffers.ends([0] * row_size(self.tensors))
@@ -149,7 +150,7 @@ class _ReferenceCopy:
 
 
 def _chunks(sizes: Sequence[int], buffers: Buffers) -> Iterator[_Chunk]:
-    """Cut tensors that stand end to end into chunks."""
+    """Split concatenated tensors into chunks."""
     ends = [0, *accumulate(sizes)]
     for begin in range(0, ends[-1], buffers.chunk):
         end = min(begin + buffers.chunk, ends[-1])
@@ -214,7 +215,7 @@ class _SampleState:
         return self.meter.counting.ratios(floats(self.before), floats(self.values), unit)
 
     def slopes(self, sampled: Sequence[Any]) -> Any:
-        """Gradients that are not zero; those of a tensor that has none are."""
+        """Gradients that are not zero; a tensor without a gradient counts as zero."""
         buffers = self.meter.buffers
         if self.gradients is None:
             self.gradients = buffers.empty(sum(self.counts), "F32")

@@ -1,6 +1,6 @@
-"""Which weights a sample holds: of every tensor the same share, in even strides, so that it is a view and no list.
+"""Which weights a sample has: the same share of every tensor, in even strides, so that it is a view and not a list.
 
-The stride is one for all, and has no factor in common with the length of any row, so it meets every column alike.
+The stride is one for all, and has no factor in common with the length of any row, so it samples every column equally.
 """
 
 import math
@@ -13,7 +13,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Stride:
-    """Every so many weights of a flat tensor, from a first one on."""
+    """Every n-th weight of a flat tensor, from a first one on."""
 
     start: int
     step: int
@@ -25,7 +25,7 @@ class Stride:
 
 
 def choose(sizes: Sequence[int], columns: Sequence[int], most: int, seed: int = SEED) -> list[Stride]:
-    """Choose at most so many weights, rounded up for each tensor: of one that has any, one at least.
+    """Choose at most this number of weights, rounded up for each tensor: at least one of each tensor that has any.
 
     Where that would be more than half of them, all are.
     """
@@ -35,7 +35,7 @@ def choose(sizes: Sequence[int], columns: Sequence[int], most: int, seed: int = 
 
 
 def _step(least: int, widths: set[int]) -> int:
-    """The smallest step that has no factor in common with any width; where that is far off, the best one near."""
+    """The smallest step that has no factor in common with any width; if that is far off, the best one nearby."""
     near = range(least, 4 * least + 8)
     apart = (step for step in near if all(math.gcd(step, width) == 1 for width in widths))
     return next(apart, None) or min(near, key=lambda step: max(math.gcd(step, width) for width in widths))

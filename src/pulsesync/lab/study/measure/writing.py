@@ -1,4 +1,4 @@
-"""Where a recorder leaves what it records: lines of a file, one of each rank, or memory."""
+"""Where a recorder writes: lines of a file, one file per rank, or memory."""
 
 from pathlib import Path
 from typing import TextIO
@@ -9,10 +9,10 @@ from pulsesync.lab.study.recording import Recording, RecordingHeader, Step, head
 
 
 class RecordingWriter:
-    """A recording that grows. With a file nothing is kept in memory; it is there, and empty, from the first.
+    """A recording that grows. With a file nothing is kept in memory; the file is created, empty, at once.
 
     Raises:
-        PulseError: the file is there, or cannot be.
+        PulseError: the file exists, or cannot be written.
     """
 
     def __init__(self, out: str | Path | None) -> None:
@@ -28,9 +28,9 @@ class RecordingWriter:
         return self._header is not None
 
     def begin(self, header: RecordingHeader) -> None:
-        """Write the first line. A rank that counts nothing does so too: else its file would seem lost."""
+        """Write the first line. A rank that counts nothing does so, too: otherwise its file would seem lost."""
         if self._out is not None and self._file is not None:
-            if Path(self._file.name) != (place := _of_rank(self._out)):  # ranks have met since
+            if Path(self._file.name) != (place := _of_rank(self._out)):  # ranks were assigned since then
                 self.close()
                 self._file = _create(place)
             self._write(header_line(header))
@@ -54,7 +54,7 @@ class RecordingWriter:
         return Recording(self._header or RecordingHeader(dtype, ()), tuple(self._steps))
 
     def close(self) -> None:
-        """Of nothing there is no file."""
+        """Remove a file without content."""
         if self._file is None or self._file.closed:
             return
         self._file.close()

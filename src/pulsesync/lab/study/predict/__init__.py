@@ -1,1 +1,1 @@
-"""What is to be expected: how far a weight must move, how far Adam moves it, and what it takes to send that."""
+"""Predictions: how far a weight must move, how far Adam moves it, and what sending the changes costs."""

@@ -1,6 +1,6 @@
-"""How far forecasts were off on real runs that no constant was fitted to, by optimizer and by kind of model.
+"""How far forecasts were off on real runs to which no constant was fitted, by optimizer and by kind of model.
 
-Every figure is the forecast over the measurement, less one, of a mean over all steps of a run; the lowest and the
+Every figure is the forecast over the measurement, minus one, of a mean over all steps of a run; the lowest and the
 highest of the runs are kept. The runs, one by one, are in benchmarks/results/plan_heldout_2026-11-16.md, and
 `benchmarks/bench_plan.py --heldout` fails where this table does not follow from them.
 """
@@ -15,8 +15,8 @@ from pulsesync.lab.study.predict.forecast import Optimizer, TrainingSettings
 Kind = Literal["trained", "random"]  # what the run begins with: a trained model, or one fresh from initialisation
 Range = tuple[float, float]
 
-STEPS: tuple[int, int] = (20, 40)  # that they were measured over, from the first on
-FEWEST_MODELS = 3  # less than that supports no claim about a model that was not measured
+STEPS: tuple[int, int] = (20, 40)  # over which they were measured, from the first on
+FEWEST_MODELS = 3  # fewer support no claim about other models
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,20 @@
-"""What a run will send, before it is trained: some thousand weights of every class, moved in a simulation.
+"""A forecast of what a run will send: a simulation of some thousand weights of every class.
 
-    told = forecast(weights_by_class, tensors=272, training=Training(lr=3e-6))
-    told.plateau.density, told.highest.sizes["history"]
+    found = forecast(weights_by_class, tensors=272, training=Training(lr=3e-6))
+    found.plateau.density, found.highest.sizes["history"]
 
-A run begins at values of the dtype, in the middle between the borders where rounding turns. While gradients keep their
-sign all weights of a class come to a border at about the same step, the class above it twice as late: hence the peaks
-of the first steps. What a gradient is made of is assumed:
+A run begins at values of the dtype, in the middle between the borders of rounding. While gradients keep their sign, all
+weights of a class reach a border at about the same step, the class above it twice as late: hence the peaks of the first
+steps. The gradient is assumed to be:
 
-    g(t) = mean x exp(-way / FADE) + NOISE x normal,    way = sum of learning rates so far
+    g(t) = mean x exp(-path / FADE) + NOISE x normal,    path = sum of learning rates so far
 
 where the mean is a product of three normal numbers and Adam's epsilon is EPSILON. The product and NOISE are those of
 `testing.AdamUpdates`, fitted to 15 recorded steps (SmolLM2-135M, GRPO, 3e-6), as was EPSILON here. FADE was fitted to
 33 steps at 1e-5 on the same model: as a policy learns, its gradients lose their common direction. An earlier version
-measured the way in root mean squares of the weights, which one model could not contradict. Models with smaller weights
-do: their gradients keep their direction just as long. `evidence` has how far forecasts were off on runs that nothing
-was fitted to.
+measured the path in root mean squares of the weights, which one model could not contradict. Models with smaller weights
+do: their gradients keep their direction just as long. `evidence` has how far forecasts were off on runs to which
+nothing was fitted to.
 """
 
 from collections import Counter
@@ -41,10 +41,10 @@ FADE = 1e-4
 PATHS = 2048  # weights of each class
 STEPS = 128
 MOST_STEPS = 4096  # two syncs of half as many: some seconds
-ROWS = 24  # classes that the coder tells apart
+ROWS = 24  # classes that the coder distinguishes
 
 
-Optimizer = Literal["adamw", "lion"]  # those whose moves follow from the learning rate and the gradients' signs
+Optimizer = Literal["adamw", "lion"]  # those whose moves are determined by the learning rate and the gradients' signs
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class TrainingSettings:
 
     lr: float
     betas: theory.Betas = theory.ADAM
-    warm_up: int = 0  # steps in which the learning rate rises to lr, evenly
+    warm_up: int = 0  # steps in which the learning rate increases to lr, linearly
     masters: bool = True  # in FP32; without, weights are rounded at every step
     every: int = 1  # steps in a sync
     optimizer: Optimizer = "adamw"
 
     @property
     def label(self) -> str:
-        """The optimizer, its betas, and whether it keeps masters, for people."""
+        """The optimizer, its betas, and whether it keeps masters, as text."""
         (first, second), masters = self.betas, "FP32 masters" if self.masters else "no masters"
         return f"{self.optimizer} with betas of {first:g} and {second:g} and {masters}"
 
@@ -70,7 +70,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class ForecastSync:
-    """What is expected of one sync."""
+    """The forecast of one sync."""
 
     density: float
     sizes: dict[str, int]  # bytes by codec
@@ -113,14 +113,14 @@ def forecast(
     rounded: bool = True,
     steps: int | None = None,
 ) -> Forecast:
-    """Predict what a run sends. Always the same for the same arguments; takes under a second, but for long syncs.
+    """Predict what a run sends. Always the same for the same arguments; takes under a second, except for long syncs.
 
     Args:
         weights_by_class: how many weights of the model have which exponent bits, in that dtype.
         tensors: how many it has.
         training: learning rate and so on.
         dtype: the one that inference uses.
-        by_scale: the same weights by the scale of their tensor, for FP8; scales are taken not to change in the run.
+        by_scale: the same weights by the scale of their tensor, for FP8; scales are assumed not to change in the run.
         rounded: whether masters begin at values of the dtype, as from a checkpoint in it, and not between them.
         steps: optimizer steps to look ahead; if not given 128, or 32 syncs up to 512, and two syncs at least.
 
@@ -146,16 +146,16 @@ def forecast(
 
 
 def simulate_moves(training: TrainingSettings, steps: int) -> Floats:  # (steps, PATHS)
-    """What the optimizer adds to weights, step by step, for gradients as the module's docstring has them."""
+    """What the optimizer adds to weights, step by step, for gradients as in the module's docstring."""
     words = np.random.Generator(np.random.PCG64(0))
     mean = words.standard_normal((3, PATHS)).prod(axis=0)
     moved = _LionMoves(training.betas) if training.optimizer == "lion" else _AdamMoves(training.betas)
     moves = np.empty((steps, PATHS), np.float32)
-    way = 0.0
+    path = 0.0
     for step in range(steps):
-        gradient = mean * np.exp(-way / FADE) + NOISE * words.standard_normal(PATHS)
+        gradient = mean * np.exp(-path / FADE) + NOISE * words.standard_normal(PATHS)
         moves[step] = -training.rate(step) * moved.by(gradient, step)
-        way += training.rate(step)
+        path += training.rate(step)
     return moves
 
 
@@ -174,7 +174,7 @@ class _AdamMoves:
 
 
 class _LionMoves:
-    """Every weight moves by exactly one learning rate, whatever the gradients; these decide the direction alone."""
+    """Every weight moves by exactly one learning rate, whatever the gradients; these decide only the direction."""
 
     def __init__(self, betas: theory.Betas) -> None:
         self.betas = betas
@@ -209,7 +209,7 @@ class _Sample:
         self.still = Counter[int]()
         for c, count in zip(populated[~reached].tolist(), counts[~reached].tolist(), strict=True):
             self.still[c] += count
-        self.each = counts[reached] / PATHS  # weights that one stands for
+        self.each = counts[reached] / PATHS  # weights that one path stands for
         self.bits = self._start()
         self.values = self.bits.view(self.type).astype(np.float32)
         if not rounded:
@@ -217,7 +217,7 @@ class _Sample:
             self.move((anywhere * units[reached][:, None]).astype(np.float32))
 
     def _start(self) -> NDArray[Any]:
-        """Every mantissa as often as any other, both signs, in an order of chance; no NaN."""
+        """Every mantissa equally often, both signs, in random order; no NaN."""
         words = np.random.Generator(np.random.PCG64(1))
         shift = self.kind.exponent_shift or 0
         mantissas = words.permutation((np.arange(PATHS) << shift) // PATHS)
@@ -234,7 +234,7 @@ class _Sample:
 
 
 class _Watcher:
-    """Compares a sample with how it was at the last sync, and says what a patch between them takes."""
+    """Compares a sample with its state at the last sync, and computes the size of a patch between them."""
 
     def __init__(self, sample: _Sample, tensors: int, dtype: str) -> None:
         self.sample, self.tensors, self.dtype = sample, tensors, dtype
@@ -242,7 +242,7 @@ class _Watcher:
         self.each = np.broadcast_to(sample.each[:, None], sample.bits.shape)
         self.size = round(float(self.each.sum())) + sum(sample.still.values())
         self.seen = 0  # syncs
-        self.last = np.zeros(sample.bits.shape, np.int64)  # the patch of this epoch that changed it
+        self.last = np.zeros(sample.bits.shape, np.int64)  # the patch of this epoch that last changed it
         self.went_up = np.zeros(sample.bits.shape, bool)
         self.changed = np.zeros(sample.bits.shape, bool)  # by the last patch
 
@@ -275,7 +275,7 @@ class _Watcher:
         return ForecastSync(self.share(changed), found)
 
     def _ordered(self, bits: NDArray[Any]) -> Ints:
-        """Bits as whole numbers in the order of the values."""
+        """Bits as integers in the order of the values."""
         sign = 1 << (8 * self.sample.kind.itemsize - 1)
         wide = bits.astype(np.int64)
         return np.where(wide >= sign, sign - wide, wide)
@@ -297,7 +297,7 @@ class _Watcher:
         }
 
     def _coded(self, distance: Ints, classes: Ints, counts: dict[str, Counts]) -> dict[str, int]:
-        """Bytes of `context` and `history`, from what their coders' tables would hold."""
+        """Bytes of `context` and `history`, from what their coders' tables would contain."""
         size = sizes.symbol_of(np.abs(distance))
         plain = np.where(distance == 0, 0, 2 * size - (distance > 0))
         turned = np.where(distance == 0, 0, 2 * size - ((distance > 0) ^ (self.went_up & (self.last > 0))))

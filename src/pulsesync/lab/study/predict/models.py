@@ -1,6 +1,6 @@
-"""What a plan needs to know of a model: how many weights it has, in how many tensors, and how large they are.
+"""What a plan needs to know about a model: the number of weights and tensors, and the magnitudes.
 
-From a checkpoint the magnitudes are counted, on a sample of large ones. From a config.json alone shapes follow, and
+From a checkpoint the magnitudes are counted, on a sample of large ones. From a config.json only shapes are known, and
 magnitudes are assumed: normal around zero, as the model was initialised. Trained weights are spread more widely, with
 more of them near zero, so that such a plan is rough.
 
@@ -26,8 +26,8 @@ from pulsesync.lab.study.measure.buffers import LARGEST, NumpyBuffers
 from pulsesync.lab.study.predict import theory
 from pulsesync.lab.study.recording import Counts
 
-SAMPLE = 1 << 25  # weights that are looked at, about
-RUN = 1 << 14  # of them that lie side by side: a disk reads pages
+SAMPLE = 1 << 25  # approximate number of weights that are read
+RUN = 1 << 14  # consecutive weights in a run: a disk reads pages
 INITIALIZER_RANGE = 0.02
 
 # How the layers of these models are built: their norms, biases of q, k and v, and norms of q and k.
@@ -51,14 +51,14 @@ _FAMILIES: Mapping[str, tuple[int, bool, bool]] = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model."""
+    """Facts about a model."""
 
     name: str
     tensors: int
-    weights_by_class: Counts  # by exponent bits, in the dtype asked for
-    source: str  # how that is known, for people
-    assumed: bool = False  # whether magnitudes were
-    rounded: bool = True  # whether its weights are values of that dtype already
+    weights_by_class: Counts  # by exponent bits, in the requested dtype
+    source: str  # where this comes from, as text
+    assumed: bool = False  # whether magnitudes are assumed
+    rounded: bool = True  # whether its weights already are values of that dtype
     by_scale: Mapping[float, Counts] = field(default_factory=dict)  # the same by the scale of their tensor, if in FP8
 
     @property
@@ -69,10 +69,10 @@ class ModelFacts:
 def read_model(
     path: str | Path, dtype: str = "BF16", progress: Callable[[float], None] = lambda share: None
 ) -> ModelFacts:
-    """Look at a checkpoint (a safetensors file, or a folder with them), or at a config.json (or a folder with that).
+    """Read a checkpoint (a safetensors file, or a folder with them), or at a config.json (or a folder with that).
 
     Raises:
-        NotFoundError: there is neither; FormatError: and branches, for what cannot be read or understood.
+        NotFoundError: there is neither; FormatError: or a subclass, for files that cannot be read.
     """
     path = Path(path)
     if not path.exists():
@@ -87,7 +87,7 @@ def read_model(
 
 
 class _Scaled:
-    """Counts of tensors by their scales, together where these are within a factor of two; the mean stands for them."""
+    """Counts of tensors by their scales, grouped within a factor of two; the mean scale stands for a group."""
 
     def __init__(self) -> None:
         self.counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
@@ -107,7 +107,7 @@ class _Scaled:
 
 
 def scale_of(weights: NDArray[Any], dtype: str) -> float:
-    """What a tensor is multiplied with before it is cast: 1, but for FP8, for which all of it is read."""
+    """The scale of a tensor before it is cast: 1, except for FP8, for which all of it is read."""
     return float(NumpyBuffers().scales([weights], [1], dtype)[0]) if dtype in LARGEST else 1.0
 
 
@@ -143,7 +143,7 @@ def _of_checkpoint(path: Path, dtype: str, progress: Callable[[float], None]) ->
         path.resolve().name,
         len(floats),
         scaled.by_class(),
-        f"{looked} of its weights looked at",
+        f"{looked} of its weights read",
         rounded=rounded,
         by_scale=scaled.by_scale() if dtype in LARGEST else {},
     )
@@ -154,13 +154,13 @@ def _is_float(array: NDArray[Any]) -> bool:
 
 
 def _holds(stored: np.dtype[Any], dtype: str) -> bool:
-    """Whether every value of one dtype is one of the other, as good as."""
+    """Whether every value of one dtype is (nearly) a value of the other."""
     stored_bits = int(ml_dtypes.finfo(stored).nmant)  # type: ignore[no-untyped-call]
     return stored_bits <= (DTYPES[dtype].exponent_shift or 0)
 
 
 def _classes(flat: NDArray[Any], dtype: str, every: int, scale: float) -> Counts:
-    """How many weights of a tensor have which class, from one run of weights in so many."""
+    """Counts of a tensor's weights by class, from one run of weights in `every`."""
     counts = np.zeros(256, np.int64)
     seen = 0
     for begin in range(0, flat.size, RUN * every):
@@ -171,14 +171,14 @@ def _classes(flat: NDArray[Any], dtype: str, every: int, scale: float) -> Counts
         counts += np.bincount(some, minlength=256)
         seen += some.size
     scaled = {int(c): round(int(counts[c]) * flat.size / seen) for c in np.flatnonzero(counts)}
-    if scaled:  # what rounding has lost or made is put where it is not seen
+    if scaled:  # values changed by rounding are moved to classes that do not matter
         largest = max(scaled, key=lambda c: scaled[c])
         scaled[largest] += flat.size - sum(scaled.values())
     return scaled
 
 
 def classes_of(weights: NDArray[Any], dtype: str = "BF16") -> NDArray[np.int64]:
-    """The exponent bits that weights have in a dtype, cast to it if they have another."""
+    """The exponent bits of weights in a dtype, after a cast if needed."""
     kind, target = DTYPES[dtype], theory.numpy_dtype(dtype)
     cast = weights if weights.dtype == target else weights.astype(np.float32).astype(target)
     bits = np.ascontiguousarray(cast).view(kind.bits).astype(np.int64)
@@ -206,7 +206,7 @@ def _of_config(path: Path, dtype: str) -> ModelFacts:
     vectors = sum(math.prod(shape) for shape in shapes if len(shape) == 1)
     scaled.add(one, {int(classes_of(np.array([one], np.float32), dtype)[0]): vectors})
     source = f"magnitudes are assumed: normal with a standard deviation of {scale:g} (initializer_range)"
-    rounded = dtype in ("BF16", "F16", "F32")  # as it is published, in BF16 most likely
+    rounded = dtype in ("BF16", "F16", "F32")  # as published checkpoints are, most likely in BF16
     return ModelFacts(
         path.resolve().parent.name,
         len(shapes),
@@ -219,14 +219,14 @@ def _of_config(path: Path, dtype: str) -> ModelFacts:
 
 
 def largest_normal(count: int) -> float:
-    """The largest magnitude of so many normal weights, in standard deviations: the median of it."""
+    """The median of the largest magnitude of this number of normal weights, in standard deviations."""
     return -NormalDist().inv_cdf(min(math.log(2) / (2 * max(count, 1)), 0.25))
 
 
 def normal_classes(scale: float, count: int, dtype: str = "BF16") -> Counts:
-    """How weights that are normal around zero spread over the classes of a dtype; the counts add up."""
+    """The distribution of normal weights over the classes of a dtype, as counts that add up to the total."""
     bias = theory.exponent_bias(dtype)
-    highest = 2 * bias + (dtype == "F8_E4M3")  # which has no infinity, so that one class more is finite
+    highest = 2 * bias + (dtype == "F8_E4M3")  # it has no infinity, so one more class is finite
     below = [math.erf(2.0 ** (c - bias) / scale / math.sqrt(2)) for c in range(1, highest + 1)]
     ends = [round(count * share) for share in (*below, 1.0)]
     shares = np.diff(ends, prepend=0)
@@ -234,7 +234,7 @@ def normal_classes(scale: float, count: int, dtype: str = "BF16") -> Counts:
 
 
 def shapes_of(config: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
-    """The shapes of a model's tensors, in no order. Raises: UnsupportedError, for a family that is not known."""
+    """The shapes of a model's tensors, in no particular order. Raises: UnsupportedError, for an unknown family."""
     family = config["model_type"]
     if family not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
@@ -265,7 +265,7 @@ def _attention(config: Mapping[str, Any], hidden: int) -> Iterator[tuple[int, ..
 
 
 def _feed_forward(config: Mapping[str, Any], hidden: int, layer: int) -> Iterator[tuple[int, ...]]:
-    """Gate, up and down; of every expert, where the layer has experts."""
+    """Gate, up and down; of every expert, if the layer has experts."""
     experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
     dense = layer in config.get("mlp_only_layers", ()) or (layer + 1) % int(config.get("decoder_sparse_step", 1) or 1)
     if not experts or dense:

@@ -1,11 +1,11 @@
-"""What a run would ask of its links: bytes a sync, seconds, utilisation, which codec, how many anchors.
+"""What a run needs of its links: bytes per sync, seconds, utilisation, best codec, number of anchors.
 
     plan = make_plan(read_model("checkpoint"), Training(lr=1e-6), bandwidth=200e6, step_s=50)
-    plan.ways["history"].size_bytes, plan.needed_bandwidth(plan.best)
+    plan.options["history"].size_bytes, plan.needed_bandwidth(plan.best)
 
-Utilisation is U = step / (step + sync), where a sync is what its bytes take on the link and a step is all that happens
-between two of them. The forecast behind it is a mean: single syncs differ by more, the first ones by most. How far such
-means were off is in `evidence`, for the kinds of runs that were measured; of other kinds a plan claims nothing.
+Utilisation is U = step / (step + sync), where a sync is the time of its bytes on the link and a step is everything
+between two syncs. The underlying forecast is a mean: single syncs differ more, the first ones most. The errors of such
+means are in `evidence`, for the kinds of runs that were measured; a plan claims nothing for other kinds.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ from pulsesync.lab.study.predict.evidence import Evidence
 from pulsesync.lab.study.predict.forecast import Forecast, ForecastSync, TrainingSettings, forecast
 from pulsesync.lab.study.predict.models import ModelFacts
 
-GOAL = 0.9  # utilisation that is asked for
-ENOUGH = 0.98  # utilisation with full weights beyond which patches gain little
+GOAL = 0.9  # utilisation to reach
+ENOUGH = 0.98  # utilisation with full weights above which patches gain little
 CODECS = ("history", "context", "gap", "plain", "full")  # the fewest bytes first
-LITTLE = 0.02  # of a step: a sync that takes less is quick enough, so that bytes decide
+LITTLE = 0.02  # of a step: a shorter sync is fast enough, so that bytes decide
 _METHODS: Mapping[Method, str] = {"coded": "history", "gap": "gap", "dense": "full"}  # what a publisher can do
 
 
 @dataclass(frozen=True)
 class TransferOption:
-    """One way to send a version: the bytes of a sync, their mean and their most, and what follows from the mean."""
+    """One method to send a version: the bytes of a sync (mean and maximum), and what follows from the mean."""
 
     size_bytes: int
     most_bytes: int
@@ -39,17 +39,17 @@ class TransferOption:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The answer. Bytes are means over the look-ahead but where they are called the most."""
+    """The result. Bytes are means over the forecast, unless they are called the most."""
 
     model: ModelFacts
     dtype: str
     training: TrainingSettings
     bandwidth: float  # bits a second
     step_s: float  # between two syncs
-    told: Forecast
-    ways: Mapping[str, TransferOption]  # by codec, and "full"
-    best: str  # of the ways
-    took: Mapping[str, float]  # seconds of a sync, by way, with encoding and decoding
+    expected: Forecast
+    options: Mapping[str, TransferOption]  # by codec, and "full"
+    best: str  # among `options`
+    took: Mapping[str, float]  # seconds of a sync, by method, with encoding and decoding
     cores: int  # at each end, for encoding and decoding
 
     @property
@@ -58,7 +58,7 @@ class SyncPlan:
 
     @property
     def unlike(self) -> tuple[str, ...]:
-        """In what this run differs from those that forecasts were measured on."""
+        """How this run differs from those on which forecasts were measured."""
         asked, found = self.training, evidence.find(self.training)
         rated = [one for one in found if one.covers_rate(asked.lr)]
         differs = {
@@ -76,20 +76,20 @@ class SyncPlan:
 
     @property
     def evidence(self) -> tuple[Evidence, ...]:
-        """How far forecasts of such runs were off, by kind of model; empty where that was not measured."""
+        """The errors of forecasts for such runs, by kind of model; empty if they were not measured."""
         found = () if self.unlike else evidence.find(self.training)
         return tuple(one for one in found if one.covers_rate(self.training.lr) and one.covers_size(self.model.size))
 
     @property
     def early_bytes(self) -> int:
-        """The forecast of a sync of `history` over the first steps, for which `evidence` has the error."""
-        return self.told.mean(0, evidence.STEPS[1]).sizes["history"]
+        """The forecast of a sync of `history` over the first steps, whose error is in `evidence`."""
+        return self.expected.mean(0, evidence.STEPS[1]).sizes["history"]
 
     @property
     def critical(self) -> tuple[float, float]:
-        """Of weights that are values of the dtype, a step of one learning rate changes all below, and none above.
+        """Magnitudes below which a step of one learning rate changes all weights, and above which none.
 
-        The first is 0 where there are small weights that it does not change: the least that FP8 has under its scale.
+        The first is 0 where there are small weights that it does not change: the smallest of FP8 under its scale.
         """
         coarsest = float(theory.unit([0], self.dtype)[0]) / 2 / min(self.model.by_scale, default=1.0)
         sure, never = theory.critical_magnitude(self.training.lr, dtype=self.dtype)
@@ -98,21 +98,21 @@ class SyncPlan:
     @property
     def enough(self) -> bool:
         """Whether the link is fast enough for full weights."""
-        return self.ways["full"].utilisation >= ENOUGH
+        return self.options["full"].utilisation >= ENOUGH
 
-    def needed_bandwidth(self, way: str, goal: float = GOAL) -> float:
-        """Bits a second at which a way reaches a utilisation."""
-        return 8 * self.ways[way].size_bytes / (self.step_s * (1 / goal - 1))
+    def needed_bandwidth(self, option: str, goal: float = GOAL) -> float:
+        """Bits a second at which a method reaches a utilisation."""
+        return 8 * self.options[option].size_bytes / (self.step_s * (1 / goal - 1))
 
     @property
     def anchor_syncs(self) -> int:
-        """Syncs between two anchors, by the publisher's rule: when the patches since add up to one state."""
-        return max(1, round(self.full_bytes / max(self.ways["history"].size_bytes, 1)))
+        """Syncs between two anchors, by the publisher's rule: when the patches since then add up to all weights."""
+        return max(1, round(self.full_bytes / max(self.options["history"].size_bytes, 1)))
 
     @property
     def joiner_bytes(self) -> tuple[int, int]:
-        """What a late joiner fetches on average and at most, where nobody squashes: an anchor, the patches since."""
-        anchor = self.told.plateau.sizes["dense"]
+        """What a late worker fetches, on average and at most, without squashing: an anchor, and the patches since."""
+        anchor = self.expected.plateau.sizes["dense"]
         return anchor + self.full_bytes // 2, anchor + self.full_bytes
 
 
@@ -136,50 +136,50 @@ def make_plan(
         cores: at each end, for encoding and decoding; if not given, those of this machine.
     """
     cores = cores or default_threads()
-    told = forecast(
+    expected = forecast(
         model.weights_by_class, model.tensors, training, dtype, by_scale=model.by_scale, rounded=model.rounded
     )
     full = model.size * DTYPES[dtype].itemsize
     between_s = step_s * training.every
-    mean = told.mean()
-    ways = {codec: _way(codec, mean, told, full, bandwidth, between_s) for codec in CODECS}
+    mean = expected.mean()
+    options = {codec: _option(codec, mean, expected, full, bandwidth, between_s) for codec in CODECS}
     took = _seconds(model.size, full, mean, bandwidth, cores)
     return SyncPlan(
-        model, dtype, training, bandwidth, between_s, told, ways, _choose(took, ways, between_s), took, cores
+        model, dtype, training, bandwidth, between_s, expected, options, _choose(took, options, between_s), took, cores
     )
 
 
-def _way(
-    codec: str, mean: ForecastSync, told: Forecast, full: int, bandwidth: float, between_s: float
+def _option(
+    codec: str, mean: ForecastSync, expected: Forecast, full: int, bandwidth: float, between_s: float
 ) -> TransferOption:
     size = most = full
     if codec != "full":
-        size, most = mean.sizes[codec], max(sync.sizes[codec] for sync in told.syncs)
+        size, most = mean.sizes[codec], max(sync.sizes[codec] for sync in expected.syncs)
     seconds = 8 * size / bandwidth
     return TransferOption(size, most, seconds, between_s / (between_s + seconds))
 
 
 def _seconds(size: int, full: int, mean: ForecastSync, bandwidth: float, cores: int) -> dict[str, float]:
-    """How long a sync by each method takes: `costs` adds up link and work, with bytes as they are forecast."""
+    """How long a sync by each method takes: `costs` adds up link and work, with forecast bytes."""
     load = TransferLoad(size, full, mean.density * size)
-    ways = {method: _on_cores(way, cores) for method, way in ASSUMED.items()}
+    options = {method: _on_cores(option, cores) for method, option in ASSUMED.items()}
     for method, codec in _METHODS.items():
         if method != "dense":
-            ways[method] = replace(ways[method], change_bytes=mean.sizes[codec] / max(load.changed, 1.0))
-    costs = CostModel(ways, byte_s=8 / bandwidth, link_known=True)
+            options[method] = replace(options[method], change_bytes=mean.sizes[codec] / max(load.changed, 1.0))
+    costs = CostModel(options, byte_s=8 / bandwidth, link_known=True)
     return {codec: costs.seconds(method, load) for method, codec in _METHODS.items()}
 
 
-def _on_cores(way: Assumed, cores: int) -> Assumed:
-    """`costs.ASSUMED` was measured on two cores; work is taken to spread evenly over more."""
+def _on_cores(option: Assumed, cores: int) -> Assumed:
+    """`costs.ASSUMED` was measured on two cores; work is assumed to scale with the number of cores."""
 
     def work(of: EndpointTime) -> EndpointTime:
         return EndpointTime(of.per_weight * 2 / cores, of.per_change * 2 / cores)
 
-    return Assumed(work(way.source), work(way.receiver), work(way.apply), way.change_bytes)
+    return Assumed(work(option.source), work(option.receiver), work(option.apply), option.change_bytes)
 
 
-def _choose(took: Mapping[str, float], ways: Mapping[str, TransferOption], between_s: float) -> str:
-    """Of the ways that are quick enough, or else within a twentieth of the quickest, the one with the fewest bytes."""
-    near = [way for way, seconds in took.items() if seconds <= max(1.05 * min(took.values()), LITTLE * between_s)]
-    return min(near, key=lambda way: ways[way].size_bytes)
+def _choose(took: Mapping[str, float], options: Mapping[str, TransferOption], between_s: float) -> str:
+    """Of the methods that are fast enough, or else within a twentieth of the fastest, the one with the fewest bytes."""
+    near = [option for option, seconds in took.items() if seconds <= max(1.05 * min(took.values()), LITTLE * between_s)]
+    return min(near, key=lambda option: options[option].size_bytes)

@@ -24,7 +24,7 @@ LION: Betas = (0.9, 0.99)
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The array type of a dtype by its safetensors name. Raises: ValueError, for one that is no float we round to."""
+    """The array type of a dtype by its safetensors name. Raises: ValueError, for an unsupported dtype."""
     if dtype not in DTYPES or DTYPES[dtype].exponent_shift is None:
         known = ", ".join(name for name, kind in DTYPES.items() if kind.exponent_shift is not None)
         raise ValueError(f"dtype must be one of {known}; got {dtype}")
@@ -33,7 +33,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def exponent_bias(dtype: str) -> int:
-    """What is taken from the exponent bits to get the exponent."""
+    """The bias that is subtracted from the exponent bits."""
     kind = DTYPES[dtype]
     return (1 << (8 * kind.itemsize - 2 - (kind.exponent_shift or 0))) - 1
 
@@ -45,11 +45,12 @@ def unit(classes: Sequence[int] | NDArray[np.integer[Any]], dtype: str = "BF16")
 
 
 def thresholds(weights: NDArray[Any], dtype: str = "BF16") -> tuple[Floats, Floats]:
-    """How far each weight may move towards zero and away from it and still be rounded to what it was.
+    """How far each weight may move towards zero and away from it and still be rounded to its old value.
 
     Half the distance to the next value, exactly: above a power of two it is twice what it is below, and around zero and
     among subnormals it is the same on both sides. A move of just this length goes to the neighbour whose last bit is 0.
-    The weights must be finite; they are rounded to the dtype first. Beyond the largest value the spacing goes on.
+    The weights must be finite; they are rounded to the dtype first. Above the largest value the same spacing is
+    assumed.
     """
     kind, values = DTYPES[dtype], weights.astype(numpy_dtype(dtype))
     shift = kind.exponent_shift or 0
@@ -64,8 +65,8 @@ def adam_bound(betas: Betas = ADAM, step: int | None = None) -> float:
 
     With m = (1-b1) sum b1^j g_j and v = (1-b2) sum b2^j g_j^2 over the gradients j steps ago, write b1^j g_j as
     (b1/sqrt b2)^j times b2^(j/2) g_j; Cauchy and Schwarz then give |m| <= (1-b1) sqrt(sum (b1^2/b2)^j) sqrt(v/(1-b2)).
-    Both corrections for a young average enter at an early step; at the first the bound is 1. For (0.9, 0.999) it grows
-    to 7.27, for (0.9, 0.95) to 1.17; without end where b1^2 >= b2. It takes a gradient that grows from step to step.
+    Both bias corrections matter at an early step; at the first the bound is 1. For (0.9, 0.999) it grows to 7.27, for
+    (0.9, 0.95) to 1.17; without bound if b1^2 >= b2. Reaching it needs a gradient that grows from step to step.
     """
     first, second = betas
     ratio = first**2 / second
@@ -107,17 +108,17 @@ def expected_density(
 ) -> Floats:
     """The share of each class that a step changes, long after the start, for moves that are normal around zero.
 
-    With FP32 masters nothing is lost: a master lies anywhere between two borders, so a move d crosses one with
-    probability min(1, |d|/unit), whose mean over the normal distribution is
-    sqrt(2/pi) s/unit (1 - exp(-unit^2 / 2 s^2)) + erfc(unit / s sqrt 2), with s = lr x std. Without masters every
-    weight lies on a value, and what is under half a unit is lost: P(|d| > unit/2) = erfc(unit / 2 s sqrt 2).
+    With FP32 masters nothing is lost: a master is uniformly distributed between two borders, so a move d crosses one
+    with probability min(1, |d|/unit), whose mean over the normal distribution is sqrt(2/pi) s/unit (1 - exp(-unit^2 / 2
+    s^2)) + erfc(unit / s sqrt 2), with s = lr x std. Without masters every weight is a value of the dtype, and moves
+    under half a unit are lost: P(|d| > unit/2) = erfc(unit / 2 s sqrt 2).
 
     Args:
         classes: exponent bits.
         lr: learning rate.
         dtype: the one that inference uses.
         masters: whether the optimizer keeps the weights in FP32.
-        betas: Adam's; they give std where it is not given.
+        betas: Adam's; they determine std if it is not given.
         std: standard deviation of a move in learning rates. Noise has 0.23; gradients that keep their sign 1.
     """
     s = lr * (noise_std(betas) if std is None else std)

@@ -1,1 +1,1 @@
-"""What a recording says: in numbers, as tables and rows, and as a page with plots."""
+"""The report of a recording: numbers, tables and rows, and a page with plots."""

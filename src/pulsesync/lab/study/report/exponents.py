@@ -1,4 +1,4 @@
-"""How likely a weight changes, by its magnitude: as it was recorded, and as the theory has it."""
+"""The probability that a weight changes, by its magnitude: recorded, and by theory."""
 
 import statistics
 from collections import Counter
@@ -34,14 +34,14 @@ def magnitude(dtype: str, number: int) -> float:
 
 
 def learning_rate(recording: Recording, lr: float | None = None) -> float | None:
-    """The one that is given, or the mean of those that were recorded, or the one among the facts."""
+    """The given learning rate, or the mean of the recorded ones, or the one among the facts."""
     rates = [step.lr for step in recording.steps if step.lr is not None]
     known = recording.header.facts.get("lr")
     return lr or (statistics.fmean(rates) if rates else known if isinstance(known, int | float) else None)
 
 
 def by_exponent(recording: Recording, lr: float | None = None) -> list[Band]:
-    """The classes of a recording, small weights first. lr: where the recording does not know it."""
+    """The classes of a recording, small weights first. lr: if the recording does not have it."""
     dtype = recording.header.dtype
     weights: Counter[int] = Counter()
     changed: Counter[int] = Counter()
@@ -59,22 +59,22 @@ def by_exponent(recording: Recording, lr: float | None = None) -> list[Band]:
 
 
 def betas(recording: Recording) -> tuple[float, float] | None:
-    """Adam's, if the recording tells them."""
-    told = recording.header.facts.get("betas")
-    if not isinstance(told, list | tuple) or len(told) != 2 or not all(isinstance(b, int | float) for b in told):
+    """Adam's betas, if the recording has them."""
+    values = recording.header.facts.get("betas")
+    if not isinstance(values, list | tuple) or len(values) != 2 or not all(isinstance(b, int | float) for b in values):
         return None
-    first, second = map(float, told)
+    first, second = map(float, values)
     return (first, second) if 0 <= first < 1 and 0 < second < 1 else None
 
 
 def is_adam(recording: Recording) -> bool:
-    """Whether the theory is of this run: one step of Adam from look to look, as far as the recording knows."""
+    """Whether the theory applies to this run: one step of Adam between looks, as far as the recording shows."""
     optimizer = recording.header.facts.get("optimizer")
     return (optimizer is None or str(optimizer).startswith("Adam")) and looks_apart(recording) == 1
 
 
 def masters(recording: Recording) -> bool:
-    """Whether the optimizer keeps the weights in FP32: yes, unless the recording says otherwise."""
+    """Whether the optimizer keeps the weights in FP32: yes, unless the recording states otherwise."""
     return recording.header.facts.get("masters") in (None, True, "F32")
 
 

@@ -1,6 +1,6 @@
-"""What a recording says, as numbers: shares of counts, over time, by tensor, by layer, by exponent, by expert.
+"""The results of a recording, as numbers: shares of counts, over time, by tensor, by layer, by exponent, by expert.
 
-The tables, the report and whoever compares runs take them from here, so that they all divide by the same thing.
+Tables, reports and comparisons all use these functions, so that they have the same denominators.
 """
 
 import re
@@ -19,7 +19,7 @@ OUTSIDE = "–"  # the layer of a tensor that is in none
 
 @dataclass(frozen=True)
 class Spread:
-    """Values of some steps, summed up."""
+    """Statistics of some steps."""
 
     mean: float
     least: float
@@ -40,13 +40,13 @@ class Size:
 
     predicted: float | None
     real: float | None
-    steps: int  # that both are the mean of
-    comparable: bool = True  # whether these are the steps of the other codecs too
+    steps: int  # over which both are averaged
+    comparable: bool = True  # whether these are the same steps as for the other codecs
 
     def smaller(self, full: int) -> float | None:
-        """How many times smaller than all weights: by what it really was, where that is known.
+        """How many times smaller than all weights: by its real size, if that is known.
 
-        None where the steps are not those of the other codecs: patches of some steps are much longer than of others.
+        None if the steps are not those of the other codecs: patches of some steps are much larger than of others.
         """
         if not self.comparable:
             return None
@@ -78,21 +78,21 @@ def place(name: str) -> ModelPart:
 
 
 def full_bytes(recording: Recording) -> int:
-    """Of all weights that are looked at, in the dtype that inference uses, or that they are told to have."""
-    own, told = recording.header.dtype, recording.header.facts.get("dtypes")
-    others = cast_from(recording) | (told if isinstance(told, dict) else {})
+    """The size of all compared weights, in the dtype of inference, or in their stated dtypes."""
+    own, stated = recording.header.dtype, recording.header.facts.get("dtypes")
+    others = cast_from(recording) | (stated if isinstance(stated, dict) else {})
     dtypes = ((tensor.size, others.get(tensor.name)) for tensor in recording.header.tensors)
     return sum(size * DTYPES[dtype if dtype in DTYPES else own].itemsize for size, dtype in dtypes)
 
 
 def cast_from(recording: Recording) -> dict[str, Any]:
     """The tensors that were published in another dtype than the one they were compared in, and which."""
-    told = recording.header.facts.get("cast")
-    return dict(told) if isinstance(told, dict) else {}
+    cast = recording.header.facts.get("cast")
+    return dict(cast) if isinstance(cast, dict) else {}
 
 
 def looks_apart(recording: Recording) -> int:
-    """Steps from one look to the next, as a recorder tells it; windows are counted in looks."""
+    """Steps between two looks, from the recording's facts; windows are counted in looks."""
     every = recording.header.facts.get("every")
     return every if isinstance(every, int) and every > 0 else 1
 
@@ -101,34 +101,34 @@ def looks_apart(recording: Recording) -> int:
 
 
 def sparsity(recording: Recording) -> list[float]:
-    """The share of weights that a step left as they were, step by step."""
+    """The share of unchanged weights, step by step."""
     return [1 - density for density in recording.density()]
 
 
 def window_sparsity(recording: Recording, k: int) -> list[tuple[int, float]]:
-    """(step, share of the sample that is as it was k looks before), for the steps that have as many before them."""
+    """(step, share of the sample that is unchanged since k looks before), for steps with that many before them."""
     return _of_sample(recording, {step.step: step.windows[k] for step in recording.steps if k in step.windows})
 
 
 def dtype_sparsity(recording: Recording, dtype: str) -> list[tuple[int, float]]:
     """(step, share of the sample that did not change in another dtype)."""
-    told = {step.step: step.contrast[dtype] for step in recording.steps if dtype in step.contrast}
-    return _of_sample(recording, told)
+    found = {step.step: step.contrast[dtype] for step in recording.steps if dtype in step.contrast}
+    return _of_sample(recording, found)
 
 
 def gradient_density(recording: Recording) -> list[tuple[int, float]]:
     """(step, share of the sample whose gradient was not zero)."""
-    told = {step.step: step.gradients for step in recording.steps if step.gradients}
-    return [(step, 1 - share) for step, share in _of_sample(recording, told)]
+    found = {step.step: step.gradients for step in recording.steps if step.gradients}
+    return [(step, 1 - share) for step, share in _of_sample(recording, found)]
 
 
 def moved(recording: Recording) -> dict[int, float]:
-    """Updates by size, as shares of the sample in the steps that tell them."""
-    told = [step.moved for step in recording.steps if step.moved]
+    """Updates by size, as shares of the sample in the steps that have them."""
+    found = [step.moved for step in recording.steps if step.moved]
     total: Counter[int] = Counter()
-    for some in told:
+    for some in found:
         total.update(some)
-    return {size: count / (max(recording.header.sampled, 1) * len(told)) for size, count in sorted(total.items())}
+    return {size: count / (max(recording.header.sampled, 1) * len(found)) for size, count in sorted(total.items())}
 
 
 def _of_sample(recording: Recording, counts: Mapping[int, Sequence[int]]) -> list[tuple[int, float]]:
@@ -139,7 +139,7 @@ def _of_sample(recording: Recording, counts: Mapping[int, Sequence[int]]) -> lis
 def overlap(recording: Recording) -> list[tuple[int, float]]:
     """(step, share of its changes that fell on weights which changed in the step before as well).
 
-    None at all where nothing did: then nobody has looked.
+    Empty if there are none at all: then it was not measured.
     """
     if not any(step.again for step in recording.steps):
         return []
@@ -147,7 +147,7 @@ def overlap(recording: Recording) -> list[tuple[int, float]]:
 
 
 def chance(recording: Recording) -> list[tuple[int, float]]:
-    """What the overlap would be if changes fell anywhere: the density of the step before."""
+    """The overlap by chance: the density of the step before."""
     before = zip(recording.steps[1:], recording.density(), strict=False)
     return [(step.step, density) for step, density in before if step.all_changed]
 
@@ -181,17 +181,17 @@ def shares(counts: Iterable[Mapping[int, int]]) -> dict[int, float]:
 
 
 def share(steps: Iterable[Step], part: str, whole: str) -> float | None:
-    """One count of each step over another, all steps added up; None for nothing by nothing."""
+    """One count of each step over another, summed over all steps; None for zero by zero."""
     steps = list(steps)
     total = sum(getattr(step, whole) for step in steps)
     return sum(getattr(step, part) for step in steps) / total if total else None
 
 
 def sizes(recording: Recording) -> dict[str, Size]:
-    """Mean bytes of a patch by codec, over the same steps for all; codecs in the order of their length.
+    """Mean bytes of a patch by codec, over the same steps for all; codecs in the order of their size.
 
-    The steps are those in which patches of the codec that was used most were made, or all if none were made; less
-    those that tell nothing of some other codec. A codec that no such step tells of has the mean of its own steps.
+    The steps are those in which patches of the most used codec were made, or all if none were made; minus those without
+    a size of some other codec. A codec without a size in these steps has the mean of its own steps.
     """
     sizes = [step.sizes for step in recording.steps if step.sizes]
     codecs = sorted({codec for some in sizes for codec in some})
@@ -209,7 +209,7 @@ def sizes(recording: Recording) -> dict[str, Size]:
 
 
 def prediction_error(recording: Recording, codec: str) -> float | None:
-    """The sum of predicted bytes over the sum of real ones, less one, where there are both."""
+    """The sum of predicted bytes over the sum of real ones, minus one, where both exist."""
     both = [size for step in recording.steps if (size := step.sizes.get(codec)) and size.real and size.predicted]
     return sum(s.predicted or 0 for s in both) / sum(s.real or 0 for s in both) - 1 if both else None
 
@@ -225,23 +225,23 @@ def _mean(values: Sequence[int | None]) -> float | None:
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
-# By place
+# By tensor, layer and expert
 
 
 def by_tensor(recording: Recording) -> list[tuple[str, int, float]]:
-    """(name, weights, mean density) of each tensor that has any, those that change most first."""
+    """(name, weights, mean density) of each tensor that has weights, the most changed first."""
     steps = max(len(recording.steps), 1)
     total = [sum(counts) for counts in zip(*(step.changed for step in recording.steps), strict=True)]
-    told = [
+    rows = [
         (tensor.name, tensor.size, changed / tensor.size / steps)
         for tensor, changed in zip(recording.header.tensors, total, strict=False)
         if tensor.size
     ]
-    return sorted(told, key=lambda row: -row[2])
+    return sorted(rows, key=lambda row: -row[2])
 
 
 def by_layer(recording: Recording) -> dict[str, list[float]]:
-    """Density step by step of each layer, in their order; tensors outside of layers stand for themselves."""
+    """Density step by step of each layer, in their order; tensors outside of layers have their own rows."""
     groups: dict[str, list[int]] = {}
     for number, tensor in enumerate(recording.header.tensors):
         where = place(tensor.name)

@@ -1,4 +1,4 @@
-"""A recording as one HTML page that needs nothing else: no scripts, no fonts, no network.
+"""A recording as one self-contained HTML page: no scripts, no fonts, no network.
 
 write_report(Recording.read("study.jsonl"), Path("study.html"), "SmolLM2, GRPO at 3e-6")
 """
@@ -34,7 +34,7 @@ footer { margin-top: 3rem; color: #6b7280; font-size: .85rem; }
 
 
 def write_report(recording: Recording, path: Path, title: str, lr: float | None = None) -> None:
-    """Write the page. lr: the learning rate, for the theory's curve, where the recording does not know it."""
+    """Write the page. lr: the learning rate, for the theory's curve, if the recording does not have it."""
     Path(path).write_text(page(recording, title, lr), encoding="utf-8")
 
 
@@ -54,7 +54,7 @@ def page(recording: Recording, title: str, lr: float | None = None) -> str:
             *(_figure(plot) for plot in shown),
             f'<h2 id="tensors">Tensors</h2>\n{_tensors(recording)}',
             "</main>",
-            "<footer>Shares are of the weights that were looked at. Written by pulse study.</footer>",
+            "<footer>Shares are of the compared weights. Written by pulse study.</footer>",
             "</body>\n</html>\n",
         ]
     )
@@ -78,11 +78,11 @@ def _contents(sections: Iterable[tuple[str, str]]) -> str:
 
 
 def _known(recording: Recording) -> str:
-    """What the writer of the recording knew about the run."""
+    """The facts in the recording."""
     facts: Mapping[str, Any] = recording.header.facts
     if not facts:
         return ""
-    return f"<h2>What is known of the run</h2>\n{_pairs({name: str(value) for name, value in facts.items()})}"
+    return f"<h2>Facts about the run</h2>\n{_pairs({name: str(value) for name, value in facts.items()})}"
 
 
 def _figure(plot: Plot) -> str:
@@ -92,8 +92,8 @@ def _figure(plot: Plot) -> str:
     return f"{head}\n<figure>\n{drawn}\n<figcaption><p>{about}</p></figcaption>\n</figure>"
 
 
-def _pairs(told: Mapping[str, str]) -> str:
-    rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in told.items())
+def _pairs(pairs: Mapping[str, str]) -> str:
+    rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in pairs.items())
     return f"<table>\n{chr(10).join(rows)}\n</table>"
 
 
@@ -102,8 +102,8 @@ def _tensors(recording: Recording) -> str:
     if len(rows) <= 2 * TENSORS:
         return _table(rows)
     return (
-        f"<p>Those that change most.</p>\n{_table(rows[:TENSORS])}\n"
-        f"<p>Those that change least, of {len(rows)}.</p>\n{_table(rows[-TENSORS:])}"
+        f"<p>Those that change most.</p>\n{_table(rows[:TENSORS])}\n<p>Those that change least, of "
+        f"{len(rows)}.</p>\n{_table(rows[-TENSORS:])}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a report draws of a recording: each chart with what it shows and how to read it."""
+"""The charts of a report, each with a text on what it shows and how to read it."""
 
 import math
 import statistics
@@ -12,13 +12,13 @@ from pulsesync.lab.study.report import findings
 from pulsesync.lab.study.report.exponents import Band, betas, by_exponent, is_adam, learning_rate, masters
 
 FEW = 1e-3  # share of all changes
-STILL = -250  # updates in a class this low or lower are none
-COLUMNS = 60  # of a heat map over time: more steps are put together
+STILL = -250  # updates in this class or a lower one count as none
+COLUMNS = 60  # of a heat map over time: more steps are averaged
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A chart, and a sentence or two beside it."""
+    """A chart, and a short text."""
 
     anchor: str  # its name in the page
     chart: Chart
@@ -26,7 +26,7 @@ class Plot:
 
 
 def plots(recording: Recording, lr: float | None = None) -> list[Plot]:
-    """All that this recording has something to show for, in the order of the report."""
+    """All plots for which this recording has data, in the order of the report."""
     found = (
         _over_time(recording),
         _by_k(recording),
@@ -168,9 +168,9 @@ def _exponents(recording: Recording, lr: float | None) -> Plot | None:
     curves = {"recorded": measured}
     lowest = min(y for _, y in measured)
     for name, what in (("theory, gradients are noise", "noise"), ("theory, they keep their sign", "steady")):
-        told = [(band.magnitude, 100 * share) for band in bands if (share := getattr(band, what)) is not None]
-        if told := [(x, y) for x, y in told if y >= lowest]:
-            curves[name] = told
+        points = [(band.magnitude, 100 * share) for band in bands if (share := getattr(band, what)) is not None]
+        if points := [(x, y) for x, y in points if y >= lowest]:
+            curves[name] = points
     shown = [x for curve in curves.values() for x, _ in curve]
     rate = learning_rate(recording, lr) if is_adam(recording) else None
     dtype = recording.header.dtype
@@ -201,7 +201,7 @@ def _exponents(recording: Recording, lr: float | None) -> Plot | None:
 
 
 def _zeros(bands: Sequence[Band]) -> str:
-    """What is not in the plot, if it matters."""
+    """A note on what is not in the plot, if it matters."""
     zero = next((band for band in bands if not band.number), None)
     changed, weights = sum(band.changed for band in bands), sum(band.weights for band in bands)
     if zero is None or zero.changed < changed / 100:
@@ -213,7 +213,7 @@ def _zeros(bands: Sequence[Band]) -> str:
 
 
 def _worth_showing(bands: Sequence[Band]) -> list[Band]:
-    """Without the tiny weights, and zero, that hold next to none of the changes."""
+    """Without zero and the tiny weights, which have almost none of the changes."""
     before, total = 0, sum(band.changed for band in bands)
     shown = []
     for band in bands:
@@ -250,8 +250,8 @@ def _moved(recording: Recording) -> Plot | None:
     points = [(2.0 ** ((key + 0.5) / 2), 100 * share) for key, share in found.items() if key > STILL]
     still = sum(share for key, share in found.items() if key <= STILL)
     verticals = {"the learning rate": 1.0}
-    told = betas(recording) if is_adam(recording) else None
-    if told is not None and math.isfinite(bound := adam_bound(told)):
+    decays = betas(recording) if is_adam(recording) else None
+    if decays is not None and math.isfinite(bound := adam_bound(decays)):
         verticals[f"Adam's bound, {bound:.2f} ×"] = bound
     panel = Panel(
         "Updates by size, % of the sample",
@@ -282,7 +282,7 @@ def _overlap(recording: Recording) -> Plot | None:
         "overlap",
         Panel("Changes on weights that had just changed, %", curves, x_label="step"),
         "How many of a step's changes fall on weights that changed in the step before, and how many of these go on in "
-        "the same direction; beside it what chance would give. The codec `history` lives on the difference.",
+        "the same direction; and what chance would yield. The codec `history` exploits the difference.",
     )
 
 
@@ -310,12 +310,12 @@ def _bytes_over_time(recording: Recording) -> Plot | None:
     """By codec: real where every step has it, else predicted."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for codec in findings.sizes(recording):
-        told = [(step.step, step.sizes[codec]) for step in recording.steps if codec in step.sizes]
-        if all(size.real is not None for _, size in told):
-            curves[f"{codec}, real"] = [(step, size.real or 0) for step, size in told]
+        sizes = [(step.step, step.sizes[codec]) for step in recording.steps if codec in step.sizes]
+        if all(size.real is not None for _, size in sizes):
+            curves[f"{codec}, real"] = [(step, size.real or 0) for step, size in sizes]
         else:
             curves[f"{codec}, predicted"] = [
-                (step, size.predicted) for step, size in told if size.predicted is not None
+                (step, size.predicted) for step, size in sizes if size.predicted is not None
             ]
     if len(recording.steps) < 2 or not curves:
         return None
@@ -343,7 +343,7 @@ def _gradients(recording: Recording) -> Plot | None:
 
 
 def _facts(recording: Recording) -> Plot | None:
-    """Reward or loss, if the run told one of them."""
+    """Reward or loss, if the run recorded one of them."""
     for name in ("reward", "loss"):
         points = [
             (step.step, float(step.facts[name]))
@@ -351,6 +351,6 @@ def _facts(recording: Recording) -> Plot | None:
             if isinstance(step.facts.get(name), int | float)
         ]
         if len(points) > 1:
-            about = f"What the run itself told of each step: its {name}, to hold the other plots against."
+            about = f"The {name} of each step, as recorded by the run, for comparison with the other plots."
             return Plot(name, Panel(name.capitalize(), {name: points}, x_label="step"), about)
     return None

@@ -17,7 +17,7 @@ BATCH = 1 << 16  # rows that are in memory at a time
 
 
 def step_rows(recording: Recording) -> Iterator[Row]:
-    """One row a step. What a step does not tell is None; every row has the same columns."""
+    """One row per step. Missing values are None; every row has the same columns."""
     header = recording.header
     codecs = list(dict.fromkeys(codec for step in recording.steps for codec in step.sizes))
     facts = _fact_columns(recording.steps)
@@ -93,7 +93,7 @@ TABLES: Mapping[str, Callable[[Recording], Iterator[Row]]] = {
 
 
 def write_csv(recording: Recording, folder: Path) -> list[Path]:
-    """Write steps.csv, tensors.csv and exponents.csv into a folder that is there."""
+    """Write steps.csv, tensors.csv and exponents.csv into an existing folder."""
     paths = []
     for name, rows in TABLES.items():
         paths.append(folder / f"{name}.csv")
@@ -135,7 +135,7 @@ def _windows(step: Step) -> Iterator[tuple[int, tuple[int, ...], bool]]:
 
 
 def _fact_columns(steps: Sequence[Step]) -> list[tuple[str, Callable[[Any], Any]]]:
-    """What steps tell beside the counts, each with how it is written: as numbers, if it is always one; else as text."""
+    """The facts of steps, each with its type: a number, if it always is one; else text."""
     kinds: dict[str, bool] = {}
     for name, value in (item for step in steps for item in step.facts.items()):
         kinds[name] = kinds.get(name, True) and isinstance(value, int | float) and not isinstance(value, bool)
@@ -143,10 +143,10 @@ def _fact_columns(steps: Sequence[Step]) -> list[tuple[str, Callable[[Any], Any]
 
 
 def _ways(step: Step) -> Row:
-    """How weights changed: not known where only their number is."""
+    """How weights changed: not known if only their number is."""
     units: Counts = step.units
     more = sum(count for unit, count in units.items() if unit > 2)
-    told = {
+    row = {
         "again": step.again,
         "same_way": step.same_way,
         "up": step.up,
@@ -154,7 +154,7 @@ def _ways(step: Step) -> Row:
         "by_two_units": units.get(2, 0),
         "by_more": more,
     }
-    return dict.fromkeys(told) if step.all_changed and not units else dict(told)
+    return dict.fromkeys(row) if step.all_changed and not units else dict(row)
 
 
 def _unchanged(counts: tuple[int, ...] | None, sampled: int) -> float | None:

@@ -1,4 +1,4 @@
-"""A recording for the terminal: what happened in sum, which tensors and layers change, by exponent, by expert."""
+"""A recording for the terminal: a summary, which tensors and layers change, by exponent, by expert."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ FEW = 1e-3  # share of all changes below which an exponent is not shown
 
 
 def show(recording: Recording, title: str, lr: float | None = None) -> RenderableType:
-    """All tables of a recording; those about what it did not look at are left out. lr: where it does not know it."""
+    """All tables of a recording; tables without data are left out. lr: if the recording does not have it."""
     tables = [
         _summary(recording, title),
         _windows(recording),
@@ -38,10 +38,10 @@ def show(recording: Recording, title: str, lr: float | None = None) -> Renderabl
 
 def compare(recordings: Mapping[str, Recording]) -> RenderableType:
     """The same figures of several runs, side by side."""
-    told = {name: figures(recording) | _means(recording) for name, recording in recordings.items()}
-    table = _table("", *told)
-    for key in dict.fromkeys(key for figures_ in told.values() for key in figures_):
-        _add(table, key, *(figures_.get(key, "–") for figures_ in told.values()))
+    columns = {name: figures(recording) | _means(recording) for name, recording in recordings.items()}
+    table = _table("", *columns)
+    for key in dict.fromkeys(key for figures_ in columns.values() for key in figures_):
+        _add(table, key, *(figures_.get(key, "–") for figures_ in columns.values()))
     return table
 
 
@@ -56,7 +56,7 @@ def _means(recording: Recording) -> dict[str, str]:
 
 
 def figures(recording: Recording) -> dict[str, str]:
-    """What happened in sum, for people: a name and a figure each."""
+    """The summary as text: a name and a figure each."""
     steps, values = recording.steps, findings.sparsity(recording)
     out = {"steps": f"{len(steps)}", "tensors": f"{len(recording.header.tensors)}", "weights": f"{recording.size:,}"}
     every = findings.looks_apart(recording)
@@ -138,8 +138,8 @@ def _mean(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def _table(*headings: str, title: str = "") -> Table:
-    said = Text(title, "table.title") if title else None
-    table = Table(box=None, pad_edge=False, title=said, title_justify="left", header_style="dim")
+    caption = Text(title, "table.title") if title else None
+    table = Table(box=None, pad_edge=False, title=caption, title_justify="left", header_style="dim")
     for n, heading in enumerate(headings):
         table.add_column(Text(heading), justify="right" if n else "left", no_wrap=True)
     return table
@@ -166,7 +166,7 @@ def _windows(recording: Recording) -> Table:
 
 
 def _in_sample(recording: Recording) -> dict[str, Spread]:
-    """What is unchanged, by how many steps lie between, and by dtype."""
+    """Unchanged shares, by number of steps between, and by dtype."""
     windows, dtypes, every = recording.header.windows, recording.header.contrast, findings.looks_apart(recording)
     rows = {_after(k * every): findings.window_sparsity(recording, k) for k in windows}
     rows |= {f"in {dtype}": findings.dtype_sparsity(recording, dtype) for dtype in dtypes}
