@@ -206,12 +206,12 @@ def _header(facts: Mapping[str, Any]) -> RecordingHeader:
 def _step(facts: dict[str, Any]) -> Step:
     for name in ("units", "by_class", "weights_by_class", "moved"):
         facts[name] = {int(key): count for key, count in facts.get(name, {}).items()}
-    fields["changed"] = tuple(fields["changed"])
-    fields["gradients"] = tuple(fields.get("gradients", ()))
-    fields["windows"] = {int(k): tuple(counts) for k, counts in fields.get("windows", {}).items()}
-    fields["contrast"] = {dtype: tuple(counts) for dtype, counts in fields.get("contrast", {}).items()}
-    fields["sizes"] = {codec: PatchBytes(*size) for codec, size in fields.get("sizes", {}).items()}
-    return Step(**fields)
+    facts["changed"] = tuple(facts["changed"])
+    facts["gradients"] = tuple(facts.get("gradients", ()))
+    facts["windows"] = {int(k): tuple(counts) for k, counts in facts.get("windows", {}).items()}
+    facts["contrast"] = {dtype: tuple(counts) for dtype, counts in facts.get("contrast", {}).items()}
+    facts["sizes"] = {codec: PatchBytes(*size) for codec, size in facts.get("sizes", {}).items()}
+    return Step(**facts)
 
 
 def _sum(names: Sequence[str], theirs: Sequence[Sequence[str]], steps: Sequence[Step], header: RecordingHeader) -> Step:

@@ -37,8 +37,6 @@ def test_on_a_slow_link_the_fewest_bytes_win_and_nothing_is_enough() -> None:
     assert not told.enough
     sizes = [option.size_bytes for option in told.options.values()]
     assert sizes == sorted(sizes)
-        way.size_bytes for way in told.options.values()
-    )
 
 
 def test_on_a_link_of_no_cost_full_weights_are_the_quickest_and_enough() -> None:
