@@ -171,6 +171,7 @@ CLEAN = [
     "src/pulsesync/format",
     "src/pulsesync/group",
     "src/pulsesync/kernels",
+    "src/pulsesync/lab",
     "src/pulsesync/loco",
     "src/pulsesync/maintain",
     "src/pulsesync/publish",
