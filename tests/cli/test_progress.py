@@ -129,3 +129,16 @@ def test_without_a_terminal_nothing_is_shown(capsys: pytest.CaptureFixture[str])
     bars.report(1, 2, "work")
     bars.hide()
     assert capsys.readouterr() == ("", "")
+
+
+def test_publishing_shows_how_much_of_the_anchor_is_written(tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    save_file({"w": rng.normal(size=1 << 22).astype(np.float32)}, tmp_path / "model.safetensors")
+    code, out, seen = on_terminal(*PULSE, "publish", str(tmp_path / "model.safetensors"), str(tmp_path / "run"))
+    assert code == 0, seen
+    assert out.startswith("version 0 (step 0)")
+    assert "publishing 16.8 MB of" in seen
+    assert "uploading an anchor" in seen or "encoding an anchor" in seen

@@ -21,6 +21,8 @@ from pulsesync.publish.team import AnchorShare
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import inline_share
 from pulsesync.run.planner import Look
+from pulsesync.run.reader import location_of
+from pulsesync.run.reporting import Transfer
 from pulsesync.run.spool import Outbox
 from pulsesync.state.live import AnyState, Snapshot
 from pulsesync.store import Store
@@ -56,6 +58,7 @@ class AnchorWriter:
         created: Callable[[Manifest, float], None] = lambda record, seconds: None,
     ) -> None:
         self.store, self.outbox, self.sign = store, outbox, sign
+        self._location = location_of(store)
         self.newest: int | None = None  # epoch of the newest anchor that is in the store
         self.owed = False  # whether one was begun and is not in the store
         self.written_bytes = 0
@@ -168,7 +171,9 @@ class AnchorWriter:
 
     def _write(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
         epoch = version.starts
-        parts = encode_parts(tiles, snapshot, self.costs) if tiles or self._alone else ()
+        total_bytes = sum(tile.size * tile.tensor.kind.itemsize for tile in tiles)
+        transfer = Transfer(self._location, "encoding an anchor", total_bytes)
+        parts = encode_parts(tiles, snapshot, self.costs, transfer.add) if tiles or self._alone else ()
         with ThreadPoolExecutor(2, thread_name_prefix="pulse-anchor") as executor:
             ahead = _UploadsAhead(executor, self._put)
             refs = self.outbox.stage(epoch, ahead.offering(_one_ahead(executor, parts)), inline_share(self._ranks))
@@ -212,11 +217,13 @@ class AnchorWriter:
 
         uploaded: those that were uploaded just now.
         """
+        transfer = Transfer(self._location, "uploading an anchor", sum(ref.size for ref in record.parts))
         for ref in record.parts:
             if ref.data is not None:
                 self.written_bytes += ref.size
             elif ref.id not in uploaded:
                 self._put(ref.id, self._staged(epoch, ref))
+            transfer.add(ref.size)
         if not self._alone:
             self.share, self._uploaded_s = AnchorShare(epoch, record.parts), time.monotonic()
             return
@@ -293,19 +300,27 @@ class _UploadsAhead:
 
 
 def encode_parts(
-    tiles: Iterable[Tile], state: Snapshot | AnyState, costs: AnchorCosts | None = None
+    tiles: Iterable[Tile],
+    state: Snapshot | AnyState,
+    costs: AnchorCosts | None = None,
+    done: Callable[[int], None] = lambda size_bytes: None,
 ) -> Iterator[EncodedPart]:
-    """Encode all weights of a state, or of these tiles of it, part by part; at least one part."""
+    """Encode all weights of a state, or of these tiles of it, part by part; at least one part.
+
+    done: called with the bytes of the weights that were encoded.
+    """
     costs = costs or AnchorCosts("dense")
     some: list[Tile] = []
     size = 0
     for tile in tiles:
         if some and size >= PART_BYTES:
             yield _encode_part(some, size, state, costs)
+            done(size)
             some, size = [], 0
         some.append(tile)
         size += tile.size * tile.tensor.kind.itemsize
     yield _encode_part(some, size, state, costs)
+    done(size)
 
 
 def _encode_part(tiles: Sequence[Tile], size: int, state: Snapshot | AnyState, costs: AnchorCosts) -> EncodedPart:
