@@ -252,7 +252,7 @@ def test_two_processes_of_one_rank_do_not_both_get_in(name: str) -> None:
         return gather
 
     told = at_once(slowly(first, 0.0), slowly(second, 0.5), slowly(other, 1.5))
-    with pytest.raises(GroupError, match="another process came as rank 0"):
+    with pytest.raises(GroupError, match="another process has joined as rank 0"):
         told[0].result()
     assert told[1].result() == told[2].result() == [b"0", b"1"]
 
@@ -458,7 +458,7 @@ def test_closing_a_link_frees_what_ray_holds_and_leaves_what_is_elsewhere(name: 
 
 
 def test_a_store_of_each_process_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="another store in every process"):
+    with pytest.raises(ValueError, match="a different store in every process"):
         Link(name, at="memory://run")
 
 
@@ -683,7 +683,7 @@ def test_outside_of_a_cluster_none_is_begun() -> None:
         "try: Link('x')\n"
         "except PulseError as e: print(e, ray.is_initialized())\n"
     )
-    assert out.splitlines() == ["this process is in no Ray cluster: call ray.init first False"]
+    assert out.splitlines() == ["this process is not connected to a Ray cluster: call ray.init first False"]
 
 
 # -- the documentation, and several nodes --------------------------------------------------------------------------

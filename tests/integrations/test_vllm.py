@@ -848,7 +848,7 @@ def test_a_server_that_is_not_there_or_not_ready_for_this_says_what_to_do(traini
         VllmServer("http://127.0.0.1:9").status()
     engine = TwoRanks(training.versions[0])
     with served(engine, key="secret") as url:
-        with pytest.raises(PulseError, match="asks for an API key"):
+        with pytest.raises(PulseError, match="requires an API key"):
             VllmServer(url).status()
         assert VllmServer(url, api_key="secret").status()["version"] is None
     with served(engine) as url, pytest.raises(PulseError, match=r"--middleware pulsesync\.integrations\.vllm\.Routes"):

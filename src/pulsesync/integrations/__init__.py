@@ -1,1 +1,1 @@
-"""Where the protocol meets what other people's programs read and write: one module for each."""
+"""Adapters for other programs: one module or package for each."""

@@ -74,7 +74,7 @@ def test_the_server_is_brought_to_every_version(server: Server, training: Traini
         assert follower.update() is None
         assert report.path == (("patch",) if version else report.path)
         assert 0 < report.pause_s < 60
-    assert "could not be compared with a checkpoint" not in server.log.read_text(errors="replace")
+    assert "Could not compare the engine" not in server.log.read_text(errors="replace")
     assert {answer["versions"][-1] for answer in server.test()} == {"2"}
     assert follower.update(1).version == 1  # type: ignore[union-attr]
     check_served(server, training, 1)

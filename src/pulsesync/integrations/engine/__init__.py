@@ -1,6 +1,6 @@
-"""An inference engine follows a run: what is the same for every engine, so that an adapter says only what differs.
+"""An inference engine that follows a run: the code that all engines share. Adapters contain only what differs.
 
-`adapter` is what an adapter implements. `weights` has the parameters of a rank, in place or by a mirror; `follower` has
-one rank prepare, commit and roll back; `update` has all ranks move together, and `together` lets the ranks do so by
-themselves; `server` drives an engine's HTTP server. Nothing here imports an engine.
+`adapter` is the interface of an adapter. `weights` accesses the parameters of a rank, in place or through a mirror;
+`follower` prepares, commits and rolls back an update on one rank; `update` coordinates all ranks, and `together` lets
+the ranks coordinate themselves; `server` drives an engine's HTTP server. Nothing in this package imports an engine.
 """

@@ -1,6 +1,6 @@
-"""What an adapter says of its engine: the rest of this package works with nothing else.
+"""The interface of an adapter to an engine, which the rest of this package uses.
 
-Run with vLLM and SGLang (`integrations.vllm.compat`, `integrations.sglang`).
+Tested with vLLM and SGLang (`integrations.vllm.compat`, `integrations.sglang`).
 """
 
 from abc import ABC, abstractmethod
@@ -22,27 +22,27 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse an engine whose weights could be wrong after an update that seems right.
+        """Refuse an engine with a setting for which its weights could be wrong after an update.
 
         Raises:
-            StateError: which setting it is, and what to do.
+            StateError: there is such a setting; the message names it, and what to do.
         """
 
     @abstractmethod
     def rank(self) -> EngineRank:
-        """Which part of the model this rank has."""
+        """Return which part of the model this rank has."""
 
     @abstractmethod
     def hf_config(self) -> Any:
-        """The model's config.json, as transformers has it."""
+        """Return the model's configuration, as transformers has it."""
 
     @abstractmethod
     def is_quantised(self) -> bool:
-        """Whether the engine has changed the form of weights as it loaded them, and added parameters of its own."""
+        """Return whether the engine has quantised weights as it loaded them, and added parameters of its own."""
 
     @abstractmethod
     def checkpoint(self) -> Iterator[tuple[str, Any]]:
-        """The tensors of the checkpoint that the engine was started with, as the engine's own loader reads them.
+        """Yield the tensors of the checkpoint that the engine was started with, as the engine's own loader reads them.
 
         Raises:
             PulseError: this engine was not started with a checkpoint that can be read again.
@@ -50,33 +50,33 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
-        """Load tensors of a checkpoint through the model's own loader; return the parameters that it says it loaded.
+        """Load tensors of a checkpoint with the model's own loader; return the parameters that it reports as loaded.
 
-        Parameters of which no tensor is given keep what they have. If it fails, some have new weights; all of them can
-        be loaded again.
+        Parameters for which no tensor is given do not change. If it fails, some have new weights; all of them can be
+        loaded again.
         """
 
     def check_loader(self) -> None:  # noqa: B027 - most engines can load weights again
         """Refuse an engine whose loader would not find the layers of a checkpoint. Raises: StateError."""
 
     def parameters(self) -> dict[str, Any]:
-        """The live parameters by name."""
+        """Return the live parameters by name."""
         return runtime_tensors(self.model)
 
     def refresh_packed(self) -> int:
-        """Make anew what the engine has derived from weights and computes with; return of how many layers."""
+        """Recompute what the engine has derived from weights and computes with; return the number of layers."""
         return 0
 
     def derived(self) -> list[Any]:
-        """What layers keep beside their parameters and compute with: packed weights, each an object of its own."""
+        """Return what layers keep in addition to their parameters: packed weights, each an object of its own."""
         return []
 
     def device(self) -> Any:
-        """The GPU that the model is on, None if it is on none."""
+        """Return the GPU that the model is on; None if it is on none."""
         return next((tensor.device for tensor in self.model.parameters() if tensor.device.type == "cuda"), None)
 
     def synchronize(self) -> None:
-        """Wait until the GPU of the model has done everything that it was given."""
+        """Wait until the model's GPU has finished all work that was launched."""
         if (device := self.device()) is not None:
             import torch
 

@@ -1,8 +1,8 @@
-"""One rank of an engine that follows a run, as far as it works alone; `update` has the ranks move together.
+"""One rank of an engine that follows a run; `update` coordinates the ranks.
 
 An update is prepared in a thread: fetched, checked and decoded while the engine generates. It stops before the first
-weight is written, and waits: `commit` lets it write, `abort` ends it with the weights as they were. What `call` takes
-and returns is plain data, because it travels between processes.
+weight is written, and waits: `commit` lets it write, `abort` ends it with the weights unchanged. `call` takes and
+returns plain data, because it is called across processes.
 """
 
 import logging
@@ -26,22 +26,22 @@ from pulsesync.run.reporting import SyncReport
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import open_store
 
-PATIENCE_S = 600.0  # for which a prepared update waits to be committed: then whatever was to do so has died
+PATIENCE_S = 600.0  # wait of a prepared update for its commit: after that, its caller is assumed to have died
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Which run an engine follows, and whom it trusts.
+    """Which run an engine follows, and which keys it trusts.
 
     Args:
-        location: A path or URL of the run, which every rank reaches.
+        location: A path or URL of the run, which every rank can reach.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
-            not looked at.
-        pointer: Name of a pointer of the run, which "latest" then means; None: the newest version.
-        follow_replaced: If the location holds another run than before, or the same run was restored from a backup,
-            start over from what is there now.
+            not checked.
+        pointer: Name of a pointer of the run: "latest" is then the version that it names; None: the newest version.
+        follow_replaced: If the location has another run than before, or the same run was restored from a backup,
+            start over from an anchor of the current run.
     """
 
     location: str
@@ -51,7 +51,7 @@ class RunOptions:
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> "RunOptions":
-        """Read a mapping that came over the network. Raises: ValueError, for names or types that are not these."""
+        """Read a mapping that was received over the network. Raises: ValueError, for unknown names or other types."""
         if unknown := sorted(given.keys() - cls.__dataclass_fields__.keys()):
             raise ValueError(
                 f"unknown field {', '.join(unknown)}; the fields are {', '.join(cls.__dataclass_fields__)}"
@@ -60,22 +60,22 @@ class RunOptions:
             if not isinstance(given.get(name, ""), str | None):
                 raise ValueError(f"{name} must be a text; got {given[name]!r}")
         if not given.get("location"):
-            raise ValueError("location is missing: the path or URL of the run to follow")
+            raise ValueError("location is missing: pass the path or URL of the run to follow")
         if not isinstance(given.get("follow_replaced", False), bool):
             raise ValueError(f"follow_replaced must be true or false; got {given['follow_replaced']!r}")
         trust = given.get("trust")
-        trusted(trust)  # raises ValueError for what is no key
+        trusted(trust)  # raises ValueError for a malformed key
         return cls(**{**given, "trust": tuple([trust] if isinstance(trust, str) else trust) if trust else None})
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the operator of an engine allows those who may ask for updates.
+    """What the operator of an engine allows to the clients that request updates.
 
     Args:
-        runs: The locations that may be followed, each with everything under it; empty: any.
-        trust: Public keys that must have signed the run, whatever a request says; None: as the request says.
-        cache: A folder in which bodies are kept, shared by the ranks of a host: each is fetched once.
+        runs: The locations that may be followed, including all locations below them; empty: any.
+        trust: Public keys that must have signed the run, whatever a request names; None: as the request names.
+        cache: A folder in which bodies are kept, shared by the ranks of a host: each body is fetched once.
         variable: The environment variable that names the runs, for errors.
     """
 
@@ -86,10 +86,10 @@ class EngineLimits:
 
     @classmethod
     def read(cls, prefix: str) -> "EngineLimits":
-        """What this process's environment allows: PREFIX_RUNS, PREFIX_TRUST (lists with commas) and PREFIX_CACHE.
+        """Read the limits from the environment: PREFIX_RUNS, PREFIX_TRUST (lists with commas) and PREFIX_CACHE.
 
         Raises:
-            ValueError: PREFIX_TRUST has what is no public key.
+            ValueError: PREFIX_TRUST contains something that is not a public key.
         """
         runs, keys = (
             tuple(one.strip() for one in os.environ.get(f"{prefix}_{name}", "").split(",") if one.strip())
@@ -99,7 +99,7 @@ class EngineLimits:
         return cls(runs, keys or None, os.environ.get(f"{prefix}_CACHE") or None, f"{prefix}_RUNS")
 
     def applied(self, options: RunOptions) -> RunOptions:
-        """The options of a request, as far as they are allowed. Raises: ValueError, if the location is not."""
+        """Return the options of a request within these limits. Raises: ValueError, if the location is not allowed."""
         if self.runs and not any(_is_under(options.location, run) for run in self.runs):
             raise ValueError(
                 f"this engine may not follow {options.location}: {self.variable} does not name it; add it there, in "
@@ -116,7 +116,7 @@ def _is_under(location: str, run: str) -> bool:
 
 
 class _Followed:
-    """A run that is followed, and where the engine has its weights."""
+    """A run that is followed, and its weights in the engine."""
 
     def __init__(self, options: RunOptions, cache: str | None, confirm: Callable[[], None]) -> None:
         self.options = options
@@ -126,7 +126,7 @@ class _Followed:
         self.layout: Layout | None = None
 
     def is_of(self, options: RunOptions) -> bool:
-        """Whether these options mean this run: what else they say is about one update."""
+        """Return whether these options name this run; the other options are about one update."""
         return (self.options.location, self.options.trust) == (options.location, options.trust)
 
 
@@ -141,12 +141,12 @@ class _Served:
 
 
 class _Preparation:
-    """An update on its way: it runs in a thread up to the first write, and further when it may."""
+    """An update that is being prepared: it runs in a thread up to the first write, and continues after `commit`."""
 
     def __init__(self, token: str, followed: _Followed) -> None:
         self.token, self.followed = token, followed
         self.began = self.seen = time.perf_counter()
-        self.ready = threading.Event()  # to write, or done without anything to write, or failed
+        self.ready = threading.Event()  # set when it can write, has nothing to write, or has failed
         self.decided = threading.Event()
         self.cancelled = False
         self.thread: threading.Thread | None = None
@@ -160,35 +160,35 @@ class _Preparation:
         while not self.decided.wait(min(1.0, PATIENCE_S)):
             if time.perf_counter() - self.seen > PATIENCE_S:
                 raise GroupError(
-                    f"the prepared update was dropped: its caller sent no request for {PATIENCE_S:.0f} s; weights "
-                    "unchanged, update again"
+                    f"the prepared update was dropped, because its caller sent no request for {PATIENCE_S:.0f} s; the "
+                    "weights are unchanged; update again"
                 )
         if self.cancelled:
-            raise GroupError("the update was aborted; the weights are as they were")
+            raise GroupError("the update was aborted; the weights are unchanged")
 
 
 class EngineFollower:
-    """The weights of one rank of an engine, kept at versions of a run.
+    """Keeps the weights of one rank of an engine at versions of a run.
 
     Args:
         engine: This rank of the engine.
-        limits: What may be asked for.
+        limits: What requests may ask for.
     """
 
     def __init__(self, engine: EngineAdapter, limits: EngineLimits | None = None) -> None:
         self._engine, self._limits = engine, limits or EngineLimits()
         self._followed: _Followed | None = None  # the run of which the engine has a version
         self._pending: _Preparation | None = None
-        self._preparing = threading.Lock()  # one preparation works at a time; one that was aborted may still fetch
+        self._preparing = threading.Lock()  # one preparation runs at a time; one that was aborted may still fetch
         self._fresh = True  # whether the engine has the weights that it was started with
-        self._before: _Served | None = None  # what there was before the last update that was committed here
-        self._broken: str | None = None  # why the weights are of no version
-        self._served: dict[str, Any] = {}  # the report of the update whose version the engine has
+        self._before: _Served | None = None  # the state before the last update that this rank committed
+        self._broken: str | None = None  # why the weights are no version
+        self._served: dict[str, Any] = {}  # the report of the update to the engine's current version
 
     # Messages
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what a message asks for, and answer it; an error is an answer, too: {"error": {"type", "message"}}.
+        """Execute a request and return the answer; an error is an answer, too: {"error": {"type", "message"}}.
 
         It is not raised, because some engines end when a worker raises.
         """
@@ -218,7 +218,7 @@ class EngineFollower:
         return self.status()
 
     def status(self) -> dict[str, Any]:
-        """Where this rank is: the version that it has, whatever is being prepared."""
+        """Return the status of this rank: its current version, and what is being prepared."""
         known, pending = {} if self._broken else self._served, self._pending
         if pending is not None:
             pending.seen = time.perf_counter()
@@ -236,7 +236,7 @@ class EngineFollower:
         }
 
     def close(self) -> None:
-        """Stop following. The weights stay as they are."""
+        """Stop following. The weights are not changed."""
         self.abort()
         if self._followed is not None:
             self._followed.subscriber.close()
@@ -244,7 +244,7 @@ class EngineFollower:
         self._followed, self._served = None, {}
 
     def _retire(self) -> None:
-        """Forget what there was before the last update: it will not be rolled back any more."""
+        """Forget the state before the last update: it will not be rolled back any more."""
         before, self._before = self._before, None
         if before is not None and before.followed is not None and before.followed is not self._followed:
             before.followed.subscriber.close()
@@ -252,10 +252,10 @@ class EngineFollower:
     # Preparing
 
     def prepare(self, options: RunOptions, version: int, token: str = "") -> None:
-        """Begin to fetch, check and decode a version, in a thread; `status` tells when it is ready.
+        """Begin to fetch, check and decode a version, in a thread; `status` reports when it is ready.
 
-        If there is another update, it is aborted; one of the same token goes on, unless it has failed. The run that is
-        followed changes when the update is committed.
+        Another update is aborted; one with the same token continues, unless it has failed. The run that is followed
+        changes when the update is committed.
 
         Raises:
             StateError: this engine cannot be updated; ValueError, StoreError: the run cannot be opened.
@@ -278,13 +278,13 @@ class EngineFollower:
         try:
             with self._preparing, self._on_device():
                 one.report = self._sync(one, version, follow_replaced)
-        except Exception as e:  # noqa: BLE001 - told to the process that asks
+        except Exception as e:  # noqa: BLE001 - reported to the process that asks
             one.error = e
         finally:
             one.ready.set()
 
     def _on_device(self) -> Any:
-        """Threads begin with the first GPU of a process as their current one."""
+        """Make the model's GPU the current one of this thread: threads begin with the first GPU of a process."""
         if (device := self._engine.device()) is None:
             return nullcontext()
         import torch
@@ -299,7 +299,7 @@ class EngineFollower:
             one.followed.weights, replaced = None, True
             weights = self._weights_for(one.followed, version)
         if replaced:
-            logger.warning("The engine has loaded other weights since the last update, so all of them are synced.")
+            logger.warning("The engine has loaded other weights since the last update, so all weights are synced.")
         before = subscriber.state.sums if subscriber.state is not None else {}
         in_place = weights.mode == "in place"  # where something else may have written: an engine that slept, a reload
         report = subscriber.sync(weights.tensors, version, verify=in_place, follow_replaced=follow_replaced)
@@ -314,7 +314,10 @@ class EngineFollower:
         reader = RunReader(followed.subscriber.store, followed.subscriber.trust)
         record = reader.version(version)
         if record is None:
-            raise NothingPublishedError(f"version {version} is not published, or not any more", version=version)
+            raise NothingPublishedError(
+                f"version {version} is not published, or was pruned; pulse log lists the versions of a run",
+                version=version,
+            )
         if followed.weights is not None and followed.layout is not None and followed.layout.id == record.layout:
             return followed.weights
         followed.weights = None
@@ -324,7 +327,7 @@ class EngineFollower:
         return followed.weights
 
     def _wait_for_decision(self) -> None:
-        """Wait in the thread of an update; one that is not wanted any more ends here. Others, a roll-back, pass."""
+        """Wait for the decision in the thread of an update; end one that was replaced. Other threads do not wait."""
         thread, pending = threading.current_thread(), self._pending
         if thread.name != "pulse-update":
             return
@@ -335,15 +338,17 @@ class EngineFollower:
     # Deciding
 
     def commit(self, token: str = "") -> dict[str, Any]:
-        """Write what was prepared, and have the engine compute with it. Nothing may generate meanwhile.
+        """Write what was prepared, and have the engine compute with it. The engine must not generate meanwhile.
 
         Raises:
-            PulseError: it failed; `roll_back` brings the weights back. ChainError: nothing was prepared, or something
-            else than the caller wants.
+            PulseError: it failed; `roll_back` restores the weights. ChainError: nothing was prepared, or another
+            update.
         """
         one = self._pending
         if one is None or one.token != token or not one.ready.is_set():
-            raise ChainError("this update is not ready to be committed: another caller has begun one")
+            raise ChainError(
+                "this update cannot be committed, because another caller has started an update; update again"
+            )
         assert one.thread is not None
         self._before = _Served(self._followed, self._served, self._fresh, one.followed)
         one.decided.set()
@@ -362,9 +367,9 @@ class EngineFollower:
         return self._served
 
     def abort(self, token: str | None = None) -> None:
-        """End an update that was prepared, if it is the one of this token; the weights stay as they were.
+        """End a prepared update, if it has this token; the weights are not changed.
 
-        It is not waited for: its thread may be in a long fetch. It writes nothing any more.
+        This does not wait for its thread, which may be in a long fetch. The thread writes nothing any more.
         """
         one = self._pending
         if one is not None and token in (None, one.token):
@@ -373,12 +378,12 @@ class EngineFollower:
             self._pending = None
 
     def roll_back(self, version: int | None) -> None:
-        """Return to the version before an update of which this rank, or another one, has written a part.
+        """Return to the version before an update that this rank, or another one, has written in part.
 
         None: to the checkpoint that the engine was started with.
 
         Raises:
-            VerificationError: that is not possible: the weights are of no version, and the engine must not generate
+            VerificationError: that is not possible: the weights are no version, and the engine must not generate
                 before an update succeeds.
         """
         self.abort()
@@ -387,7 +392,9 @@ class EngineFollower:
             return
         try:
             if before.report.get("version") != version:
-                raise ChainError(f"this rank had version {before.report.get('version')}, not {version}")
+                raise ChainError(
+                    f"cannot roll back to version {version}: this rank had version {before.report.get('version')}"
+                )
             if before.followed is None:
                 self._load_checkpoint(before.fresh)
             else:
@@ -401,13 +408,13 @@ class EngineFollower:
 
     def _load_checkpoint(self, fresh: bool) -> None:
         if not fresh:
-            raise ChainError("there was no version before this one")
+            raise ChainError("there is no earlier version to roll back to")
         self._engine.load_weights(self._engine.checkpoint())
         self._engine.refresh_packed()
 
 
 def _return_to(followed: _Followed, version: int, wrote: _Followed) -> None:
-    """Bring weights back to a version of a run that they had, after an update of it or of another run has failed."""
+    """Restore weights to a version that they had, after an update failed."""
     subscriber, weights = followed.subscriber, followed.weights
     assert weights is not None
     if wrote is not followed:  # what this subscriber knows of the weights may not be true any more
@@ -418,7 +425,7 @@ def _return_to(followed: _Followed, version: int, wrote: _Followed) -> None:
 
 
 def find_version(options: RunOptions) -> int:
-    """The version that "latest" means. Raises: NothingPublishedError, FormatError, SignatureError, StoreError."""
+    """Return the version of "latest". Raises: NothingPublishedError, FormatError, SignatureError, StoreError."""
     reader = RunReader(open_store(options.location), trusted(options.trust))
     found = FollowTarget(options.pointer, None).find(reader, None)
     if found is None:

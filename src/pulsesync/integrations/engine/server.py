@@ -1,4 +1,4 @@
-"""An engine's HTTP server: how it is called, and how `pulse follow` keeps it at the versions of a run."""
+"""A client of an engine's HTTP server, with which `pulse follow` keeps it at the versions of a run."""
 
 import json
 import time
@@ -18,13 +18,13 @@ from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
 from pulsesync.store import Store
 
-TIMEOUT_S = 1800.0  # for an update, which may fetch an anchor
+TIMEOUT_S = 1800.0  # limit for an update, which may fetch an anchor
 STATUS_TIMEOUT_S = 30.0
-AGAIN_S = 0.25  # between attempts, while a version that is waited for is not there
+AGAIN_S = 0.25  # between attempts, while the version does not exist yet
 
 
 class EngineServer(ABC):
-    """A server that is brought to versions of a run; a subclass knows its routes.
+    """A server that is updated to versions of a run; a subclass implements its routes.
 
     Args:
         url: Its address, such as http://127.0.0.1:8000.
@@ -33,17 +33,17 @@ class EngineServer(ABC):
     """
 
     engine: str  # its name, for errors
-    key_hint: str  # how to give a key
+    key_hint: str  # how to pass an API key, for errors
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self.url, self._api_key, self._timeout_s = url.rstrip("/"), api_key, timeout_s
 
     @abstractmethod
     def status(self) -> dict[str, Any]:
-        """Where the server is: location, version, digest, broken, ranks_agree, paused_by_update.
+        """Return the server's status: location, version, digest, broken, ranks_agree, paused_by_update.
 
         Raises:
-            StoreError: it does not answer; PulseError: it was not started for this.
+            StoreError: it does not answer; PulseError: it was not started with the options that updates need.
         """
 
     def update(
@@ -56,21 +56,21 @@ class EngineServer(ABC):
         follow_replaced: bool = False,
         wait_s: float = 0.0,
     ) -> UpdateReport:
-        """Bring the server to a version of a run: pause, update all ranks, name the version, resume.
+        """Update the server to a version of a run: pause, update all ranks, set the version, resume.
 
         Args:
-            location: The path or URL of the run, as the server reaches it.
+            location: The path or URL of the run, as the server can reach it.
             version: The version, or "latest".
             trust: As for a `Subscriber`.
-            kv_cache: What becomes of the KV cache: "drop", or "keep", with what old weights have computed.
+            kv_cache: What happens to the KV cache: "drop" it, or "keep" it, although old weights have computed it.
             follow_replaced: As for `Subscriber.sync`.
-            wait_s: How long to wait for the version, or for the first anchor of the run: a trainer has it written in
-                the background, and until then a server that is new to the run has nothing to start from.
+            wait_s: How long to wait for the version, or for the first anchor of the run: the trainer writes it in the
+                background, and until then a server that is new to the run has nothing to start from.
 
         Raises:
-            NothingPublishedError: the version cannot be reached, also not within `wait_s`. PulseError: it failed on the
-            server, by the name that it has there; the old weights are served. StoreError: the server does not answer:
-            whether it was updated is not known, and `status` tells.
+            NothingPublishedError: the version cannot be reached within `wait_s`. PulseError: the update failed on the
+            server, with the class of the error there; the old weights are served. StoreError: the server does not
+            answer; it is not known whether it was updated: call `status`.
         """
         options = {
             "location": location,
@@ -115,27 +115,28 @@ class EngineServer(ABC):
             raise StoreError(f"the {self.engine} server at {self.url} does not answer: {e}", retryable=True) from e
 
     def _forget(self) -> None:  # noqa: B027 - not every server has something to forget
-        """Forget what is known of the server: another one may be started at its address."""
+        """Forget what is known about the server: another one may be started at its address."""
 
     def _refusal(self, code: int, answer: dict[str, Any], path: str = "") -> PulseError:
         if code == 401:
-            return PulseError(f"the {self.engine} server asks for an API key: {self.key_hint}")
+            return PulseError(f"the {self.engine} server requires an API key: {self.key_hint}")
         reason = answer.get("error") or answer.get("detail") or answer.get("message") or answer
         return PulseError(f"the {self.engine} server answered {code}{f' to {path}' if path else ''}: {reason}")
 
 
 class ServerFollower:
-    """Keeps a server at the versions of a run. A server that was started again is brought there again.
+    """Keeps a server at the versions of a run. A server that was restarted is updated again.
 
     Args:
         server: The server.
-        location: The path or URL of the run, as the server reaches it.
-        store: The same run, as this process reaches it, to see what is published.
+        location: The path or URL of the run, as the server can reach it.
+        store: The same run, as this process can reach it, to see what is published.
         trust: As for a `Subscriber`.
-        kv_cache: What becomes of the KV cache at an update: "drop", or "keep", with what old weights have computed.
+        kv_cache: What happens to the KV cache at an update: "drop" it, or "keep" it, although old weights have computed
+            it.
         pointer: Name of a pointer of the run to follow; None: the newest version.
-        max_staleness: How many versions the server may be away from the version to follow if it cannot be updated;
-            `follow` raises where it is further away. None: that is not checked.
+        max_staleness: By how many versions the server may differ from the version to follow if it cannot be updated;
+            `follow` raises if it differs by more. None: this is not checked.
         follow_replaced: As for `Subscriber.sync`.
         heartbeat: As for a `Subscriber`: the name under which the server is shown by `pulse status`.
 
@@ -164,7 +165,7 @@ class ServerFollower:
             "follow_replaced": follow_replaced,
         }
         self._target = FollowTarget(pointer, max_staleness)
-        self._version: int | None = None  # that the server had when it was last asked
+        self._version: int | None = None  # the server's version when it was last asked
         self._is_torn = False  # what it said then
         self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=pointer)
 
@@ -175,7 +176,7 @@ class ServerFollower:
             self._heartbeat.join()
 
     def update(self, version: int | None = None) -> UpdateReport | None:
-        """Bring the server to the version to follow, or to one; return None if it is there already.
+        """Update the server to the version to follow, or to a given one; return None if it has that version already.
 
         Raises:
             NothingPublishedError: there is no version yet; PulseError: as `EngineServer.update`.
@@ -221,13 +222,14 @@ class ServerFollower:
     def follow(
         self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None
     ) -> Iterator[UpdateReport]:
-        """Yield a report for each version that the server was brought to, without end.
+        """Yield a report for each version that the server was updated to, without end.
 
-        An error that may pass is reported, and tried again; while nothing is published, that is reported once.
+        After a temporary error, which is reported, the update is tried again; that nothing is published is reported
+        once.
 
         Raises:
             SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError:
-            the server cannot be updated, and is further from the version to follow than `max_staleness`.
+            the server cannot be updated, and differs from the version to follow by more than `max_staleness`.
         """
         return self._target.follow(self.update, lambda: self._version, interval_s, on_error)
 

@@ -1,4 +1,4 @@
-"""The ranks of an engine move by themselves: each runs the same rule, on the answers of all."""
+"""The ranks of an engine coordinate themselves: each runs the same rule, on the answers of all."""
 
 import json
 import time
@@ -12,9 +12,9 @@ from pulsesync.integrations.engine.update import Ask, Step, Wait, moving, run
 def move_together(
     follower: EngineFollower, team: Team, options: dict[str, Any], version: int | str, token: str
 ) -> dict[str, Any]:
-    """Bring this rank to a version with the others, all or none; return the report. Every rank must call this.
+    """Update this rank together with the others, all or none; return the report. Every rank must call this.
 
-    The caller pauses and resumes generation, drops the KV cache and names the version.
+    The caller pauses and resumes generation, drops the KV cache and sets the version.
 
     Raises:
         PulseError: as `moving`, the same on every rank. GroupError: a rank did not answer.

@@ -1,9 +1,9 @@
-"""How the ranks of an engine move together: prepare on all, and if all are ready, pause, commit on all, resume.
+"""Update all ranks of an engine together: prepare on all, and if all are ready, pause, commit on all, resume.
 
-`moving` is the rule, without I/O: it yields what is to be done and is sent what came of it, or thrown what was raised.
-The process that serves requests takes the steps on its engine (`vllm.routes`), a script on an offline LLM
-(`vllm.offline`), `pulse follow` over an engine's own routes (`vllm.server`), and the ranks of an engine in step with
-each other (`together`).
+`moving` is the rule, without I/O: a generator that yields each step, and is sent the step's result or thrown its error.
+The steps are taken by the process that serves requests, on its engine (`vllm.routes`); by a script, on an offline LLM
+(`vllm.offline`); by `pulse follow`, over an engine's own routes (`vllm.server`); or by the ranks of an engine
+themselves (`together`).
 """
 
 import logging
@@ -26,13 +26,13 @@ from pulsesync.errors import GroupError, PulseError, VerificationError
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-POLL_S = 0.02  # between two looks whether all ranks are ready: the first, and each time longer up to the last
+POLL_S = 0.02  # the first wait between two checks whether all ranks are ready; it grows up to the longest
 MAX_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Have every rank answer a message: `EngineFollower.call`. What is sent back is the list of the answers."""
+    """Send a message to every rank (`EngineFollower.call`). The result is the list of the answers."""
 
     message: dict[str, Any]
 
@@ -46,7 +46,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Finish:
-    """All ranks have the weights of a version: name it, and drop what was cached of others, if that is wanted."""
+    """All ranks have the weights of a version: set the version, and drop caches of older weights if requested."""
 
     version: int
 
@@ -56,18 +56,18 @@ Answers: TypeAlias = list[dict[str, Any]]
 
 
 def moving(options: dict[str, Any], version: int | str, token: str) -> Generator[Step, Any, dict[str, Any]]:
-    """The steps of an update of all ranks to a version, or to "latest"; it returns the report.
+    """Yield the steps of an update of all ranks to a version, or to "latest"; return the report.
 
     If a rank fails before the first weight is written, no rank writes. If one fails after that, all are rolled back.
 
     Args:
         options: The fields of `RunOptions`.
-        version: The version to go to.
-        token: Names this update: if another caller begins one meanwhile, this one fails.
+        version: The version to update to.
+        token: Identifies this update: if another caller starts one meanwhile, this one fails.
 
     Raises:
-        ValueError: version is neither a number nor "latest". PulseError: it failed, by the name that it has on the
-            rank: all ranks have the weights that they had. If the ranks cannot be rolled back, it is a
+        ValueError: version is neither a number nor "latest". PulseError: the update failed, with the class of the error
+            on the rank; the weights of all ranks are unchanged. If the ranks cannot be rolled back, it is a
             VerificationError, and generation stays paused.
     """
     check_version(version)
@@ -109,7 +109,7 @@ def run(steps: Generator[Step, Any, dict[str, Any]], take: Callable[[Step], Any]
         while True:
             try:
                 answer = take(step)
-            except Exception as e:  # noqa: BLE001 - the rule decides what becomes of it
+            except Exception as e:  # noqa: BLE001 - the rule handles it
                 step = steps.throw(e)
             else:
                 step = steps.send(answer)
@@ -119,7 +119,7 @@ def run(steps: Generator[Step, Any, dict[str, Any]], take: Callable[[Step], Any]
 
 
 def _find(options: dict[str, Any]) -> Generator[Step, Any, int]:
-    """The newest version, as rank 0 sees it."""
+    """Return the newest version that rank 0 finds."""
     found: Answers = yield Ask({"do": "find", "options": options})
     raise_error(found)
     return int(found[0]["version"])
@@ -132,7 +132,7 @@ def _states() -> Generator[Step, Any, Answers]:
 
 
 def _common(versions: list[int | None]) -> int | None:
-    """The version of all ranks; None, if they have none, or have different ones, which cannot be rolled back to."""
+    """Return the version of all ranks; None if they have none, or different ones, which cannot be rolled back to."""
     return versions[0] if len(set(versions)) == 1 else None
 
 
@@ -143,7 +143,10 @@ def _all_ready(token: str) -> Generator[Step, Any, None]:
         states = yield from _states()
         raise_error([{"error": state["failure"]} for state in states if state["failure"]])
         if any(state["token"] != token for state in states):
-            raise GroupError("another caller has begun to update this engine; no rank was updated")
+            raise GroupError(
+                "another caller has started to update this engine, so this update was dropped; no rank was updated by "
+                "it; update again"
+            )
         if all(state["update"] == "ready" for state in states):
             return
         yield Wait(pause_s)
@@ -151,7 +154,7 @@ def _all_ready(token: str) -> Generator[Step, Any, None]:
 
 
 def merged_status(ranks: Answers) -> dict[str, Any]:
-    """Where an engine is: what rank 0 answers, whether all agree, and why one is broken. Raises: PulseError."""
+    """Return an engine's status: that of rank 0, whether all ranks agree, and why one is broken. Raises: PulseError."""
     raise_error(ranks)
     return {
         **ranks[0],
@@ -174,7 +177,7 @@ def _merged(reports: Answers) -> dict[str, Any]:
 
 
 def raise_error(answers: Answers) -> None:
-    """Raise the error that an answer names, as the class of its name. Raises: PulseError, if there is one."""
+    """Raise the error that an answer contains, with the class that it names. Raises: PulseError, if there is one."""
     if not any("error" in answer for answer in answers):
         return
     error = _first_error(answers)
@@ -185,7 +188,7 @@ def raise_error(answers: Answers) -> None:
 
 
 def _first_error(answers: Answers) -> dict[str, Any]:
-    """The error of the rank that failed, and not of one that only heard of it."""
+    """Return the error of the rank that failed, not that of a rank to which it was reported."""
     found: Answers = [answer["error"] for answer in answers if "error" in answer]
     return next((one for one in found if one["type"] != "GroupError"), found[0])
 
@@ -197,11 +200,11 @@ class UpdateReport:
     version: int
     step: int
     from_version: int | None
-    path: tuple[str, ...]  # as of a SyncReport
-    changed: int  # weights written, by all ranks
-    fetched_bytes: int  # by all ranks
-    pause_s: float  # during which the engine did not generate
-    seconds: float  # of the slowest rank: fetching, checking, decoding and writing
+    path: tuple[str, ...]  # as in a SyncReport
+    changed: int  # weights written by all ranks
+    fetched_bytes: int  # bytes fetched by all ranks
+    pause_s: float  # time in which the engine did not generate
+    seconds: float  # time of the slowest rank: fetching, checking, decoding and writing
     digest: str
     mode: str  # "in place" or "mirror"
     ranks: int
@@ -209,7 +212,7 @@ class UpdateReport:
 
     @classmethod
     def parse(cls, table: dict[str, Any]) -> "UpdateReport":
-        """Read a report that came over the network. Raises: PulseError."""
+        """Read a report that was received over the network. Raises: PulseError."""
         try:
             known = {field.name: table[field.name] for field in fields(cls)}
         except KeyError as e:
@@ -223,7 +226,7 @@ class UpdateEvents:
     """The events of the updates of one engine, in the process that drives it.
 
     Args:
-        location: Of the run.
+        location: The location of the run.
     """
 
     def __init__(self, location: str) -> None:
@@ -258,7 +261,7 @@ class UpdateEvents:
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
-        """Emit that an update failed, if it does inside. It is not logged: the caller has the error."""
+        """Emit an event if the block raises. It is not logged: the caller has the error."""
         try:
             yield
         except Exception as e:

@@ -1,8 +1,8 @@
-"""The weights of one rank of an engine, as a `Subscriber` can write them: in place, or by a mirror in host memory.
+"""The weights of one rank of an engine, as a `Subscriber` can write them: in place, or through a mirror in host memory.
 
-In place, the tensors are views into the engine's own parameters: a sync writes what changed, and nothing else. Where
-the engine keeps weights in another form (packed, quantised, or of an architecture without a map), a mirror of the
-checkpoint in host memory is synced, and the tensors that changed go through the model's own loader: slower, and right.
+In place, the tensors are views into the engine's own parameters: a sync writes what changed, and nothing else. If the
+engine keeps weights in another form (packed, quantised, or of an architecture without a map), a mirror of the
+checkpoint in host memory is synced, and the model's own loader loads the tensors that changed: slower, but exact too.
 """
 
 import logging
@@ -32,30 +32,30 @@ logger = logging.getLogger(__name__)
 
 
 class EngineWeights(Protocol):
-    """What a follower asks of the weights of a rank."""
+    """The interface of the weights of a rank, for a follower."""
 
     mode: str
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """What is synced, by the names of the checkpoint."""
+        """The tensors to sync, by their names in the checkpoint."""
 
     @property
     def slices(self) -> Slices | None:
         """Which part of each tensor is local; None: all of it."""
 
     def load(self, names: Collection[str]) -> None:
-        """Have the engine compute with what was synced: of these tensors of the checkpoint at least."""
+        """Have the engine compute with the synced weights, at least with those of these tensors."""
 
     def refresh(self) -> bool:
-        """Look at the engine anew; return whether something else has loaded its weights since the last `load`.
+        """Inspect the engine again; return whether something else has loaded its weights since the last `load`.
 
-        What a sync that verifies finds by itself, by recounting the weights, is not looked for here.
+        Changes that a sync with `verify=True` finds by recounting the weights are not searched for here.
         """
 
 
 def find_weights(engine: EngineAdapter, layout: Layout, fresh: bool) -> EngineWeights:
-    """The weights of this rank: in place, or by a mirror if that is not possible; the log says why.
+    """Return the weights of this rank: in place, or through a mirror if that is not possible, which is logged.
 
     fresh: the engine still has the weights that it was started with, so the map can be checked against them.
     """
@@ -70,7 +70,7 @@ class PlacedWeights:
     """The engine's own parameters, by the names of the checkpoint.
 
     Raises:
-        StateError: they are not as the map says, or not those of the run.
+        StateError: they do not match the map, or are not those of the run.
     """
 
     mode = "in place"
@@ -83,10 +83,10 @@ class PlacedWeights:
         placed = self._place()
         if not (fresh and _check_placed(engine, placed)) and self._shape.experts:
             raise StateError(
-                "the engine was not started with a checkpoint that the places of its experts can be checked against, "
-                "and some kernels rearrange experts"
+                "the engine has no checkpoint with which the positions of its experts can be checked, and some kernels "
+                "rearrange experts"
             )
-        attach(self.tensors, layout, self.slices, widen=True)  # raises what a sync would raise, before any rank votes
+        attach(self.tensors, layout, self.slices, widen=True)  # raises the errors of a sync before any rank votes
 
     def _place(self) -> dict[str, Placed]:
         live = self._engine.parameters()
@@ -102,7 +102,7 @@ class PlacedWeights:
     def refresh(self) -> bool:
         if _addresses(self._engine.parameters()) == self._addresses:
             return False
-        self._place()  # parameters were replaced: the old memory is nobody's any more
+        self._place()  # parameters were replaced: the old memory is not used any more
         return True
 
 
@@ -113,14 +113,16 @@ def _addresses(live: Mapping[str, Any]) -> dict[str, int]:
 def _check_names(names: set[str], shape: ModelShape) -> None:
     known = {piece.name for one in fused(shape, EngineRank()) for piece in one.pieces}
     if unknown := sorted(names - known):
-        raise StateError(f"the map of this model has no tensor {unknown[0]!r}, which the run has", tensor=unknown[0])
+        raise StateError(
+            f"the run has a tensor {unknown[0]!r}, which the map of this model does not have", tensor=unknown[0]
+        )
 
 
 def _check_placed(engine: EngineAdapter, placed: Mapping[str, Placed]) -> bool:
     """Compare the engine's weights with the checkpoint that it has loaded; return whether it has all of them.
 
     Raises:
-        StateError: a weight is not where the map says.
+        StateError: a weight is not at the position that the map names.
     """
     left = placed.keys() - {HEAD}  # which a checkpoint with tied weights does not have
     try:
@@ -131,16 +133,16 @@ def _check_placed(engine: EngineAdapter, placed: Mapping[str, Placed]) -> bool:
     except StateError:
         raise
     except Exception as e:  # noqa: BLE001 - a loader may raise anything, and without one there is nothing to compare
-        logger.warning("The engine's weights could not be compared with a checkpoint: %s.", e)
+        logger.warning("Could not compare the engine's weights with a checkpoint: %s.", e)
         return False
     return not left
 
 
 class MirroredWeights:
-    """A copy of the checkpoint in host memory, and the model's own way to load from it.
+    """A copy of the checkpoint in host memory, from which the model's own loader loads.
 
     Raises:
-        StateError: what the engine was started with is not a checkpoint of the run's model in the run's dtypes.
+        StateError: the engine was not started with a checkpoint of the run's model in the run's dtypes.
     """
 
     mode = "mirror"
@@ -153,15 +155,15 @@ class MirroredWeights:
         self._engine, self._layout = engine, layout
         for spec in layout.tensors:
             if spec.dtype not in ("F32", *CASTS):
-                raise StateError(f"tensor {spec.name!r} has dtype {spec.dtype}, which no mirror is made for")
+                raise StateError(f"tensor {spec.name!r} has dtype {spec.dtype}, which a mirror does not support")
         self._own = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in layout.tensors}
         self.tensors = self._own | {alias: self._own[name] for alias, name in layout.ties.items()}
-        self._loaded = False  # whether the engine has what the mirror has
+        self._loaded = False  # whether the engine has the weights of the mirror
         self._seen: _Fingerprint | None = None  # of the engine's tensors, after they were last loaded
         self._fill()
 
     def _fill(self) -> None:
-        """Start from the checkpoint that the engine was started with: what it has need not be fetched."""
+        """Start from the checkpoint that the engine was started with, so that less is fetched."""
         units = set(map(_unit, self.tensors))
         try:
             for name, tensor in self._engine.checkpoint():
@@ -170,9 +172,9 @@ class MirroredWeights:
                 packed = mine is not None and (tensor.element_size() == 1 or not tensor.is_floating_point())
                 if unknown or packed:
                     raise StateError(
-                        f"the engine was started with a checkpoint that has {name!r} in {tensor.dtype}, and the run "
-                        "has not: a quantised checkpoint cannot follow a run of plain weights. Start the engine with a "
-                        "plain checkpoint, and let the engine quantise it as it loads",
+                        f"the engine was started with a checkpoint that has {name!r} in {tensor.dtype}, in which the "
+                        "run does not have it: a quantised checkpoint cannot follow a run of plain weights. Start the "
+                        "engine with a plain checkpoint, and let the engine quantise it as it loads",
                         tensor=name,
                     )
                 if mine is not None and (mine.shape, mine.dtype) == (tensor.shape, tensor.dtype):
@@ -186,18 +188,18 @@ class MirroredWeights:
         wanted = set(self.tensors) if not self._loaded else self._units(names)
         if not wanted:
             return
-        self._loaded, self._seen = False, None  # until all of it is there
+        self._loaded, self._seen = False, None  # until all of it is loaded
         loaded = self._engine.load_weights(self._weights(wanted))
         self._check_complete(loaded, everything=len(wanted) == len(self.tensors))
         self._engine.refresh_packed()
         self._loaded, self._seen = True, _Fingerprint(self._engine)
 
     def _check_complete(self, loaded: set[str] | None, everything: bool) -> None:
-        """Check what the model's loader says that it has loaded. Raises: StateError."""
+        """Check which parameters the model's loader reports as loaded. Raises: StateError."""
         if loaded is None:
-            logger.warning("The model's loader does not say which parameters it has loaded.")
+            logger.warning("The model's loader does not report which parameters it has loaded, so this is not checked.")
             return
-        plain = everything and not self._engine.is_quantised()  # which adds parameters of its own
+        plain = everything and not self._engine.is_quantised()  # quantising adds parameters
         names = [name for name, _ in self._engine.model.named_parameters()] if plain else []
         missing = {name.replace(".base_layer.", ".") for name in names} - loaded - {HEAD}
         if missing or not loaded:
@@ -208,23 +210,23 @@ class MirroredWeights:
             )
 
     def _units(self, names: Collection[str]) -> set[str]:
-        """All tensors of the layers that some tensors belong to: a layer is loaded whole or not at all."""
+        """Return all tensors of the layers that these tensors belong to: a layer is loaded completely or not at all."""
         units = {_unit(alias) for alias, name in self._layout.ties.items() if name in names} | set(map(_unit, names))
         return {name for name in self.tensors if _unit(name) in units}
 
     def _weights(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
-        for name in sorted(names, key=_natural):  # a layer after the other, which is what the loader frees memory by
+        for name in sorted(names, key=_natural):  # layer by layer, so that the loader can free memory
             yield name, self.tensors[name]
 
     def refresh(self) -> bool:
         if self._seen is None or self._seen.fits(self._engine):
             return False
-        self._loaded = False  # so that the next `load` brings all of it
+        self._loaded = False  # so that the next `load` loads all tensors
         return True
 
 
 _NOT_LOADED = ("rotary_emb.inv_freq",)  # in some old checkpoints, and computed by every loader
-_UNIT = re.compile(r"(.*?\.\d+\.[^.]+)\.")  # up to what follows the first number: model.layers.3.self_attn
+_UNIT = re.compile(r"(.*?\.\d+\.[^.]+)\.")  # up to the name after the first number: model.layers.3.self_attn
 
 
 def _unit(name: str) -> str:
@@ -237,10 +239,10 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class _Fingerprint:
-    """What an engine's tensors are and where: enough to notice that it slept, or loaded other weights.
+    """Addresses and checksums of an engine's tensors: enough to notice that it slept, or loaded other weights.
 
-    Packed weights cannot be read. Each packing is an object of its own, which is referred to weakly: if it is replaced,
-    something has loaded weights.
+    Packed weights cannot be read. Each packing is an object of its own, to which a weak reference is kept: if it is
+    replaced, something has loaded weights.
     """
 
     def __init__(self, engine: EngineAdapter) -> None:
@@ -268,5 +270,5 @@ def _checksums(model: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def changed_names(layout: Layout, before: Mapping[int, Any], after: Mapping[int, Any]) -> set[str]:
-    """The tensors of tiles whose digests differ."""
+    """Return the tensors of tiles whose digests differ."""
     return {name for n, total in after.items() if before.get(n) != total for name in layout.tiles[n].names}

@@ -4,8 +4,8 @@
     self.pub = link.publisher(rank, size); self.pub.publish(state, step=n)  # in each trainer
     self.sub = link.subscriber(); self.sub.sync(model)                      # in each rollout actor
 
-`Link` wires them, `RayStore` is a store in Ray's object store, `ActorTeam` lets trainers publish one version together,
-and `patched_sync` has the env-runners of an RLlib algorithm synced by patches. docs/integrations/ray.md tells more.
+`Link` connects them, `RayStore` is a store in Ray's object store, `ActorTeam` lets trainers publish one version
+together, and `patched_sync` syncs the env-runners of an RLlib algorithm with patches. See docs/integrations/ray.md.
 """
 
 from pulsesync.integrations.ray.link import Link

@@ -1,4 +1,4 @@
-"""What this package asks of a Ray cluster: that it is there, named actors, and answers within a time."""
+"""What this package needs of a Ray cluster: membership, named actors, and calls with a time limit."""
 
 import time
 from importlib import import_module
@@ -6,15 +6,15 @@ from typing import Any
 
 from pulsesync.errors import PulseError
 
-NAMESPACE = "pulsesync"  # of all named actors here: any job of the cluster finds them
-SLACK_S = 10.0  # beyond what an actor was told to wait, until it is taken to be lost
+NAMESPACE = "pulsesync"  # of all named actors of this package, so that any job of the cluster finds them
+SLACK_S = 10.0  # time after an actor's own time limit until the actor counts as lost
 
 
 def ray(part: str = "") -> Any:
-    """Ray, or a module of it.
+    """Return the module ray, or one of its modules.
 
     Raises:
-        PulseError: it is not installed, and by what name it would be.
+        PulseError: it is not installed; the message names the extra to install.
     """
     try:
         whole = import_module("ray")
@@ -25,13 +25,13 @@ def ray(part: str = "") -> Any:
 
 
 def check_joined() -> None:
-    """Raises: PulseError, if this process is in no cluster: Ray would begin one of its own at the first call."""
+    """Raises: PulseError, if this process is in no cluster: Ray would start a new one at the first call."""
     if not ray().is_initialized():
-        raise PulseError("this process is in no Ray cluster: call ray.init first")
+        raise PulseError("this process is not connected to a Ray cluster: call ray.init first")
 
 
 def named_actor(cls: type, name: str, threads: int | None = None) -> Any:
-    """The actor of a name: found, or started on this node. It outlives whoever started it, until it is killed."""
+    """Return the actor of a name, or start it on this node. It outlives the process that started it."""
     check_joined()
     affinity = ray("util.scheduling_strategies").NodeAffinitySchedulingStrategy
     options: dict[str, Any] = {"max_concurrency": threads} if threads else {}
@@ -52,7 +52,7 @@ def named_actor(cls: type, name: str, threads: int | None = None) -> Any:
 
 
 def find_actor(name: str) -> Any:
-    """The actor of a name, or None if there is none."""
+    """Return the actor of a name, or None if there is none."""
     check_joined()
     try:
         return ray().get_actor(name, namespace=NAMESPACE)
@@ -61,10 +61,10 @@ def find_actor(name: str) -> Any:
 
 
 def kill_actor(name: str) -> None:
-    """End the actor of a name, and wait until it answers no more; none is no error."""
+    """Kill the actor of a name, and wait until it has ended; if there is none, that is no error."""
     if (actor := find_actor(name)) is None:
         return
-    ray().kill(actor)  # which returns before it is done
+    ray().kill(actor)  # returns before the actor has ended
     errors, end = ray("exceptions"), time.monotonic() + SLACK_S
     while time.monotonic() < end:
         try:

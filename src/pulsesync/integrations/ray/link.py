@@ -1,4 +1,4 @@
-"""From N trainers to M rollout actors: one object that is handed to all of them."""
+"""Connect N trainers and M rollout actors through one object that is passed to all of them."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from pulsesync.store import RetryStore, Store, open_store
 
 
 class Link:
-    """A run by which trainers reach rollout actors. Picklable: give it to actors when they are made.
+    """A run through which trainers send weights to rollout actors. It can be pickled: pass it to actors' constructors.
 
         link = Link("run")                              # on the driver; in Ray's object store
         link = Link("run", at="s3://bucket/run")        # or in any store
 
-        pub = link.publisher(rank, size)                # in each trainer: of its shard
+        pub = link.publisher(rank, size)                # in each trainer: publishes its shard
         pub.publish(state, step=step)
-        sub = link.subscriber()                         # in each rollout actor: of what it holds
+        sub = link.subscriber()                         # in each rollout actor: syncs its weights
         sub.sync(model)
 
     No process needs the address of another. A rollout actor that was restarted syncs from an anchor; a trainer that was
@@ -27,22 +27,25 @@ class Link:
 
     Args:
         name: Name of the run in the cluster.
-        at: Where the run is, a path or URL that every node reaches. None: in the object store of this node.
+        at: Where the run is, a path or URL that every node can reach. None: in the object store of this node.
         timeout_s: How long to wait for a call to the object store, or for the other trainers.
 
     Raises:
         ValueError: `at` is a store in the memory of one process.
-        PulseError: Ray is not installed, or this process is in no cluster.
+        PulseError: Ray is not installed, or this process is not connected to a cluster.
     """
 
     def __init__(self, name: str, at: str | None = None, timeout_s: float = 60.0) -> None:
         if at is not None and at.startswith("memory://"):
-            raise ValueError(f"{at} is another store in every process: leave it out for Ray's object store")
+            raise ValueError(
+                f"at={at!r} would be a different store in every process: leave at= out to use Ray's object store, or "
+                "give a path or URL that every node can reach"
+            )
         self.name, self.at, self.timeout_s = name, at, timeout_s
         self._objects = RayStore(name, timeout_s) if at is None else None
 
     def publisher(self, rank: int = 0, size: int = 1, **options: Any) -> "Publisher | TeamPublisher":
-        """What trainer `rank` of `size` publishes with; the options are those of `Publisher` or `ShardedPublisher`."""
+        """Return the publisher of trainer `rank` of `size`; options as for `Publisher` or `ShardedPublisher`."""
         return (
             TeamPublisher(self.store(), self.team(rank, size), **options)
             if size > 1
@@ -50,28 +53,28 @@ class Link:
         )
 
     def subscriber(self, **options: Any) -> Subscriber:
-        """What a rollout actor syncs with; the options are those of `Subscriber`: slices, trust, cache, undo."""
+        """Return the subscriber of a rollout actor; options as for `Subscriber`: slices, trust, cache, undo."""
         return Subscriber(self.store(), **options)
 
     def team(self, rank: int, size: int) -> ActorTeam:
-        """The trainers, as a team. One of another size is another team: a run may be taken up by more or fewer."""
+        """Return the team of trainers. Another size is another team: more or fewer trainers may resume a run."""
         return ActorTeam(f"{self.name}/{size}", rank, size, self.timeout_s)
 
     def store(self) -> Store:
-        """Where the run is, to read, prune or copy it."""
+        """Return the store of the run, to read, prune or copy it."""
         if self._objects is not None:
             return RetryStore(self._objects)
         assert self.at is not None
         return open_store(self.at)
 
     def close(self) -> None:
-        """Free what the run holds in Ray's object store; a run elsewhere stays."""
+        """Delete the run from Ray's object store; a run elsewhere is kept."""
         if self._objects is not None:
             self._objects.close()
 
 
 class TeamPublisher(ShardedPublisher):
-    """A ShardedPublisher whose ranks may be restarted: one that comes anew finds the others ready to begin with it."""
+    """A ShardedPublisher whose ranks may be restarted: the others begin again with a rank that rejoins."""
 
     def publish(self, source: Any, **options: Any) -> Any:
         try:
@@ -79,4 +82,4 @@ class TeamPublisher(ShardedPublisher):
         except GroupError as e:
             if not e.rejoin:
                 raise
-        return super().publish(source, **options)  # what the first attempt committed, if it did, this one settles
+        return super().publish(source, **options)  # finds out whether the first attempt was committed

@@ -1,14 +1,14 @@
-"""RLlib: env-runners that are synced by patches.
+"""RLlib: sync env-runners with patches.
 
     config = patched_sync(PPOConfig().environment("CartPole-v1"), Link("cartpole"))
     algorithm = config.build_algo()
 
 For the new API stack with torch, and for algorithms that call `EnvRunnerGroup.sync_weights`, as PPO does.
-The learner publishes what env-runners would be given, from its own process; env-runners are told the version, and bring
-the weights of their module there in place. All the rest is RLlib's: when to sync, whom to restart, what to sample.
+The learner publishes the weights for env-runners from its own process; env-runners receive the version, and sync the
+weights of their module in place. RLlib still decides when to sync, what to restart and what to sample.
 
-With a cast, learners train in FP32 as before, and env-runners act with the weights rounded to that dtype: they hold the
-rounded weights apart, and widen them into their FP32 module after each sync.
+With a cast, learners train in FP32 as before, and env-runners act with the weights rounded to that dtype: they keep the
+rounded weights separately, and widen them into their FP32 module after each sync.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,19 +27,19 @@ from pulsesync.run.reader import RunReader
 from pulsesync.run.reporting import SyncReport
 from pulsesync.run.subscriber import Subscriber
 
-KEEP_VERSIONS = 16  # of a run in Ray's object store, at least: env-runners are a version behind, or begin anew
+KEEP_VERSIONS = 16  # least number of versions of a run in Ray's object store: env-runners lag by one, or start over
 _TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 def patched_sync(
     config: Any, link: Link, *, cast: str | None = None, codec: CodecName = "auto", anchor_every: float = 1.0
 ) -> Any:
-    """Have the algorithm of an RLlib config sync its env-runners by patches through a link. Returns the config.
+    """Have the algorithm of an RLlib config sync its env-runners with patches through a link. Returns the config.
 
-    A run that exists at the link is taken up, if it has the same modules. Modules must not be added or removed while
-    the algorithm runs: that is a StateError. A run in Ray's object store is pruned as it goes.
+    A run that exists at the link is resumed, if it has the same modules. Modules must not be added or removed while
+    the algorithm runs: that is a StateError. A run in Ray's object store is pruned as it grows.
     """
-    ray("rllib")  # or say what is missing
+    ray("rllib")  # raises if RLlib is not installed
     patching = _Patching(link, cast, codec, anchor_every)
     return config.callbacks(
         on_algorithm_init=[*_listed(config.callbacks_on_algorithm_init), patching.begin],
@@ -49,7 +49,7 @@ def patched_sync(
 
 @dataclass(frozen=True)
 class _Patching:
-    """What is asked for. Goes wherever the config goes."""
+    """The arguments of `patched_sync`. It is pickled with the config."""
 
     link: Link
     cast: str | None
@@ -57,7 +57,7 @@ class _Patching:
     anchor_every: float
 
     def begin(self, *, algorithm: Any, **_: Any) -> None:
-        """Put patches in the place of full weights, and bring all env-runners to the first version."""
+        """Replace the sync of full weights with patches, and sync all env-runners to the first version."""
         for group in (algorithm.env_runner_group, algorithm.eval_env_runner_group):
             if group is not None:
                 group.sync_weights = PatchedSync(group, self)
@@ -69,7 +69,7 @@ class _Patching:
 
 
 class PatchedSync:
-    """Stands for the `sync_weights` of an EnvRunnerGroup. `report` is that of the last publish."""
+    """Replaces the `sync_weights` of an EnvRunnerGroup. `report` is that of the last publish."""
 
     def __init__(self, group: Any, patching: _Patching) -> None:
         self.group, self.patching = group, patching
@@ -86,7 +86,7 @@ class PatchedSync:
         timeout_seconds: float | None = 0.0,
         inference_only: bool | None = False,
     ) -> None:
-        """As RLlib's own. Modules that are not among the policies are published too: they have not changed."""
+        """Sync as RLlib's own method. Modules that are not among the policies are published too, unchanged."""
         if not isinstance(from_worker_or_learner_group, ray("rllib.core.learner.learner_group").LearnerGroup):
             self._full(
                 policies, from_worker_or_learner_group, to_worker_indices, global_vars, timeout_seconds, inference_only
@@ -100,7 +100,7 @@ class PatchedSync:
             pull(self.group.local_env_runner)
 
     def push(self, learners: Any, inference_only: bool) -> "Pull":
-        """Have a learner publish. All learners hold the same weights: one speaks for them."""
+        """Have one learner publish. All learners have the same weights."""
         first = None if learners.is_local else learners._worker_manager.healthy_actor_ids()[:1]
         results = learners.foreach_learner(Push(self.patching, inference_only), remote_actor_ids=first)
         result = next(iter(results))
@@ -111,7 +111,7 @@ class PatchedSync:
         return self.pull
 
     def catch_up(self, indices: list[int] | None = None) -> None:
-        """Bring env-runners to the last version, and wait for them; if none is named all, with the local one."""
+        """Sync env-runners to the last version, and wait for them; if none is named, all, including the local one."""
         if self.pull is not None:
             self.group.foreach_env_runner(self.pull, local_env_runner=indices is None, remote_worker_ids=indices)
 
@@ -123,7 +123,7 @@ _PUBLISHERS: WeakKeyDictionary[Any, Publisher] = WeakKeyDictionary()  # by learn
 
 @dataclass(frozen=True)
 class Push:
-    """What a learner does: publish the weights of its modules."""
+    """A call for a learner: publish the weights of its modules."""
 
     patching: _Patching
     inference_only: bool
@@ -151,7 +151,7 @@ _RECEIVERS: WeakKeyDictionary[Any, "ModuleReceiver"] = WeakKeyDictionary()  # by
 
 @dataclass(frozen=True)
 class Pull:
-    """What an env-runner does: bring the weights of its module to a version."""
+    """A call for an env-runner: sync the weights of its module to a version."""
 
     link: Link
     version: int
@@ -161,18 +161,18 @@ class Pull:
         if (receiver := _RECEIVERS.get(env_runner)) is None:
             receiver = _RECEIVERS[env_runner] = ModuleReceiver(self.link)
         report = receiver.pull(env_runner.module, self.version)
-        env_runner._weights_seq_no = self.seq_no  # what its set_state would have done
+        env_runner._weights_seq_no = self.seq_no  # as its set_state does
         return report
 
 
 def last_sync(env_runner: Any) -> SyncReport | None:
-    """What the last sync of an env-runner did: for `EnvRunnerGroup.foreach_env_runner`."""
+    """Return the report of an env-runner's last sync: for `EnvRunnerGroup.foreach_env_runner`."""
     receiver = _RECEIVERS.get(env_runner)
     return receiver.report if receiver else None
 
 
 class ModuleReceiver:
-    """A subscriber on a module's weights. If another program has written to them, it starts over."""
+    """A subscriber for a module's weights. If something else has written to them, it starts over."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -195,7 +195,7 @@ class ModuleReceiver:
 
 
 def _tensors(module: Any) -> Iterator[tuple[str, Any]]:
-    """The weights of an env-runner's module by the names under which the learner publishes them."""
+    """Yield the weights of an env-runner's module by the names under which the learner publishes them."""
     core = ray("rllib.core")
     multi = ray("rllib.core.rl_module.multi_rl_module").MultiRLModule
     modules = module.items() if isinstance(module, multi) else [(core.DEFAULT_MODULE_ID, module)]
@@ -205,30 +205,30 @@ def _tensors(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _stamps(tensors: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Where tensors are, and how often torch has written to them; a subscriber writes without torch."""
+    """Return the addresses of tensors, and how often torch has written to them; a subscriber writes without torch."""
     return {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
 
 
 def _in_dtypes_of(subscriber: Subscriber, version: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors themselves where they have the dtype of the run; else copies in that dtype."""
+    """Return the tensors themselves if they have the dtype of the run; otherwise copies in that dtype."""
     import torch
 
     records = RunReader(subscriber.store, subscriber.trust)
     manifest = records.version(version)
     if manifest is None:
-        raise StateError(f"version {version} is not published, or not any more")
+        raise StateError(f"version {version} is not published, or was pruned")
     specs = {spec.name: spec for spec in records.layout(manifest.layout).tensors}
-    held = {}
+    found = {}
     for name, tensor in tensors.items():
         spec = specs.get(name)
         label = _TORCH.get(spec.dtype, "") if spec else ""
         dtype = getattr(torch, label) if label else tensor.dtype
-        held[name] = tensor if dtype == tensor.dtype else tensor.to(dtype)
-    return held
+        found[name] = tensor if dtype == tensor.dtype else tensor.to(dtype)
+    return found
 
 
 def _listed(callbacks: Any) -> list[Any]:
-    """Callbacks as a config has them: none, one, or several."""
+    """Return the callbacks of a config as a list: the config has none, one, or several."""
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]

@@ -2,9 +2,9 @@
 
     store = RayStore("run")         # found by this name from every process of the cluster, and picklable
 
-One small actor, the directory, knows what there is, and creates if absent. What is large lies in the object store of
-the directory's node and is owned by the directory: a writer may be killed as soon as its call returned. A reader maps
-it where it lies, and on another node Ray fetches it once for all readers there.
+A small actor, the directory, knows all objects, and implements create-if-absent. Large objects are in the object store
+of the directory's node and are owned by the directory: a writer may be killed as soon as its call has returned. A
+reader on that node maps them into memory, and to another node Ray fetches them once for all readers there.
 """
 
 import threading
@@ -22,7 +22,7 @@ from pulsesync.integrations.ray.cluster import find_actor, kill_actor, named_act
 from pulsesync.store.base import ObjectEntry
 from pulsesync.store.keys import check_key, check_prefix
 
-INLINE_BYTES = 64 << 10  # up to here an object is kept by the directory itself: Ray would answer with it in any case
+INLINE_BYTES = 64 << 10  # the directory itself keeps objects up to this size: Ray would send them inline in any case
 _THREADS = 8
 
 
@@ -34,17 +34,17 @@ class _Object:
 
 
 class ObjectDirectory:
-    """The actor: what there is, by key. Its methods are called through Ray, by several threads."""
+    """The actor that has all objects by key. Its methods are called through Ray, by several threads."""
 
     def __init__(self) -> None:
         self._objects: dict[str, _Object] = {}
         self._lock = threading.Lock()
 
     def write(self, key: str, data: bytes | Bits, create: bool) -> bool:
-        """Keep an object. Returns whether that was done: not, if it was to be created and exists."""
+        """Keep an object. Return False if it should be created and exists already."""
         if create and key in self._objects:
-            return False  # nothing need be copied to know this
-        # Whoever puts an object owns it, and it is lost with its owner: so it is put from here.
+            return False  # found out before anything is copied
+        # The process that puts an object into Ray owns it, and it is lost with its owner: so the directory puts it.
         content = data if isinstance(data, bytes) else ray().put(data)
         with self._lock:
             if create and key in self._objects:
@@ -53,16 +53,16 @@ class ObjectDirectory:
         return True
 
     def read(self, key: str, begin: int, end: int | None) -> bytes | list[Any] | None:
-        """The bytes that were asked for, a reference to the whole in a list, or None if there is no such object."""
-        held = self._objects.get(key)
-        if held is None:
+        """Return the requested bytes, a reference to the entire object in a list, or None if there is none."""
+        found = self._objects.get(key)
+        if found is None:
             return None
-        return held.content[begin:end] if isinstance(held.content, bytes) else [held.content]
+        return found.content[begin:end] if isinstance(found.content, bytes) else [found.content]
 
     def list(self, prefix: str) -> list[tuple[str, int, float]]:
         with self._lock:
-            found = sorted((key, held) for key, held in self._objects.items() if key.startswith(prefix))
-        return [(key, held.size_bytes, held.modified_s) for key, held in found]
+            found = sorted((key, one) for key, one in self._objects.items() if key.startswith(prefix))
+        return [(key, one.size_bytes, one.modified_s) for key, one in found]
 
     def delete(self, key: str) -> None:
         with self._lock:
@@ -72,15 +72,15 @@ class ObjectDirectory:
 class RayStore:
     """Objects by key, in the cluster of this process. The first to construct a name starts its directory, on its node.
 
-    A store that was pickled finds the directory and never starts one: a run that is gone is not taken for an empty one.
-    Everything is gone with the directory (`close`, or its node) and with the cluster.
+    A store that was pickled looks for the directory and never starts one, so that a run that is gone does not look like
+    an empty one. All objects are lost with the directory (`close`, or its node) and with the cluster.
 
     Args:
         name: Name of the run in the cluster.
         timeout_s: Every call ends within this time.
 
     Raises:
-        PulseError: Ray is not installed, or this process is in no cluster.
+        PulseError: Ray is not installed, or this process is not connected to a cluster.
     """
 
     def __init__(self, name: str, timeout_s: float = 60.0) -> None:
@@ -116,7 +116,7 @@ class RayStore:
         self._call("delete", key)
 
     def close(self) -> None:
-        """End the run: everything it holds is gone, for everybody."""
+        """Delete the run with all its objects, for all processes."""
         kill_actor(self._actor_name)
 
     @property
@@ -131,7 +131,11 @@ class RayStore:
             if self._actor is None:
                 self._actor = find_actor(self._actor_name)
             if self._actor is None:
-                raise StoreError(f"there is no run {self.name} in this Ray cluster, or not any more", key=key)
+                raise StoreError(
+                    f"there is no run {self.name} in this Ray cluster: it was closed, or its node is gone; create a "
+                    "new Link or RayStore",
+                    key=key,
+                )
             return ray().get(getattr(self._actor, verb).remote(key, *rest), timeout=self.timeout_s)
 
     @contextmanager
@@ -144,7 +148,7 @@ class RayStore:
         except (errors.GetTimeoutError, errors.ObjectFetchTimedOutError) as e:
             raise StoreError(f"{verb} {key}: no answer in {self.timeout_s:g} s", key=key, retryable=True) from e
         except errors.ObjectLostError as e:
-            raise NotFoundError(f"{key} is lost: the node that held it is gone", key=key) from e
+            raise NotFoundError(f"{key} is lost, because the node that had it is gone", key=key) from e
         except errors.RayError as e:
             passing = (errors.ActorUnavailableError, errors.ObjectStoreFullError, errors.OutOfDiskError)
             found = getattr(e, "cause", None) if isinstance(e, errors.RayTaskError) else e
@@ -153,5 +157,5 @@ class RayStore:
 
 
 def _sendable(data: bytes | memoryview) -> bytes | Bits:
-    """Small data as it is; large data as an array, which Ray shares instead of copying."""
+    """Return small data unchanged; large data as an array, which Ray shares instead of copying."""
     return bytes(data) if len(data) <= INLINE_BYTES else np.frombuffer(data, np.uint8)

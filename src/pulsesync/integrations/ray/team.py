@@ -1,4 +1,4 @@
-"""A team of actors: what trainers without a process group need to publish one version together."""
+"""A team of actors, with which trainers without a process group publish one version together."""
 
 import asyncio
 import secrets
@@ -12,7 +12,7 @@ from pulsesync.integrations.ray.cluster import SLACK_S, kill_actor, named_actor,
 
 @dataclass(frozen=True)
 class _Reply:
-    """What a call to the meeting came to: a problem, or something."""
+    """The answer of the rendezvous to a call: a problem, or a result."""
 
     problem: str = ""
     rejoin: bool = False  # with a problem: other ranks are already waiting in the next generation
@@ -22,7 +22,7 @@ class _Reply:
 
 @dataclass
 class _Generation:
-    """All ranks, from when they have come together until one is missed. One round is open at a time."""
+    """All ranks, from the time when all have joined until one is missing. One round is open at a time."""
 
     id: str
     open: "asyncio.Future[_Reply]"
@@ -31,9 +31,9 @@ class _Generation:
 
 
 class Rendezvous:
-    """The actor: brings ranks together, and their notes. A round is complete for all of them or for none.
+    """The actor through which ranks meet and exchange notes. A round is complete for all of them or for none.
 
-    Whoever joins ends the generation there was: a rank that was restarted joins, and the others find out at once.
+    A rank that joins ends the current generation: so when a restarted rank joins, the others notice it at once.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class Rendezvous:
         self._ended = "this rank has not joined"
 
     async def join(self, rank: int, size: int, timeout_s: float) -> _Reply:
-        """Wait until every rank has come; the answer names the generation."""
+        """Wait until every rank has joined; the answer names the generation."""
         self._size = self._size or size
         if size != self._size or not 0 <= rank < size:
             return _Reply(f"rank {rank} of {size} does not belong to this team of {self._size}")
-        self._end(_Reply(f"rank {rank} came anew", rejoin=True))
+        self._end(_Reply(f"rank {rank} has rejoined", rejoin=True))
         if rank in self._coming:
-            self._coming.pop(rank).set_result(_Reply(f"another process came as rank {rank}"))
+            self._coming.pop(rank).set_result(_Reply(f"another process has joined as rank {rank}"))
         mine = self._coming[rank] = asyncio.get_running_loop().create_future()
         if len(self._coming) == size:
             self._begin()
@@ -57,17 +57,17 @@ class Rendezvous:
         if not done:
             del self._coming[rank]
             missing = sorted(set(range(size)) - self._coming.keys() - {rank})
-            mine.set_result(_Reply(f"waited {timeout_s:g} s for ranks {missing}, which did not come"))
+            mine.set_result(_Reply(f"waited {timeout_s:g} s for ranks {missing}, which did not join"))
         answer: _Reply = mine.result()
         return answer
 
     async def gather(self, generation: str, rank: int, number: int, note: bytes, timeout_s: float) -> _Reply:
-        """Give a note to a round, and wait for those of the others."""
+        """Send a note to a round, and wait for those of the others."""
         live = self._live
         if live is None or live.id != generation:
             return _Reply(f"the team has ended: {self._ended}", rejoin=bool(self._coming))
         if number != live.number or rank in live.notes:
-            return self._end(_Reply(f"rank {rank} came to round {number}, the others are in round {live.number}"))
+            return self._end(_Reply(f"rank {rank} is in round {number}, but the others are in round {live.number}"))
         live.notes[rank] = note
         mine = live.open
         if len(live.notes) == self._size:
@@ -88,7 +88,7 @@ class Rendezvous:
         self._coming = {}
 
     def _end(self, answer: _Reply) -> _Reply:
-        """Give this answer to all who wait in the open round, and have no rounds after it."""
+        """Give this answer to all ranks that wait in the open round, and end the generation."""
         if self._live is not None:
             self._live.open.set_result(answer)
             self._live, self._ended = None, answer.problem
@@ -96,11 +96,11 @@ class Rendezvous:
 
 
 class ActorTeam:
-    """Some processes of a Ray cluster that know the name of their team, numbered from 0. A `collective.Team`.
+    """Processes of a Ray cluster that know the name of their team, numbered from 0. A `collective.Team`.
 
-    They come together at the first `gather`. After a GroupError they come together anew at the next one, in whatever
-    process each rank is by then: every rank then begins again what it did, from its first `gather`. If the error has
-    `rejoin`, others are already waiting for that.
+    They meet at the first `gather`. After a GroupError they meet again at the next one, even if a rank is another
+    process by then: every rank repeats its work from its first `gather`. If the error has `rejoin`, others are already
+    waiting for that.
 
     Args:
         name: Name of the team in the cluster.
@@ -111,10 +111,10 @@ class ActorTeam:
 
     def __init__(self, name: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
         if not 0 <= rank < size:
-            raise ValueError(f"there is no rank {rank} of {size}")
+            raise ValueError(f"rank must be from 0 to size - 1; got rank {rank} of size {size}")
         self.name, self.rank, self.size, self.timeout_s = name, rank, size, timeout_s
         self._meeting: Any = None
-        self._generation = ""  # none
+        self._generation = ""  # empty: not joined
         self._number = 0  # of the next round
 
     def gather(self, note: bytes) -> list[bytes]:
@@ -125,13 +125,13 @@ class ActorTeam:
             where = self._generation, self.rank, self._number
             answer = self._ask(lambda meeting: meeting.gather.remote(*where, bytes(note), self.timeout_s))
         except BaseException:
-            self._generation = ""  # whatever it was, the others are not waiting for the same any more
+            self._generation = ""  # after any error, the others do not wait in this round any more
             raise
         self._number += 1
         return list(answer.notes)
 
     def close(self) -> None:
-        """End the team, for all its ranks: those that wait get a GroupError."""
+        """End the team for all its ranks: those that wait get a GroupError."""
         kill_actor(self._actor_name)
 
     @property

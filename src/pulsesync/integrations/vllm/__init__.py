@@ -1,11 +1,11 @@
-"""vLLM follows a run: live parameters are brought to a version in place, all ranks or none, checked by digests.
+"""vLLM follows a run: live parameters are updated in place, on all ranks or on none, and checked by digests.
 
     vllm serve MODEL --middleware pulsesync.integrations.vllm.Routes                 # then: pulse follow RUN --vllm URL
     vllm serve MODEL --weight-transfer-config '{"backend": "pulse"}'      # or vLLM's own routes, in development mode
     follower = pulsesync.integrations.vllm.attach(LLM(MODEL), "s3://bucket/run")     # or an offline LLM
     follower.update()
 
-vLLM finds `plugin.register` by its entry point, in every process that it starts. docs/integrations/vllm.md tells more.
+vLLM finds `plugin.register` by its entry point, in every process that it starts. See docs/integrations/vllm.md.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The weight-transfer backend "pulse" of vLLM 0.25 and later: its own routes and clients bring an engine to versions.
+"""The weight-transfer backend "pulse" of vLLM 0.25 and later: vLLM's own routes and clients update an engine.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "pulse"}'
     POST /init_weight_transfer_engine   {"init_info": {"location": "s3://bucket/run", "trust": ["…"]}}
@@ -38,13 +38,13 @@ class PulseInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class PulseUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The version to go to, or "latest"."""
+    """The version to update to, or "latest"."""
 
     version: int | str = LATEST
 
 
 class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Brings the live parameters of one rank to versions of a run, in place where that is possible."""
+    """Updates the live parameters of one rank to versions of a run, in place where that is possible."""
 
     init_info_cls = PulseInitInfo
     update_info_cls = PulseUpdateInfo
@@ -58,11 +58,11 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._updates = 0
 
     def init_transfer_engine(self, init_info: PulseInitInfo) -> None:
-        """Follow a run. If this fails, the engine follows none: later updates raise, and change nothing."""
+        """Follow a run. If this fails, the engine follows no run: later updates raise, and change nothing."""
         self._options = None
         self.follower.close()
         options = dict(vars(init_info))
-        open_store(RunOptions.parse(options).location)  # raises for a location that no store is for
+        open_store(RunOptions.parse(options).location)  # raises if there is no store for the location
         self._team = self._team or compat.team_of(self.vllm_config)
         self._options = options
 
@@ -73,11 +73,11 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: an update is complete in itself."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Go to a version. The base class synchronises an accelerator here, which fails where there is none."""
+        """Update to a version. The base class synchronises an accelerator here, which fails without one."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: PulseUpdateInfo, load_weights: Any = None) -> None:
-        """Go to a version with the other ranks of this replica; the caller of vLLM's routes pauses and resumes."""
+        """Update with the other ranks of this replica; the caller of vLLM's routes pauses and resumes."""
         if self._options is None or self._team is None:
             raise PulseError(
                 'no run is configured: call /init_weight_transfer_engine with {"init_info": {"location": …}} first'
@@ -87,7 +87,7 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             token = f"backend-{self._updates}"
             move_together(self.follower, self._team, self._options, update_info.version, token)
         except GroupError:
-            self._options = self._team = None  # a group that has failed is of no use: initialise again
+            self._options = self._team = None  # a group that has failed cannot be used again: initialise again
             raise
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Everything that this adapter asks of vLLM, in one place: what changes between its versions is absorbed here.
+"""All calls of this adapter to vLLM, in one module, which handles the differences between vLLM's versions.
 
-Run with vLLM 0.32; the interfaces of 0.16 to 0.32 were read (docs/integrations/vllm.md). Nothing here is imported by a
-process that does not run vLLM.
+Tested with vLLM 0.32; the interfaces of 0.16 to 0.32 were read (docs/integrations/vllm.md). Only processes that run
+vLLM import this module.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from pulsesync.group.collective import Collective, SoloTeam, Team
 from pulsesync.integrations.engine.adapter import EngineAdapter
 from pulsesync.integrations.runtime import EngineRank
 
-TIMEOUT_S = 1800.0  # for which a rank waits for the others: as long as the slowest may fetch
+TIMEOUT_S = 1800.0  # how long a rank waits for the others, the slowest of which may fetch an anchor
 
 
 # In a worker
@@ -35,8 +35,8 @@ class VllmEngine(EngineAdapter):
         parallel = self.config.parallel_config
         if parallel.data_parallel_size > 1:
             raise StateError(
-                f"this engine has {parallel.data_parallel_size} data-parallel replicas, and vLLM reports the answers "
-                "of one of them alone: start a server for each replica, and let each follow the run"
+                f"this engine has {parallel.data_parallel_size} data-parallel replicas, but vLLM reports the answers "
+                "of only one of them: start a server for each replica, and let each follow the run"
             )
         if getattr(parallel, "enable_eplb", False):
             raise StateError(
@@ -70,18 +70,21 @@ class VllmEngine(EngineAdapter):
         return self.config.model_config.quantization is not None
 
     def parameters(self) -> dict[str, Any]:
-        """The live parameters by name, without the marks of the wrapper that `--enable-lora` puts around layers."""
+        """Return the live parameters by name, without the prefixes of the wrappers that `--enable-lora` adds."""
         return {name.replace(".base_layer.", "."): tensor.data for name, tensor in super().parameters().items()}
 
     def checkpoint(self) -> Iterator[tuple[str, Any]]:
         config = self.config
         loader = import_module("vllm.model_executor.model_loader").get_model_loader(config.load_config)
         if not hasattr(loader, "get_all_weights"):
-            raise PulseError(f"load_format={config.load_config.load_format!r} has no checkpoint that can be read again")
+            raise PulseError(
+                f"the engine was started with load_format={config.load_config.load_format!r}, which has no checkpoint "
+                "that can be read again"
+            )
         yield from loader.get_all_weights(config.model_config, self.model)
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
-        """Load tensors of a checkpoint through the model's own loader, layer by layer; others keep what they have."""
+        """Load tensors of a checkpoint with the model's own loader, layer by layer; other tensors do not change."""
         reload = import_module("vllm.model_executor.model_loader.reload")
         current = import_module("vllm.config").set_current_vllm_config
         finalize = getattr(reload, "finalize_layerwise_reload", None) or reload.finalize_layerwise_processing
@@ -89,15 +92,15 @@ class VllmEngine(EngineAdapter):
             reload.initialize_layerwise_reload(self.model)
             try:
                 loaded: set[str] | None = self.model.load_weights(weights)
-            finally:  # else the layers would stay without memory
+            finally:  # otherwise the layers would have no memory
                 finalize(self.model, self.config.model_config)
         return loaded
 
     def refresh_packed(self) -> int:
-        """Pack again what vLLM packed on a CPU beside weights that it keeps; return how many layers.
+        """Repack weights of which vLLM keeps a packed copy on a CPU; return the number of layers.
 
-        An output matrix that is tied to the embedding is one: vLLM computes with a packed copy of it, and no way of
-        loading weights makes that copy anew, so that log-probabilities would be those of old weights.
+        An output matrix that is tied to the embedding is an example: vLLM computes with a packed copy of it, and no
+        method of loading weights renews that copy, so that log-probabilities would be those of old weights.
         """
         if not import_module("vllm.platforms").current_platform.is_cpu():
             return 0
@@ -112,7 +115,7 @@ class VllmEngine(EngineAdapter):
 
 
 def team_of(config: Any) -> Team:
-    """The ranks of an engine, in a process group of their own. Every rank must call this at the same time."""
+    """Return the ranks of an engine, in a process group of their own. Every rank must call this at the same time."""
     parallel = config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
         return SoloTeam()
@@ -128,20 +131,25 @@ async def pause(engine: Any) -> None:
 
 
 async def drop_cache(engine: Any) -> None:
-    """Drop everything that old weights have computed; requests in flight compute theirs again.
+    """Drop all caches that old weights have computed; requests in flight compute theirs again.
 
     Raises:
-        PulseError: the engine did not do so.
+        PulseError: the engine could not drop its KV cache.
     """
     if await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is False:
-        raise PulseError("the engine could not drop its KV cache, which was computed with other weights")
-    for name in ("reset_mm_cache", "reset_encoder_cache"):  # those of images; the second is not in all versions
+        raise PulseError(
+            "the engine could not drop its KV cache, which the old weights have computed; update again, or restart it"
+        )
+    for name in (
+        "reset_mm_cache",
+        "reset_encoder_cache",
+    ):  # caches of images; the second does not exist in all versions
         if hasattr(engine, name):
             await getattr(engine, name)()
 
 
 async def check_awake(engine: Any) -> None:
-    """Refuse an engine that sleeps: its memory is not there. Raises: StoreError, which may pass."""
+    """Refuse an engine that sleeps, because its memory is freed. Raises: StoreError, which is retryable."""
     if await engine.is_sleeping():
         raise StoreError("the engine is asleep: call wake_up, then update again", retryable=True)
 

@@ -29,16 +29,16 @@ def attach(
     trust: str | list[str] | None = None,
     pointer: str | None = None,
 ) -> "OfflineFollower":
-    """Let an offline LLM of vLLM follow a run; `update` brings it to a version.
+    """Let an offline LLM of vLLM follow a run; `update` updates it to a version.
 
     Args:
         llm: A `vllm.LLM`.
-        location: A path or URL of the run, which every worker process reaches.
+        location: A path or URL of the run, which every worker process can reach.
         trust: As for a `Subscriber`.
         pointer: Name of a pointer of the run to follow; None: the newest version.
 
     Raises:
-        ValueError: an argument is not of its type. PulseError: vLLM's workers do not know this adapter.
+        ValueError: an argument has the wrong type. PulseError: vLLM's workers do not have this adapter.
     """
     given = {"location": location, "trust": trust, "pointer": pointer}
     RunOptions.parse(given)
@@ -46,7 +46,7 @@ def attach(
 
 
 class OfflineFollower:
-    """Brings an offline LLM to versions of a run. Nothing is generated meanwhile: both are blocking calls.
+    """Updates an offline LLM to versions of a run. Nothing is generated meanwhile: both are blocking calls.
 
     Args:
         llm: A `vllm.LLM`.
@@ -62,12 +62,12 @@ class OfflineFollower:
             if "pulse_call" not in str(e):
                 raise
             raise PulseError(
-                "vLLM's workers do not know pulsesync: install it in vLLM's environment, so that vLLM finds its entry "
-                "point, and let VLLM_PLUGINS, if it is set, name 'pulse'"
+                "vLLM's workers have not loaded pulsesync: install it in vLLM's environment, so that vLLM finds its "
+                "entry point, and add 'pulse' to VLLM_PLUGINS if that is set"
             ) from e
 
     def status(self) -> dict[str, Any]:
-        """Where the workers are, by rank 0."""
+        """Return the status of the workers, as rank 0 reports it."""
         ranks: list[dict[str, Any]] = self._ask({"do": "status"})
         raise_error(ranks)
         return ranks[0]
@@ -79,14 +79,14 @@ class OfflineFollower:
         return version
 
     def update(self, version: int | str = LATEST, *, keep_kv_cache: bool = False) -> UpdateReport:
-        """Bring all workers to the newest version, or to one; all of them or none.
+        """Update all workers to the newest version, or to a given one; all of them or none.
 
         Args:
-            version: The version to go to.
-            keep_kv_cache: Keep what was cached of prompts, which other weights have computed.
+            version: The version to update to.
+            keep_kv_cache: Keep the cache of prompts, although old weights have computed it.
 
         Raises:
-            PulseError: as `Subscriber.sync`; the engine has the weights that it had. The one exception is a
+            PulseError: as `Subscriber.sync`; the engine's weights are unchanged. The one exception is a
                 VerificationError: then it must not generate before an update succeeds.
         """
         self._keep_cache = keep_kv_cache
@@ -105,7 +105,10 @@ class OfflineFollower:
             time.sleep(step.seconds)
         elif isinstance(step, Finish):
             if not self._keep_cache and self._llm.reset_prefix_cache() is False:
-                raise PulseError("the engine could not drop its KV cache, which was computed with other weights")
+                raise PulseError(
+                    "the engine could not drop its KV cache, which the old weights have computed; update again, or "
+                    "restart it"
+                )
             if hasattr(self._llm, "update_weight_version"):  # vLLM 0.27 and later
                 self._llm.update_weight_version(str(step.version))
         return None

@@ -1,10 +1,10 @@
 """What vLLM calls in every process that it starts, by the entry point `pulse` of the group `vllm.general_plugins`.
 
-It registers the weight-transfer backend "pulse", and gives workers a method, `pulse_call`, that `collective_rpc` calls
-by its name. So an engine can follow a run whether or not it was started for it.
+It registers the weight-transfer backend "pulse", and adds a method to workers, `pulse_call`, which `collective_rpc`
+calls by its name. So an engine can follow a run without special options.
 
-Nothing of pulsesync but this is imported before a worker is called: processes start as quickly as without it, and on a
-CPU vLLM 0.32 cannot start a worker in a process that has imported numba.
+Nothing else of pulsesync is imported before a worker is called: processes start as quickly as without it, and on a CPU
+vLLM 0.32 cannot start a worker in a process that has imported numba.
 """
 
 import inspect
@@ -22,7 +22,7 @@ PREFIX = "PULSE_VLLM"  # of PULSE_VLLM_RUNS, PULSE_VLLM_TRUST and PULSE_VLLM_CAC
 
 
 def register() -> None:
-    """Make vLLM know this adapter; it may be called again.
+    """Register this adapter in vLLM; it may be called again.
 
     Raises:
         ValueError: PULSE_VLLM_PLAIN_WEIGHTS is neither 0 nor 1.
@@ -37,11 +37,11 @@ def register() -> None:
         raise ValueError(f"{PLAIN_WEIGHTS} must be 0 or 1; got {plain!r}")
     if plain == "1":
         operations: Any = import_module("vllm._custom_ops")
-        operations._supports_onednn = False  # with which linear layers on a CPU would pack their weights away
+        operations._supports_onednn = False  # with it, linear layers on a CPU would keep only packed weights
 
 
 def _takes_config(factory: Any) -> bool:
-    """Whether engines are given the configuration and the model: since vLLM 0.25."""
+    """Return whether engines get the configuration and the model: since vLLM 0.25."""
     return "vllm_config" in inspect.signature(factory.create_engine).parameters
 
 
@@ -58,7 +58,7 @@ def pulse_call(worker: Any, message: str) -> dict[str, Any]:
 
 
 def follower_of(worker: Any) -> "EngineFollower":
-    """The follower of a worker: the one of its weight-transfer engine, if that is ours, or one of its own."""
+    """Return the follower of a worker: that of its weight-transfer engine, if that is ours, or one of its own."""
     from pulsesync.integrations.engine.follower import EngineFollower
     from pulsesync.integrations.vllm.compat import VllmEngine
 
@@ -71,7 +71,7 @@ def follower_of(worker: Any) -> "EngineFollower":
 
 
 def read_limits() -> "EngineLimits":
-    """What the environment of this process allows. Raises: ValueError, for what is no public key."""
+    """Read the limits from the environment of this process. Raises: ValueError, for a malformed public key."""
     from pulsesync.integrations.engine.follower import EngineLimits
 
     return EngineLimits.read(PREFIX)

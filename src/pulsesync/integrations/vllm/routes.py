@@ -1,4 +1,4 @@
-"""Routes of a vLLM server by which it is brought to versions, without its development routes.
+"""Routes of a vLLM server with which it is updated to versions, without its development routes.
 
     vllm serve MODEL --middleware pulsesync.integrations.vllm.Routes
 
@@ -6,7 +6,7 @@
     POST /v1/pulse/update    {"location": "s3://bucket/run", "version": 12, "trust": ["…"], "kv_cache": "drop"}
 
 An update is prepared while the server generates; then it pauses, writes on all ranks, sets the engine's weight_version
-and resumes. The routes are under /v1, so a server with --api-key asks for the key here, too.
+and resumes. The routes are under /v1, so a server with --api-key requires the key for them, too.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ KvCache = Literal["drop", "keep"]
 
 
 class Routes:
-    """ASGI middleware that adds the routes to vLLM's application, with the first request that comes.
+    """ASGI middleware that adds the routes to vLLM's application, at the first request.
 
     As routes of the application they are behind its own middleware, such as the one that checks the API key.
 
     Args:
-        app: The application that this is put in front of.
+        app: The application that this wraps.
     """
 
     def __init__(self, app: Any) -> None:
@@ -63,7 +63,7 @@ def add_routes(app: Any) -> None:
     """Add the routes to a Starlette application whose `state.engine_client` is the engine."""
     from starlette.responses import JSONResponse
 
-    served: list[ServedEngine] = []  # one, made when the engine is there
+    served: list[ServedEngine] = []  # one element, created when the engine exists
 
     def engine(request: Any) -> ServedEngine:
         if not served:
@@ -101,7 +101,7 @@ def add_routes(app: Any) -> None:
 
 
 def parse_update(body: Any) -> tuple[dict[str, Any], int | str, KvCache]:
-    """The run, the version and what becomes of the KV cache, of the body of a request. Raises: ValueError."""
+    """Return the run, the version and the KV-cache option of a request's body. Raises: ValueError."""
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
     options = {**body}
@@ -114,17 +114,17 @@ def parse_update(body: Any) -> tuple[dict[str, Any], int | str, KvCache]:
 
 
 class ServedEngine:
-    """The engine of a server, brought to versions by the process that serves; one update at a time."""
+    """The engine of a server, updated by the process that serves; one update at a time."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._turns = asyncio.Lock()
         self._kv_cache: KvCache = "drop"
-        self._paused_here = False  # whether an update has paused the engine, and not resumed it
+        self._paused_here = False  # whether an update has paused the engine and not resumed it
         self._paused_at, self._pause_s = 0.0, 0.0
 
     async def status(self) -> dict[str, Any]:
-        """Where the engine is: what rank 0 says, whether the others agree, and why an update left it paused."""
+        """Return the engine's status: that of rank 0, whether the others agree, and why an update left it paused."""
         return {
             **merged_status(await self._ask({"do": "status"})),
             "weight_version": await compat.get_version(self._engine),
@@ -133,12 +133,14 @@ class ServedEngine:
         }
 
     async def update(self, options: dict[str, Any], version: int | str, kv_cache: KvCache) -> dict[str, Any]:
-        """Bring all ranks to a version; return the report. Raises: as `moving`."""
+        """Update all ranks to a version; return the report. Raises: as `moving`."""
         allowed = read_limits().applied(RunOptions.parse(options))
         events = UpdateEvents(allowed.location)
         with events.noting_failure():
             if version == LATEST:
-                version = await asyncio.to_thread(find_version, allowed)  # not in a worker, which would not generate
+                version = await asyncio.to_thread(
+                    find_version, allowed
+                )  # not in a worker, which could not generate meanwhile
             async with self._turns:
                 await compat.check_awake(self._engine)
                 self._kv_cache, self._pause_s = kv_cache, 0.0

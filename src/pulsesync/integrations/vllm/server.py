@@ -1,10 +1,11 @@
-"""A vLLM server over HTTP, as `pulse follow RUN --vllm URL` drives it: where it is, and to another version.
+"""A client of a vLLM server, with which `pulse follow RUN --vllm URL` reads its status and updates it.
 
     server = VllmServer("http://127.0.0.1:8000")
     report = server.update("s3://bucket/run", 12)
 
-With the routes of `Routes` one request does it. On a server with vLLM's development routes the same steps are taken one
-by one; if this process is killed in the middle, such a server can be left paused. Nothing here imports vLLM.
+With the routes of `Routes` an update is one request. On a server with vLLM's development routes the same steps are
+taken one by one; if this process is killed meanwhile, such a server can be left paused. This module does not import
+vLLM.
 """
 
 import json
@@ -31,7 +32,7 @@ START_WITH = "--middleware pulsesync.integrations.vllm.Routes"
 
 
 class VllmServer(EngineServer):
-    """A vLLM server that is brought to versions of a run.
+    """A vLLM server that is updated to versions of a run.
 
     Args:
         url: Its address, such as http://127.0.0.1:8000.
@@ -44,14 +45,14 @@ class VllmServer(EngineServer):
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         super().__init__(url, api_key=api_key, timeout_s=timeout_s)
-        self._by_routes: bool | None = None  # whether it has our routes, once it was asked
-        self._paused_at, self._pause_s = 0.0, 0.0  # since when it is paused by an update, 0 if it is not
+        self._by_routes: bool | None = None  # whether it has our routes; None: not known yet
+        self._paused_at, self._pause_s = 0.0, 0.0  # when an update has paused it (0 if not), and how long in all
 
     def status(self) -> dict[str, Any]:
-        """Where the server is: location, version, digest, weight_version, paused.
+        """Return the server's status: location, version, digest, weight_version, paused.
 
         Raises:
-            StoreError: it does not answer; PulseError: it was not started for this.
+            StoreError: it does not answer; PulseError: it was not started with the options that updates need.
         """
         if self._by_routes is not False:
             code, answer = self._call("GET", "/v1/pulse", STATUS_TIMEOUT_S)
@@ -86,7 +87,7 @@ class VllmServer(EngineServer):
         return UpdateReport.parse(answer)
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Load a LoRA adapter from a folder, in the place of the one that has this name.
+        """Load a LoRA adapter from a folder, and replace the one that has this name.
 
         Raises:
             PulseError: the server refuses it; StoreError: it does not answer.
@@ -95,14 +96,14 @@ class VllmServer(EngineServer):
         code, answer = self._call("POST", "/v1/load_lora_adapter", self._timeout_s, body)
         if code == 404:
             raise PulseError(
-                f"the server at {self.url} loads no adapters while it runs: start it with --enable-lora and "
+                f"the server at {self.url} cannot load adapters while it runs: start it with --enable-lora and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
         if code != 200:
             raise self._refusal(code, answer, "/v1/load_lora_adapter")
 
     def _take(self, step: Step, kv_cache: str) -> Any:
-        """Take a step of an update by vLLM's development routes."""
+        """Take a step of an update with vLLM's development routes."""
         if isinstance(step, Ask):
             return self._ask(step.message)
         if isinstance(step, Wait):
@@ -118,7 +119,7 @@ class VllmServer(EngineServer):
         elif step == "pause":
             self._paused_at = time.perf_counter()
             self._step("/pause?mode=keep&clear_cache=false")
-        elif self._paused_at:  # else the update has failed before it paused anything
+        elif self._paused_at:  # otherwise the update has failed before it paused the server
             self._step("/resume")
             self._pause_s, self._paused_at = time.perf_counter() - self._paused_at, 0.0
         return None
