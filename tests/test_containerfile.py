@@ -141,4 +141,4 @@ def test_the_check_of_a_relay_asks_an_address_that_a_relay_answers() -> None:
     port, path = re.findall(r"127\.0\.0\.1:(\d+)(/\w+)'", program)[0]
     assert STAGES["relay"].all("EXPOSE") == [port]
     assert f"[default: {port}]" in re.sub(r"[│\s]+", " ", pulse("relay", "--help").out)
-    assert path in [route.path for route in make_app(MemoryStore()).routes]
+    assert path in [getattr(route, "path", None) for route in make_app(MemoryStore()).routes]
