@@ -31,7 +31,7 @@ from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.integrations.folder import FolderUpdate, HuggingFaceFolder
 from pulsesync.integrations.sglang import SglangServer
 from pulsesync.integrations.vllm import ServerFollower, UpdateReport, VllmServer
-from pulsesync.run.heartbeats import name_worker
+from pulsesync.run.heartbeats import check_worker, name_worker
 from pulsesync.run.pointers import is_about_pointer
 
 
@@ -120,7 +120,10 @@ def follow(
         raise UsageError(f"--cache applies to a folder only; for a server, set {variable} in its environment")
     if heartbeat is not None and no_heartbeat:
         raise UsageError("--heartbeat contradicts --no-heartbeat; give one of the two")
-    worker = None if no_heartbeat else heartbeat or _name_worker(folder, vllm, sglang)
+    try:
+        worker = None if no_heartbeat else check_worker(heartbeat or _name_worker(folder, vllm, sglang))
+    except ValueError as e:
+        raise UsageError(f"--heartbeat: {e}") from e
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
     export_metrics(metrics)
     server = VllmServer(vllm, api_key=api_key or os.environ.get("PULSE_VLLM_API_KEY")) if vllm is not None else None
@@ -140,7 +143,7 @@ def follow(
                 heartbeat=worker,
             )
         except ValueError as e:
-            raise UsageError(str(e)) from e
+            raise UsageError(f"--pointer {pointer}: {e}") from e
         with closing(follower), show_progress(as_json) as bars:
             return _follow_server(follower, printer, bars, once=once, version=version, interval_s=interval_s)
     assert folder is not None
@@ -157,7 +160,7 @@ def follow(
             heartbeat=worker,
         )
     except ValueError as e:
-        raise UsageError(str(e)) from e
+        raise UsageError(f"--pointer {pointer}: {e}") from e
     with kept, show_progress(as_json):
         if once or version is not None:
             try:
