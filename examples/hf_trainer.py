@@ -1,10 +1,9 @@
-"""Train a small language model with Hugging Face's Trainer, and follow its weights into a folder that loads.
+"""Train a small language model with Hugging Face's Trainer, and follow its weights into a loadable folder.
 
     python examples/hf_trainer.py runs/hf
 
 The one line that publishes is the callback. The model is tiny and random, so nothing is downloaded. While it trains,
-every step is published; then the run is followed as `pulse follow` would do it, and the folder is loaded by
-transformers. Ends with
+every step is published; then the run is followed as with `pulse follow`, and transformers loads the folder. Ends with
 
     version 10: the folder loads with the trainer's weights, bit for bit
 """

@@ -4,7 +4,7 @@
 
 The trainer has FP32 master weights and publishes them as BF16 after every step; the worker has a BF16 tree, and gets a
 new one for each version. The location is a new folder, or a URL such as s3://bucket/run, and the worker could be on
-another machine. Prints what each version sent in place of all weights, and ends with
+another machine. Prints what each version sent instead of all weights, and ends with
 
     version 10: the worker has the trainer's weights, bit for bit
 """
@@ -48,7 +48,7 @@ def sha256(params: Any) -> str:
 
 
 def work(location: str) -> str:
-    """The worker: take over every version up to the last step, and generate in between."""
+    """The worker: sync to every version up to the last step, and generate in between."""
     subscriber = JaxSubscriber(location)
     start = in_bf16(initial(seed=1))  # other weights than the trainer's: the first sync brings them all
     prompt = jnp.ones((1, 256), jnp.bfloat16)
@@ -65,7 +65,7 @@ def work(location: str) -> str:
 
 
 def train(location: str) -> str:
-    """The trainer: publish the weights that it starts with, and those after every step."""
+    """The trainer: publish the first weights, and those after every step."""
     params, data = initial(seed=0), np.random.default_rng(0)
     optimizer = optax.adamw(3e-6)
     state = optimizer.init(params)

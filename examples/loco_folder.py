@@ -1,11 +1,11 @@
-"""Two trainers that learn on their own and meet every eight steps, by PULSELoCo through a folder.
+"""Two trainers that learn on their own and exchange updates every eight steps, by PULSELoCo through a folder.
 
     python examples/loco_folder.py runs/meeting
 
-Each trainer is a process with data of its own. In a round, each sends only the updates that change the BF16 value of a
-weight, or are about to, and keeps the rest in its own weights until a later round. What all trainers have in common are
-the shared weights: these are what to publish and to evaluate. The folder may be a URL such as s3://bucket/meeting, and
-the trainers on different machines: they need no open ports. docs/loco.md has the details. Ends with
+Each trainer is a process with its own data. In a round, each sends only the updates that change the BF16 value of a
+weight, or are about to, and keeps the rest in its own weights until a later round. After every round all trainers have
+the same shared weights: publish and evaluate these. The folder may be a URL such as s3://bucket/meeting, and the
+trainers on different machines: they need no open ports. docs/loco.md has the details. Ends with
 
     after 4 rounds both trainers have the same shared weights, bit for bit
 """
@@ -30,7 +30,7 @@ def train(location: str, name: str) -> str:
     torch.manual_seed(0)  # all trainers start from the same weights ...
     model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6)
-    data = torch.Generator().manual_seed(TRAINERS.index(name))  # ... and have data of their own
+    data = torch.Generator().manual_seed(TRAINERS.index(name))  # ... and have their own data
 
     def show(report: RoundReport) -> None:
         share, dense = report.sent / report.total, 4 * report.total
@@ -43,14 +43,14 @@ def train(location: str, name: str) -> str:
             nn.functional.mse_loss(model(batch), -batch).backward()
             optimizer.step()  # every eighth of these is a round
             optimizer.zero_grad()
-    # The model itself also holds what this trainer has not sent yet, which no other trainer has.
+    # The model itself also contains updates that this trainer has not sent yet, which no other trainer has.
     shared = loco.shared_weights()
     return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in shared.values())).hexdigest()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Two trainers that meet every few steps, by PULSELoCo.")
-    parser.add_argument("location", help="where the trainers meet: a folder, or a URL such as s3://bucket/meeting")
+    parser = argparse.ArgumentParser(description="Two trainers that exchange updates every few steps, by PULSELoCo.")
+    parser.add_argument("location", help="where updates are exchanged: a folder, or a URL such as s3://bucket/meeting")
     given = parser.parse_args()
 
     with ProcessPoolExecutor(len(TRAINERS), mp_context=get_context("spawn")) as processes:

@@ -2,8 +2,8 @@
 
     python examples/ray_workers.py
 
-Starts a cluster on this machine, or joins the one that RAY_ADDRESS names. One rollout actor is killed on the way; Ray
-restarts it, and it catches up by itself. docs/integrations/ray.md has trainers that share a model, and RLlib. Ends with
+Starts a cluster on this machine, or joins the one at RAY_ADDRESS. One rollout actor is killed meanwhile; Ray restarts
+it, and it catches up by itself. docs/integrations/ray.md has trainers that share a model, and RLlib. Ends with
 
     all 2 rollout actors have the weights of version 10, bit for bit
 """
@@ -48,7 +48,7 @@ class Rollout:
         self.subscriber = link.subscriber()
 
     def sync(self) -> tuple[int, str]:
-        """Take over the newest version; return it with the digest of all weights, computed anew."""
+        """Sync to the newest version; return it with the digest of all weights, computed from them."""
         report = self.subscriber.sync(self.model)
         return report.version, self.subscriber.verify()
 

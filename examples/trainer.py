@@ -3,7 +3,7 @@
     python examples/trainer.py runs/example
 
 Start examples/worker.py with the same location, before or after this, here or on another machine. The location is a
-folder, or a URL such as s3://bucket/run. Prints what each version sent in place of all weights, and ends with
+folder, or a URL such as s3://bucket/run. Prints what each version sent instead of all weights, and ends with
 
     version 20 has digest 64ab…
 

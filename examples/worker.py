@@ -2,11 +2,11 @@
 
     python examples/worker.py runs/example
 
-Waits for the first version, takes over every version that comes, and ends after the trainer's last step with
+Waits for the first version, syncs to every version that follows, and ends after the trainer's last step with
 
     version 20 has digest 64ab…
 
-after it has computed that digest from all its weights. It may be killed and started again at any time.
+after it has computed that digest from all its weights. It may be killed and restarted at any time.
 """
 
 import argparse

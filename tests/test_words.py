@@ -162,6 +162,7 @@ ROWS = [
 # What is clean already. Extend it as folders are rewritten.
 CLEAN = [
     "docs",
+    "examples",
     "examples/README.md",
     "src/pulsesync/__init__.py",
     "src/pulsesync/cli",
