@@ -84,7 +84,7 @@ def test_a_record_comes_back_as_it_was_written() -> None:
 def test_the_longest_record_is_within_the_limit() -> None:
     wide = "\N{GRINNING FACE}"
     writer = HeartbeatWriter(MemoryStore(), "w" * 64, follows="p" * 64)
-    writer._record = replace(writer.record, host=wide * 64, step=1 << 53, newest=1 << 53)
+    writer._facts["host"] = wide * 64
     writer.synced(1 << 53, 1 << 53, newest=1 << 53, fetched_bytes=1 << 52, pause_s=1 / 3)
     writer.recounted(False)
     writer.failed(ValueError(wide * 1000), 1 << 53, torn=True)

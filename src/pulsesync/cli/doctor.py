@@ -184,10 +184,10 @@ def _kernels() -> Finding:
             "numba finds no folder that it can write, so each process compiles the kernels anew, for some 20 s",
             "set NUMBA_CACHE_DIR to a folder that can be written",
         )
-    found = {
+    found: dict[int, Any] = {  # some are in several modules
         id(one): one for module in (cpu, coder, rounds) for one in vars(module).values() if isinstance(one, Dispatcher)
     }
-    caches: list[Any] = [one._cache for one in found.values()]
+    caches = [one._cache for one in found.values()]
     folder = Path(caches[0].cache_path)
     compiled = sum(bool(cache._cache_file._load_index()) for cache in caches)
     if compiled >= len(caches) // 2:  # not every kernel is needed by every run
