@@ -1,9 +1,11 @@
 """What publishers and subscribers emit and log: what happened, once, without credentials, and without waiting."""
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -586,3 +588,18 @@ def test_a_request_that_is_repeated_is_logged(tmp_path: Path, caplog: pytest.Log
     assert [record.getMessage() for record in caplog.records] == [
         f"Attempt {n} of 5 at a request failed; trying again: too busy." for n in (1, 2)
     ]
+
+
+# The page
+
+
+def test_the_page_on_events_has_every_event_with_every_field() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "events.md").read_text()
+    rows = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `")}
+    common = {field.name for field in fields(events.RunEvent)}
+    kinds = [getattr(events, name) for name in events.__all__]
+    concrete = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, events.Event)]
+    for kind in set(concrete) - {events.Event, events.RunEvent}:
+        named = rows[kind.__name__].split("|")[3]
+        missing = {field.name for field in fields(kind)} - common - set(re.findall(r"`(\w+)`", named))
+        assert not missing, f"docs/events.md: {kind.__name__} lacks {missing}"
