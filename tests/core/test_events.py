@@ -104,11 +104,13 @@ def test_a_listener_that_rests_is_woken_by_the_next_event(monkeypatch: pytest.Mo
 
 def test_events_of_many_threads_are_all_delivered() -> None:
     received: list[events.Event] = []
+
+    def emit_many() -> None:
+        for version in range(500):
+            events.emit(recounted(version))
+
     with pulse.listen(received.append, queued=10_000):
-        threads = [
-            threading.Thread(target=lambda: [events.emit(recounted(version)) for version in range(500)])
-            for _ in range(8)
-        ]
+        threads = [threading.Thread(target=emit_many) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
