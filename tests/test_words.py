@@ -171,6 +171,7 @@ CLEAN = [
     "src/pulsesync/errors.py",
     "src/pulsesync/format",
     "src/pulsesync/group",
+    "src/pulsesync/integrations",
     "src/pulsesync/kernels",
     "src/pulsesync/lab",
     "src/pulsesync/loco",

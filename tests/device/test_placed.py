@@ -19,7 +19,7 @@ def test_what_an_engine_has_loaded_is_held_against_the_checkpoint(device: str) -
     check_loaded(placed, {"a": WHOLE})
     check_loaded(placed, {"a": WHOLE.to(device)})
     mine[1, 7] += 1
-    with pytest.raises(StateError, match="not where the map says"):
+    with pytest.raises(StateError, match="not at the position that the map names"):
         check_loaded(placed, {"a": WHOLE})
 
 

@@ -288,7 +288,7 @@ def test_folders_of_two_programs_in_one_place_are_refused(tmp_path: Path) -> Non
     write_checkpoint(tmp_path / "base", states[0])
     write_delta(tmp_path / "sync", 1, *states)
     write_skyrl_delta(tmp_path / "sync", 1, *states)
-    with pytest.raises(FormatError, match="two programs"):
+    with pytest.raises(FormatError, match="different programs"):
         bring(tmp_path / "sync", tmp_path / "run", tmp_path / "base")
 
 
@@ -371,7 +371,7 @@ def test_an_export_whose_last_version_was_pruned_says_so_and_what_to_do(tmp_path
         for n in range(1, EPOCH_PATCHES + 4):
             publisher.publish({"w": np.full(40, n, np.float32)})
     prune(publisher.store, keep_versions=2, keep_hours=0, grace_hours=0)
-    with pytest.raises(MissingLinkError, match=r"version 0 .* was pruned.*export to a new folder"):
+    with pytest.raises(MissingLinkError, match=r"version 0.* was pruned.*export to a new folder"):
         give(tmp_path / "run", tmp_path / "out")
     edit_index(tmp_path / "out" / "weight_v000000", pulse_run="another")
     with pytest.raises(ConflictError, match="is not version 0 of the run"):
@@ -469,7 +469,7 @@ def rename(frames: Any, sums: Any) -> None:
 
 
 DAMAGE = {
-    "a flipped bit": (flip_frame, ChecksumError, "another checksum"),
+    "a flipped bit": (flip_frame, ChecksumError, "does not match"),
     "a frame that is cut": (cut_frame, FormatError, "not a zstd frame"),
     "a frame that is too large": (bomb, FormatError, "larger than"),
     "a frame that is too short": (shorten, FormatError, "has 8 bytes"),
@@ -524,7 +524,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(stream: tuple[Path, Path
     index = json.loads((last / INDEX).read_text())
     index["weight_map"]["model.embed.weight"] = name
     (last / INDEX).write_text(json.dumps(index))
-    with pytest.raises(FormatError, match="not in its folder"):
+    with pytest.raises(FormatError, match="not a file in its own folder"):
         bring(tmp_path / "updates", tmp_path / "run")
 
 
@@ -593,7 +593,7 @@ def test_the_base_of_folders_that_begin_later_is_published_only_if_the_first_one
     with pytest.raises(ChecksumError, match="made for other weights"):
         bring(tmp_path / "updates", tmp_path / "run", tmp_path / "first")
     edit_index(last, base_version="000002")
-    with pytest.raises(MissingLinkError, match="delta on version 2"):
+    with pytest.raises(MissingLinkError, match="delta to version 2"):
         bring(tmp_path / "updates", tmp_path / "run", tmp_path / "before")
     assert not (tmp_path / "run").exists()
     edit_index(last, base_version="000004")
@@ -650,9 +650,9 @@ def test_a_trainer_that_has_begun_anew_in_the_same_folder_is_noticed(tmp_path: P
         importer.update()
         shutil.rmtree(tmp_path / "updates")
         write_delta(tmp_path / "updates", 1, states[0], states[4])
-        with pytest.raises(StateError, match="begun anew"):
+        with pytest.raises(StateError, match="started over"):
             importer.update()
-    with pytest.raises(StateError, match="begun anew"):
+    with pytest.raises(StateError, match="started over"):
         bring(tmp_path / "updates", tmp_path / "run", base)
     assert_run(tmp_path / "run", states)
 
@@ -663,7 +663,7 @@ def test_folders_of_another_run_or_program_are_not_continued(tmp_path: Path) -> 
     with DeltaExporter(other, tmp_path / "out") as exporter, pytest.raises(ConflictError, match="is not version 1"):
         exporter.advance()
     write_stream(tmp_path, make_states(2))
-    with pytest.raises(PulseError, match="holds something else"):
+    with pytest.raises(PulseError, match="contains other files"):
         DeltaExporter(other, tmp_path / "updates")
     with DeltaExporter(other, tmp_path / "new"), pytest.raises(ConflictError, match="another process"):
         DeltaExporter(other, tmp_path / "new")

@@ -143,7 +143,7 @@ def test_load_takes_a_request_and_nothing_else(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sglang, "_context", lambda _: SimpleNamespace(tp_size=1, **PLAIN))
     model: Any = torch.nn.Linear(1, 1)
     for tensors in ([("lm_head.weight", torch.zeros(3))], [], [*request({"do": "status"}), ("x", torch.zeros(1))]):
-        with pytest.raises(ValueError, match="takes one tensor"):
+        with pytest.raises(ValueError, match="needs the one tensor"):
             load(model, tensors)
     load(model, request({"do": "status"}))
     assert model.pulse_rank.answer["version"] is None

@@ -697,7 +697,7 @@ def test_an_anchor_that_fails_at_a_later_epoch_does_not_stop_versions_and_is_log
         for pub in group.pubs:
             pub._writer.anchors.wait()  # the share of each rank; nobody has flushed
     assert [entry.key for entry in base.list("anchors/")] == [keys.anchor_key(0)]
-    assert "The anchor of epoch 1 is not in the store: the line is down" in caplog.text
+    assert "The record of the anchor of epoch 1 was not created: the line is down" in caplog.text
     with pytest.raises(StoreError, match="the line is down"):
         group.flush()
     lead.fail_at()

@@ -1,11 +1,11 @@
-"""What a model's configuration says of its shape.
+"""Read the shape of a model from its configuration.
 
 Llama, Mistral, Qwen2, Qwen3, their MoE models, Mixtral, Gemma 2, Gemma 3 (text), Phi-3, DeepSeek-V2 and V3.
 
     model = ModelShape.from_config(config)  # a config.json, as a mapping or as transformers has it
 
-A family is a line of data here where the tensors of its layers have Llama's names. `runtime` says where the tensors of
-such a model lie in an inference engine.
+A family whose tensors have Llama's names is one line of data. `runtime` maps the tensors of such a model to those of an
+inference engine.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from pulsesync.errors import StateError
 
 __all__ = ["LatentShape", "ModelShape"]
 
-_FAMILIES: dict[str, dict[str, Any]] = {  # what their configurations do not say
+_FAMILIES: dict[str, dict[str, Any]] = {  # what their configurations do not contain
     "llama": {},
     "mistral": {},
     "qwen2": {"qkv_bias": True},
@@ -30,13 +30,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {  # what their configurations do not say
     "deepseek_v2": {"shared": "shared_experts"},
     "deepseek_v3": {"shared": "shared_experts"},
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {  # what transformers takes for numbers that a config.json leaves out
+_DEFAULTS: dict[str, dict[str, Any]] = {  # the defaults of transformers for numbers that a config.json leaves out
     "gemma2": {"head_dim": 256, "tie_word_embeddings": True},
     "gemma3_text": {"head_dim": 256, "tie_word_embeddings": True},
 }
 _NOT_MAPPED = {
-    "gpt_oss": "engines hold the transpose of the matrices that its checkpoint has for all experts together",
-    "gemma3": "it has a vision tower; a checkpoint of the language model alone is of type 'gemma3_text'",
+    "gpt_oss": "engines keep the transpose of the matrices that its checkpoint has for all experts together",
+    "gemma3": "it has a vision tower; a checkpoint of only the language model has the type 'gemma3_text'",
 }
 
 
@@ -45,8 +45,8 @@ class LatentShape:
     """The dimensions of multi-head latent attention (MLA), as DeepSeek-V2 and V3 have it.
 
     Args:
-        q_rank: Width of what queries are compressed to; 0 if they are not.
-        kv_rank: Width of what keys and values are compressed to.
+        q_rank: Width of compressed queries; 0 if they are not compressed.
+        kv_rank: Width of compressed keys and values.
         nope: Width of the part of a query head without positions.
         rope: Width of the part with positions.
         value: Width of a value head.
@@ -61,7 +61,7 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The dimensions of a Llama-like model, and what its checkpoint calls its experts; `from_config` reads them.
+    """The dimensions of a Llama-like model, and the names of its experts in a checkpoint; `from_config` reads them.
 
     Args:
         layers: Number of layers.
@@ -82,12 +82,12 @@ class ModelShape:
         dense_layers: Layers without experts, in a model that has some.
         moe: Name of the module of a layer that has its experts.
         expert_names: Names of an expert's gate, up and down projections.
-        shared_intermediate: Width of an expert that every token goes to; 0 if there is none.
-        shared: Its name; by the default name it has a gate, as in Qwen2-MoE.
+        shared_intermediate: Width of a shared expert, which every token uses; 0 if there is none.
+        shared: The name of the shared expert; with the default name it has a gate, as in Qwen2-MoE.
         router_bias: Whether the router has e_score_correction_bias, as in DeepSeek-V3.
-        mlp_norms: Whether there are norms before and after the MLP beside those of the attention, as in Gemma.
+        mlp_norms: Whether there are norms before and after the MLP in addition to those of the attention, as in Gemma.
         fused_checkpoint: Whether the checkpoint itself has qkv_proj and gate_up_proj, as that of Phi-3.
-        latent: The dimensions of its latent attention, which then is in the place of the usual one.
+        latent: The dimensions of its latent attention, which replaces the usual one.
 
     Raises:
         ValueError: the checkpoint has no lm_head.weight, and the weights are not tied.
@@ -120,23 +120,23 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         if not self.lm_head and not self.tied:
-            raise ValueError("a checkpoint without lm_head.weight is one of a model with tied weights")
+            raise ValueError("lm_head=False needs tied=True: without tied weights a checkpoint has lm_head.weight")
 
     @classmethod
     def from_config(cls, config: Any, lm_head: bool | None = None) -> "ModelShape":
         """Read a config.json, as a mapping or as transformers has it.
 
-        lm_head: whether the run has a tensor or a tie of that name. Unless it is given, one with tied weights has none,
-        which is how transformers saves it; a run published from a live module has both names.
+        lm_head: whether the run has a tensor or a tie of that name. If it is not given, a model with tied weights has
+        none, as transformers saves it; a run published from a live module has both names.
 
         Raises:
-            StateError: the names of this family (`model_type`) are not known here, or no map of it is possible.
+            StateError: this family (`model_type`) is not supported, or cannot be mapped.
         """
         given: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
         family = str(given.get("model_type"))
         if family not in _FAMILIES:
             why = f" ({_NOT_MAPPED[family]})" if family in _NOT_MAPPED else ""
-            raise StateError(f"no map for models of type {family!r}{why}; known are {', '.join(_FAMILIES)}")
+            raise StateError(f"models of type {family!r} are not supported{why}; supported are {', '.join(_FAMILIES)}")
         c = _DEFAULTS.get(family, {}) | {key: value for key, value in given.items() if value is not None}
         tied, bias = bool(c.get("tie_word_embeddings", False)), bool(c.get("attention_bias", False))
         numbers: dict[str, Any] = {

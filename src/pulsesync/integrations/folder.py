@@ -1,8 +1,8 @@
-"""A folder that always holds a whole version, for programs that load checkpoints from disk.
+"""A folder that always contains a complete version, for programs that load checkpoints from disk.
 
-    FOLDER/current -> a          what to load: transformers, vLLM and safetensors take it as any checkpoint
-    FOLDER/a, FOLDER/b           two copies of the weights; the one that is not current is brought to the next version
-    FOLDER/.cache                bodies, so that both copies are served by one fetch
+    FOLDER/current -> a          what to load: transformers, vLLM and safetensors load it as any checkpoint
+    FOLDER/a, FOLDER/b           two copies of the weights; the one that is not current is updated to the next version
+    FOLDER/.cache                fetched bytes, so that both copies need one fetch
 
     with HuggingFaceFolder("s3://bucket/run", "weights") as folder:
         for flip in folder.follow():
@@ -12,12 +12,12 @@ A run that has an `adapter_config.json` is an adapter: its weights are in `adapt
 look for them.
 
 A copy that is being written has no `pulse.json`; it gets one when its weights are written, recounted and on the disk,
-and `current` is turned to it in one step after that. So a process that is killed at any moment leaves `current` at a
-whole version, and its successor goes on from there.
+and after that `current` is switched to it in one step. So a process that is killed at any moment leaves `current` at a
+complete version, and the next process continues from there.
 
-Two things to get right when loading. Follow the link once and load what it leads to, `realpath("FOLDER/current")`: a
-program that opens one file after the other through the link may meet two versions. And be done before the copy is
-written again: within `hold_s` of the next flip, or inside `reading`, which keeps the writer waiting.
+Two things to get right when loading. Resolve the link once and load its target, `realpath("FOLDER/current")`: a program
+that opens one file after the other through the link may read two versions. And finish before the copy is written again:
+within `hold_s` of the next update, or inside `reading`, which makes the writer wait.
 """
 
 import fcntl
@@ -79,7 +79,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CopyRecord:
-    """What a whole copy says of itself, in `pulse.json`."""
+    """The content of `pulse.json`, which describes a complete copy."""
 
     run: str
     version: int
@@ -93,10 +93,10 @@ class FolderUpdate:
 
     mark: CopyRecord
     folder: Path
-    began: str  # from: "memory", "resume" (after a restart), "copy" (of the other folder), "nothing"
+    began: str  # what it started from: "memory", "resume" (after a restart), "copy" (of the other folder), "nothing"
     sync: SyncReport
-    left_out: tuple[str, ...]  # files of the run that are no companions, and were not written
-    missing: tuple[str, ...]  # files that a loader needs in addition to the weights, and the run does not have
+    left_out: tuple[str, ...]  # files of the run that no loader reads, and that were not written
+    missing: tuple[str, ...]  # files that a loader needs in addition to the weights, but the run does not have
     seconds: float
 
 
@@ -107,21 +107,20 @@ class HuggingFaceFolder:
         location: A path or URL of the run, or a store.
         folder: Where the weights go: a folder that is empty, does not exist yet, or was used for this before.
         trust: As for a `Subscriber`.
-        cache: A folder for bodies, which other processes may share; if not given, one in the folder, which is kept
-            small.
-        hold_s: Seconds for which a copy that is no longer current stays as it is, so that a program that has begun to
+        cache: A folder for fetched bytes, which other processes may share; if not given, a small one in the folder.
+        hold_s: Seconds for which a copy that is no longer current is not changed, so that a program that has begun to
             load it can finish; `reading` keeps it longer.
         shard_bytes: The most bytes of weights in a file.
         follow: As for a `Subscriber`: the pointer to follow.
-        max_staleness: How many versions the folder may be away from the version to follow if it cannot be updated;
-            `follow` raises where it is further away. None: that is not checked.
+        max_staleness: By how many versions the folder may differ from the version to follow if it cannot be updated;
+            `follow` raises if it differs by more. None: this is not checked.
         follow_replaced: As for `Subscriber.sync`: if the location has another run than the folder, or was restored from
             a backup, start over from an anchor.
         heartbeat: As for a `Subscriber`: the name under which this worker is shown by `pulse status`.
 
     Raises:
         ValueError: heartbeat is not the name of a worker, or follow not that of a pointer.
-        StoreError: the folder cannot be written, holds something else, or is in use by another process.
+        StoreError: the folder cannot be written, has other files in it, or is in use by another process.
     """
 
     def __init__(
@@ -167,21 +166,21 @@ class HuggingFaceFolder:
 
     @property
     def current(self) -> CopyRecord | None:
-        """The version that readers find."""
+        """The version that is current; None if there is none yet."""
         name = _current(self.folder)
         return self._sides[name].mark() if name else None
 
     def follow(
         self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None
     ) -> Iterator[FolderUpdate]:
-        """Yield every version that becomes current, without end. An error that may pass is reported, and tried again.
+        """Yield every version that becomes current, without end. A temporary error is reported, and tried again.
 
         While there is no version that can be synced, this waits, and reports that once, as a NothingPublishedError;
         also when all versions have been removed from the location.
 
         Raises:
             SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError:
-            the folder cannot be updated, and is further from the version to follow than `max_staleness`.
+            the folder cannot be updated, and differs from the version to follow by more than `max_staleness`.
         """
         return self._target.follow(self.update, self._version, interval_s, on_error)
 
@@ -190,10 +189,10 @@ class HuggingFaceFolder:
         return current.version if current else None
 
     def update(self, version: int | None = None) -> FolderUpdate | None:
-        """Bring the folder to the newest version, the one that its pointer names, or to one; None if it is there.
+        """Update the folder to the newest version, that of its pointer, or a given one; None if it has it already.
 
         Raises:
-            PulseError: as Subscriber.sync does. `current` is then what it was, and the same call can be repeated.
+            PulseError: as `Subscriber.sync`. `current` is then unchanged, and the same call can be repeated.
         """
         try:
             done = self._update(version)
@@ -222,7 +221,7 @@ class HuggingFaceFolder:
         if self._goal(version) is None:
             return None
         with self._to_write() as side:
-            goal = self._goal(version)  # there may be a newer one by now
+            goal = self._goal(version)  # there may be a newer version by now
             if goal is None:
                 return None
             companions = [file for file in goal.files if is_companion(file.name)]
@@ -241,10 +240,10 @@ class HuggingFaceFolder:
         return FolderUpdate(mark, side.folder, source, report, left_out, missing, time.perf_counter() - began)
 
     def _goal(self, version: int | None) -> Manifest | None:
-        """The version to go to; None if it is current.
+        """Return the version to update to; None if it is current.
 
         Raises:
-            RunChangedError: the location no longer holds the run of the folder; NothingPublishedError.
+            RunChangedError: the location has another run than the folder; NothingPublishedError.
         """
         records, current = RunReader(self.store, self.trust), self.current
         try:
@@ -259,7 +258,10 @@ class HuggingFaceFolder:
         if version is not None:
             goal = records.version(version)
             if goal is None:
-                raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
+                raise MissingLinkError(
+                    f"version {version} is not published, or was pruned; pulse log lists the versions of a run",
+                    version=version,
+                )
         else:
             goal = self._target.find(records, current.version if current else None)
             if goal is None and current is None:
@@ -272,11 +274,11 @@ class HuggingFaceFolder:
         return self._layout
 
     def _check_room(self, goal: Manifest) -> None:
-        """Check that there is an anchor for a run that is new here, before files are made as large as it says.
+        """Check that there is an anchor for a run that is new to the folder, before files of its size are created.
 
         Raises:
-            NothingPublishedError: its first anchor is still being written; LimitError: the anchor cannot hold what the
-            layout describes; MissingLinkError, FormatError, StoreError.
+            NothingPublishedError: its first anchor is still being written; LimitError: the anchor is too small for what
+            the layout describes; MissingLinkError, FormatError, StoreError.
         """
         records = RunReader(self.store, self.trust)
         try:
@@ -289,7 +291,7 @@ class HuggingFaceFolder:
 
     @contextmanager
     def _to_write(self) -> "Iterator[_Side]":
-        """The copy that is not current, once nobody loads it."""
+        """Yield the copy that is not current, when no process loads it."""
         name = _current(self.folder)
         side = self._sides["b" if name == "a" else "a"]
         if name:
@@ -299,7 +301,7 @@ class HuggingFaceFolder:
             yield side
 
     def _begin(self, side: "_Side", plan: WeightFiles, goal: Manifest) -> str:
-        """Open a copy for writing, with a reader that holds what can be held; say where from."""
+        """Open a copy for writing, with a subscriber that starts from the best state; return what it started from."""
         mark, history = side.mark(), side.history()
         side.unmark()
         position = side.reader.position if side.reader else None
@@ -337,7 +339,7 @@ class HuggingFaceFolder:
             flush_names(self.folder)
 
     def _tidy(self) -> None:
-        """Keep the cache small. No anchor is needed there: one copy begins as a copy of the other."""
+        """Keep the cache small. It needs no anchor, because one copy begins as a copy of the other."""
         if not self._own_cache:
             return
         with suppress(OSError):
@@ -359,7 +361,7 @@ class _Side:
         self.reader: Subscriber | None = None
 
     def mark(self) -> CopyRecord | None:
-        """Which version this is; None for a copy that is not whole."""
+        """Which version this is; None for a copy that is not complete."""
         return read_mark(self.folder)
 
     def history(self) -> bytes | None:
@@ -370,7 +372,7 @@ class _Side:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait for those who load this copy by `reading`, and keep others out."""
+        """Wait for processes that load this copy with `reading`, and keep others out."""
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
             lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -386,9 +388,9 @@ class _Side:
             flush_names(self.folder)
 
     def sync(self, version: int, follow_replaced: bool, current: CopyRecord | None) -> SyncReport:
-        """Bring the weights to a version, and count them all; report what changes for readers of the current copy.
+        """Sync the weights to a version, and recount all of them; report the change from the current copy.
 
-        Raises: as Subscriber.sync does.
+        Raises: as `Subscriber.sync`.
         """
         assert self.weights is not None
         assert self.reader is not None
@@ -397,12 +399,12 @@ class _Side:
             report = self.reader.sync(self.weights.arrays, version=version, follow_replaced=follow_replaced)
             self.reader.verify(self.weights.arrays)
         except (BaseMismatchError, VerificationError):
-            self.reader = None  # somebody else may have written here: the next attempt begins from the other copy
+            self.reader = None  # something else may have written to it: the next attempt begins from the other copy
             raise
         return report
 
     def finish(self, mark: CopyRecord, companions: dict[str, bytes], plan: WeightFiles) -> None:
-        """Write what stands beside the weights, see that all of it is on the disk, and then mark the copy as whole."""
+        """Write the companion files, ensure that everything is on the disk, and then mark the copy as complete."""
         assert self.weights is not None
         assert self.reader is not None
         state = self.reader.state
@@ -420,12 +422,12 @@ class _Side:
             _write(self.folder / name, data)
         self.weights.flush()
         with writing(self.folder):
-            flush_names(self.folder)  # the names of the files too, before the one that says that they are whole
+            flush_names(self.folder)  # the names of the files too, before the file that marks the copy as complete
         _write(self.folder / MARK, json.dumps(asdict(mark)).encode() + b"\n")
 
 
 def fetch_file(store: Store, file: FileRef) -> bytes:
-    """The bytes of a file that travels with a run, checked. Raises: ChecksumError, StoreError."""
+    """Fetch a companion file of a run and check it. Raises: ChecksumError, StoreError."""
     key = keys.file_key(file.id)
     with forgetting(store, key):
         data = store.get(key, 0, file.size + 1)
@@ -435,7 +437,7 @@ def fetch_file(store: Store, file: FileRef) -> bytes:
 
 
 def read_mark(folder: Path) -> CopyRecord | None:
-    """What the `pulse.json` of a copy says; None if there is none, or it is not one."""
+    """Read the `pulse.json` of a copy; None if there is none, or it is malformed."""
     try:
         table: dict[str, Any] = json.loads((folder / MARK).read_bytes())
         return CopyRecord(str(table["run"]), int(table["version"]), int(table["step"]), str(table["digest"]))
@@ -445,7 +447,7 @@ def read_mark(folder: Path) -> CopyRecord | None:
 
 @contextmanager
 def reading(folder: str | Path) -> Iterator[Path]:
-    """The copy that is current, held still for as long as the block lasts: however slowly it is loaded.
+    """Yield the copy that is current; it is not changed until the block ends, however slowly it is loaded.
 
     Raises:
         NotFoundError: there is no version in the folder yet.
@@ -454,11 +456,13 @@ def reading(folder: str | Path) -> Iterator[Path]:
     while True:
         name = _current(folder)
         if name is None:
-            raise NotFoundError(f"{folder} holds no version yet; pulse follow brings one", key=str(folder))
+            raise NotFoundError(
+                f"there is no version in {folder} yet; start pulse follow to write one", key=str(folder)
+            )
         lock = os.open(folder / name / LOCK, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)
-            if _current(folder) == name:  # else it may have been written before the lock was had
+            if _current(folder) == name:  # otherwise it may have been written before it was locked
                 yield folder / name
                 return
         finally:
@@ -466,7 +470,7 @@ def reading(folder: str | Path) -> Iterator[Path]:
 
 
 def _current(folder: Path) -> str | None:
-    """Which of the copies is current."""
+    """Return which of the copies is current."""
     try:
         name = os.readlink(folder / CURRENT)
     except OSError:
@@ -476,26 +480,26 @@ def _current(folder: Path) -> str | None:
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Be the only process that writes a folder, which is empty or was made by one like this."""
+    """Be the only process that writes to a folder, which must be empty or one that this function has used before."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / LOCK).exists() and any(folder.iterdir()):
             raise StoreError(
-                f"{folder} holds something else; name a folder that is empty or not there", key=str(folder)
+                f"{folder} contains other files; give a folder that is empty or does not exist", key=str(folder)
             )
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise ConflictError(f"another process keeps {folder}; stop it, or name another folder") from e
+            raise ConflictError(f"another process writes to {folder}; stop it, or give another folder") from e
         yield
     finally:
         os.close(lock)
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Have a file with these bytes, on the disk, whatever was there before; not written again if it is there."""
+    """Ensure that a file has these bytes and is on the disk; it is not written again if it has them."""
     with writing(path):
         with suppress(OSError):
             if path.stat().st_size == len(data) and path.read_bytes() == data:
@@ -523,12 +527,12 @@ class Identity:
     """Which version some weights on disk are."""
 
     digest: str
-    record: Manifest | None  # None: no version of the run that is still published
-    mark: CopyRecord | None  # what the folder says of itself
+    record: Manifest | None  # None: no published version of the run
+    mark: CopyRecord | None  # the content of the folder's pulse.json
 
 
 def identify(records: RunReader, path: str | Path) -> Identity:
-    """Recount the weights of a checkpoint, or of a folder that is kept here, and look for them among the versions.
+    """Compute the digest of a checkpoint, or of a folder that `pulse follow` writes, and find its version in a run.
 
     Raises:
         NotFoundError: there is no run, or no checkpoint; StateError: its tensors are not those of the run; FormatError,
@@ -537,7 +541,9 @@ def identify(records: RunReader, path: str | Path) -> Identity:
     path = Path(path)
     newest = records.newest()
     if newest is None:
-        raise NotFoundError("there is no run here: no version is published", key="manifests/")
+        raise NotFoundError(
+            "there is no run at this location, or it has no version yet; check the location", key="manifests/"
+        )
     name = _current(path)
     folder = path / name if name else path
     layout = records.layout(newest.layout)

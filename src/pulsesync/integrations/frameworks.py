@@ -1,9 +1,9 @@
-"""Any framework: three methods say what its weights are, and they can be published and synced.
+"""Publish and sync the weights of any framework, through a class with three methods.
 
     class MyWeights:                                   # a FrameworkWeights
-        def names(self): ...                           # of the tensors, the same in every process
+        def names(self): ...                           # names of the tensors, the same in every process
         def bits(self, name): ...                      # a tensor as it is now: a numpy array, or a torch tensor
-        def write(self, name, bits): ...               # take new weights over, by a copy
+        def write(self, name, bits): ...               # copy new weights into the tensor
 
     Publisher("s3://bucket/run").publish(published_tensors(MyWeights(model)), step=step)     # trainer
 
@@ -34,7 +34,7 @@ __all__ = ["FrameworkSubscriber", "FrameworkWeights", "published_tensors"]
 class FrameworkWeights(Protocol):
     """The weights of a model in some framework, by name.
 
-    An implementation may have an attribute `immutable = True` if what `bits` returned stays as it was after a `write`.
+    An implementation may have an attribute `immutable = True` if a `write` does not change what `bits` returned before.
     Then no copy of the old weights is made while new ones are written.
     """
 
@@ -46,15 +46,15 @@ class FrameworkWeights(Protocol):
         """A tensor with its shape, dtype and exact bits.
 
         It is a numpy array (bfloat16 and float8 of ml_dtypes), or a torch tensor, in host memory or on a CUDA device.
-        It may be a view of live memory. It is never written, and not read after the call that asked for it returns.
+        It may be a view of live memory. It is never written to, and not read after the call that asked for it returns.
         """
         ...
 
     def write(self, name: str, bits: Any) -> None:
         """Replace the weights of a tensor by those of an array or tensor of the kind that `bits` returns.
 
-        They must be copied: the next sync changes that memory. What is raised here ends the sync, and the tensors
-        written so far get their old weights back, through this method.
+        They must be copied: the next sync changes that memory. If this raises, the sync ends, and the old weights of
+        the tensors written so far are restored, through this method.
         """
         ...
 
@@ -83,10 +83,10 @@ def published_tensors(weights: FrameworkWeights) -> dict[str, Any]:
 class FrameworkSubscriber:
     """Follows a run with the weights of any framework.
 
-    It keeps a copy of the weights, which a `Subscriber` brings to a version as one transaction: host memory for numpy
-    arrays, the same GPU for torch tensors on one. Then every tensor that differs from the copy is written to the
-    framework, also one that something else has changed since the last sync. If a write fails, the tensors that were
-    written get their old weights back; a repeated sync continues from the copy.
+    It keeps a copy of the weights, which a `Subscriber` syncs to a version as one transaction: in host memory for numpy
+    arrays, on the same GPU for torch tensors on a GPU. Then every tensor that differs from the copy is written to the
+    framework, also one that something else has changed since the last sync. If a write fails, the old weights of the
+    tensors that were written are restored; a repeated sync continues from the copy.
 
     Args:
         location: A path or URL of the run, or a store.
@@ -96,7 +96,7 @@ class FrameworkSubscriber:
     def __init__(self, location: str | Store, **options: Any) -> None:
         self.subscriber = Subscriber(location, **options)
         self._copy: dict[str, Any] = {}
-        self._kind: dict[str, tuple[Any, ...]] = {}  # of the tensors that the copy is of
+        self._kind: dict[str, tuple[Any, ...]] = {}  # shapes and dtypes of the copied tensors
 
     @property
     def version(self) -> int | None:
@@ -104,26 +104,26 @@ class FrameworkSubscriber:
         return self.subscriber.version
 
     def sync(self, weights: FrameworkWeights, version: int | None = None, **options: Any) -> SyncReport:
-        """Bring the weights to the newest version, or to one.
+        """Update the weights to the newest version, or to a given one.
 
         Args:
-            weights: What is read and written.
-            version: The version to go to; None: the newest.
+            weights: The weights to read and write.
+            version: The version to update to; None: the newest.
             options: As for `Subscriber.sync`: `wait_s`, `verify`, `follow_replaced`.
 
         Raises:
-            As `Subscriber.sync`, with the weights as they were; or what `write` raised, with the weights as they were.
-            VerificationError with `torn=True`: writing failed, and writing the old weights back failed too; do not use
-            the weights until a sync succeeds.
+            As `Subscriber.sync`, or what `write` raised; the weights are then unchanged. VerificationError with
+            `torn=True`: writing failed, and restoring the old weights failed too; do not use the weights until a sync
+            succeeds.
         """
         tensors = self._attached(weights)
         return self._written(self.subscriber.sync(self._copy, version, **options), weights, tensors)
 
     def watch(self, weights: FrameworkWeights, **options: Any) -> Iterator[SyncReport]:
-        """Bring the weights to each version as it comes, and yield the report of each. Raises: as `sync`.
+        """Update the weights to each version as it is published, and yield the report of each. Raises: as `sync`.
 
         Args:
-            weights: What is read and written.
+            weights: The weights to read and write.
             options: As for `Subscriber.watch`.
         """
         self._attached(weights)
@@ -131,7 +131,7 @@ class FrameworkSubscriber:
             yield self._written(report, weights, published_tensors(weights))
 
     def roll_back(self, weights: FrameworkWeights) -> int | None:
-        """Undo the last sync that wrote, from memory. Return the version, None where there is none to go back to."""
+        """Undo the last sync that wrote, from memory. Return the version, None if there is no sync to undo."""
         version = self.subscriber.roll_back()
         if version is not None:
             self._write(weights, published_tensors(weights))
@@ -152,7 +152,7 @@ class FrameworkSubscriber:
         return digest
 
     def close(self) -> None:
-        """Release the copy and the undo logs. The weights stay as they are."""
+        """Release the copy and the undo logs. The weights are not changed."""
         self.subscriber.close()
         self._copy, self._kind = {}, {}
 
@@ -163,7 +163,7 @@ class FrameworkSubscriber:
         self.close()
 
     def _attached(self, weights: FrameworkWeights) -> dict[str, Any]:
-        """The tensors of the weights; if they are others than those of the last sync, make a copy of them first."""
+        """Return the tensors of the weights; if they are not those of the last sync, make a copy of them first."""
         tensors = published_tensors(weights)
         kind = {name: _kind(tensor) for name, tensor in tensors.items()}
         if kind != self._kind:
@@ -172,14 +172,14 @@ class FrameworkSubscriber:
         return tensors
 
     def _written(self, report: SyncReport, weights: FrameworkWeights, tensors: Mapping[str, Any]) -> SyncReport:
-        """Write what a sync of the copy has changed; `apply_s` is then that time, in which the weights change."""
+        """Write what a sync of the copy has changed; `apply_s` becomes the time in which the weights change."""
         began = time.perf_counter()
         writing_s = self._write(weights, tensors)
         before_s = time.perf_counter() - began - writing_s
         return replace(report, prepare_s=report.prepare_s + report.apply_s + before_s, apply_s=writing_s)
 
     def _write(self, weights: FrameworkWeights, tensors: Mapping[str, Any]) -> float:
-        """Write what differs from the copy, and return the seconds; if that fails, write the old weights back."""
+        """Write what differs from the copy, and return the seconds; if that fails, restore the old weights."""
         immutable = getattr(weights, "immutable", False)
         names, old = _differing(tensors, self._copy), dict[str, Any]()
         began = time.perf_counter()
@@ -197,9 +197,9 @@ def _write_back(weights: FrameworkWeights, old: Mapping[str, Any], failure: Base
     for name, bits in old.items():
         try:
             weights.write(name, bits)
-        except Exception as e:  # noqa: BLE001 - whatever a framework raises
+        except Exception as e:  # noqa: BLE001 - a framework may raise anything
             raise VerificationError(
-                f"writing the weights failed ({failure}), and so did writing the old ones back, at {name!r} ({e}): the "
+                f"writing the weights failed ({failure}), and so did restoring the old ones, at {name!r} ({e}): the "
                 "weights are between two versions; do not use them until a sync succeeds",
                 tensor=name,
                 torn=True,
@@ -207,7 +207,7 @@ def _write_back(weights: FrameworkWeights, old: Mapping[str, Any], failure: Base
 
 
 def _differing(tensors: Mapping[str, Any], copies: Mapping[str, Any]) -> list[str]:
-    """The names of tensors whose bits differ from those of their copies."""
+    """Return the names of tensors whose bits differ from those of their copies."""
     backend: Any = HostState if device.find(copies) is None else device.load("state").DeviceState
     new, old = backend.views(tensors), backend.views(copies)
 
@@ -228,7 +228,7 @@ def _copy(tensor: Any) -> Any:
 
 
 def _address(name: str, tensor: Any) -> int:
-    """Where the weights of a tensor are; 0 for none. Raises: StateError, for what is no tensor."""
+    """Return the address of a tensor's weights; 0 if it has none. Raises: StateError, if it is not a tensor."""
     if isinstance(tensor, np.ndarray):
         return tensor.ctypes.data if tensor.size else 0
     if not hasattr(tensor, "data_ptr"):

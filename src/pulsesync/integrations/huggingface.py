@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, and those made from it as TRL's are: publish the weights after each optimizer step.
+"""Hugging Face's Trainer, and those derived from it such as TRL's: publish the weights after each optimizer step.
 
     from pulsesync.integrations.huggingface import PulseCallback
 
@@ -47,9 +47,10 @@ logger = logging.getLogger(__name__)
 class PublishingCallback:
     """Publishes the weights of a Trainer: when training begins, and after every optimizer step.
 
-    The first version has the weights that training starts with. A run that exists is resumed: versions grow, and the
-    step is the trainer's. When training ends, everything is sent and the publisher is closed; another `train()` resumes
-    the run. After an exception in training, call `close`, or let the process end: what was published is sent then.
+    The first version has the weights that training starts with. A run that exists is resumed: version numbers increase,
+    and the step is the trainer's. When training ends, everything is sent and the publisher is closed; another `train()`
+    resumes the run. After an exception in training, call `close`, or let the process end: what was published is sent
+    then.
 
     FP32 master weights are published in the dtype of mixed precision (`bf16=True` or `fp16=True`), weights that are in
     BF16 or FP16 as they are. FP32 weights that are trained without mixed precision are published as FP32, with a
@@ -61,9 +62,9 @@ class PublishingCallback:
 
     A PEFT model is published with its active adapters merged, into new tensors, or as the adapter alone.
 
-    A version that could not be published is logged, and the next step raises what stopped it (with a `StoreError` that
-    is retryable, only when `max_behind` versions in a row have failed). Nothing is lost or half written by then: the
-    last version in the store is complete, and the next one that succeeds contains all steps since.
+    If a version could not be published, that is logged, and the next step raises the error (a retryable `StoreError`
+    only when `max_behind` consecutive versions have failed). Nothing is lost or half written: the last version in the
+    store is complete, and the next one that succeeds contains all steps since.
 
     Which weights a worker generated with is known by version. `versions` has the version of each step that is in the
     store, and `version_of` waits for it. Steps that follow each other faster than they can be sent share a version; for
@@ -88,7 +89,7 @@ class PublishingCallback:
         if adapters is not None and adapters not in get_args(Adapters):
             raise ValueError(f"adapters must be one of {', '.join(map(repr, get_args(Adapters)))}; got {adapters!r}")
         if unknown := sorted(options.keys() - inspect.signature(Publisher).parameters.keys()):
-            raise TypeError(f"Publisher has no option {unknown[0]!r}")
+            raise TypeError(f"Publisher has no option {unknown[0]!r}; its options are listed in its docstring")
         if every_step and options.get("publish_every", 1) != 1:
             raise ValueError("every_step=True makes a version of every step; leave publish_every out")
         self.location, self.adapters, self.every_step, self.options = location, adapters, every_step, options
@@ -157,7 +158,7 @@ class PublishingCallback:
             f"{publisher.anchor_bytes:,}",
         )
 
-    # For those who generate with what was published
+    # For programs that generate with the published weights
 
     def version_of(self, step: int, timeout_s: float | None = None) -> int:
         """Return the version that contains a step, once it is in the store.
@@ -167,8 +168,8 @@ class PublishingCallback:
             timeout_s: How long to wait; None: until it is sent or has failed.
 
         Raises:
-            StateError: the step was not published here, or is left to a later version by `publish_every`;
-            TimeoutError; or what stopped the version, which is not raised again by the next step.
+            StateError: this process did not publish the step, or `publish_every` leaves it to a later version;
+            TimeoutError; or the error of the version, which the next step does not raise again.
         """
         with self._lock:
             known, future = self.versions.get(step), self._futures.get(step)
@@ -177,7 +178,7 @@ class PublishingCallback:
         if known is None:
             raise StateError(
                 f"step {step} is in no version of {self.location}: it was not published yet, publish_every skipped it, "
-                "or this process does not publish (without FSDP2, only rank 0 does)"
+                "or this process does not publish; without FSDP2, call this on rank 0"
             )
         return known
 
@@ -215,7 +216,7 @@ class PublishingCallback:
         return of(model, processing_class, dtype=CASTS.get(chosen or ""))
 
     def _cast(self, weights: Mapping[str, Any], args: Any) -> Any:
-        """The cast that was asked for, or the one that mixed precision asks for."""
+        """Return the cast of the options, or the one that mixed precision needs."""
         if (asked := self.options.get("cast")) is not None:
             return asked
         dtypes = {str(tensor.dtype) for tensor in weights.values() if tensor.is_floating_point()}
@@ -239,7 +240,7 @@ class PublishingCallback:
         if team is None:
             from torch import distributed
 
-            # Over gloo wherever the shards are: ranks send each other digests and sizes, and a background thread does.
+            # Over gloo wherever the shards are: a background thread of each rank sends digests and sizes to the others.
             # It is not destroyed here, but with all other groups: torch 2.13 can deadlock when a gloo group is
             # destroyed right after its last message, because it waits, with the GIL, for a thread that needs the GIL.
             team = Collective(distributed.new_group(backend="gloo"), timeout_s=float(args.ddp_timeout))
@@ -250,12 +251,12 @@ class PublishingCallback:
         future = self.publisher.publish(weights, step=step, wait=False, now=now, coalesce=not self.every_step)
         with self._lock:
             self._futures[step] = future
-            self.versions.pop(step, None)  # of an earlier visit to this step
+            self.versions.pop(step, None)  # from an earlier publish of this step
         future.add_done_callback(partial(self._record, step))
 
     def _record(self, step: int, future: "Future[PublishReport]") -> None:
         """Note the version of a step. Runs on the thread that sends."""
-        # Not future.exception(), by which the publisher would take a failure as read, and not raise it.
+        # Not future.exception(): the publisher would count the failure as read, and not raise it.
         failed = Future.exception(future) is not None
         report = None if failed else Future.result(future)
         with self._lock:

@@ -1,4 +1,4 @@
-"""JAX: publish any pytree of arrays, and bring one to a version: a new tree comes back, the old one stays as it was.
+"""JAX: publish any pytree of arrays, and sync one: the result is a new tree, and the old one is not changed.
 
     publisher = JaxPublisher("s3://bucket/run", cast="BF16")        # trainer
     publisher.publish(params, step=step)
@@ -6,12 +6,12 @@
     subscriber = JaxSubscriber("s3://bucket/run")                   # worker
     params = subscriber.sync(params)
 
-A tensor is called by its path in the tree, joined by dots: {"dense": {"kernel": …}} has "dense.kernel", and the first
+The name of a tensor is its path in the tree, joined by dots: {"dense": {"kernel": …}} has "dense.kernel", and the first
 element of a list under "layers" is "layers.0". Two leaves with the same name are refused.
 
 Arrays on one GPU are read and written there, through DLPack and torch; nothing is copied to the host. JAX and torch
-have streams of their own, so both wait at every handover: JAX has computed an array before torch reads it, torch has
-read it before JAX may donate or free it, and has written new weights before JAX copies them into memory of its own.
+have streams of their own, so each waits for the other: JAX has computed an array before torch reads it, torch has read
+it before JAX may donate or free it, and has written new weights before JAX copies them into memory of its own.
 """
 
 import logging
@@ -45,14 +45,14 @@ class JaxPublisher(Publisher):
         super().__init__(location, **options)
 
     def publish(self, params: Any, **options: Any) -> Any:  # type: ignore[override]
-        """Publish a tree as the next version; the first one whole. It may be donated or deleted when this returns.
+        """Publish a tree as the next version; the first one in full. It may be donated or deleted when this returns.
 
         Args:
             params: A pytree of `jax.Array`.
             options: As for `Publisher.publish`: `step`, `wait`, `now`, `coalesce`.
 
         Raises:
-            StateError: a leaf is no array that this process has all of, or two have the same name; and as
+            StateError: a leaf is not an array, or this process has only a part of it, or two have the same name; and as
             `Publisher.publish`.
         """
         with lent(params):
@@ -60,10 +60,10 @@ class JaxPublisher(Publisher):
 
 
 class JaxSubscriber:
-    """Brings trees of `jax.Array` to the versions of a run.
+    """Syncs trees of `jax.Array` to the versions of a run.
 
     It keeps a copy of the weights, in host memory or on the arrays' GPU, in which versions are checked and applied. No
-    array is ever written: leaves that a version changes are new arrays, with the sharding of the old ones, and all
+    array is ever written to: leaves that a version changes are new arrays, with the sharding of the old ones, and all
     others are the same objects as before.
 
     Args:
@@ -82,12 +82,12 @@ class JaxSubscriber:
         return self._follower.version
 
     def sync(self, params: Any, version: int | None = None, **options: Any) -> Any:
-        """Return a tree like params with the weights of the newest version, or of one. `report` says what was done.
+        """Return a tree like params with the weights of the newest version, or of a given one; set `report`.
 
         Args:
-            params: A pytree of `jax.Array`, in the dtypes of the run: any weights will do, and those of a published
-                version spare the download of an anchor. It stays as it was, whatever happens.
-            version: The version to go to; None: the newest.
+            params: A pytree of `jax.Array`, in the dtypes of the run, with any weights; those of a published version
+                save the download of an anchor. It is never changed.
+            version: The version to sync to; None: the newest.
             options: As for `Subscriber.sync`: `wait_s`, `verify`, `follow_replaced`.
 
         Raises:
@@ -99,7 +99,7 @@ class JaxSubscriber:
         return weights.tree()
 
     def watch(self, params: Any, **options: Any) -> Iterator[Any]:
-        """Yield a tree with the weights of each version as it comes. Raises: as `sync`.
+        """Yield a tree with the weights of each version as it is published. Raises: as `sync`.
 
         Args:
             params: As for `sync`.
@@ -120,7 +120,7 @@ class JaxSubscriber:
         with lent(params):
             weights = JaxWeights(params)
             if self._follower.roll_back(weights) is None:
-                raise VerificationError("there is no sync to roll back; undo= says how many are kept")
+                raise VerificationError("there is no sync to roll back; pass undo= to keep undo logs of more syncs")
         return weights.tree()
 
     def verify(self, params: Any) -> str:
@@ -163,8 +163,8 @@ class JaxWeights:
             name = jax.tree_util.keystr(path, simple=True, separator=".") or "params"
             if name in self._leaves:
                 raise StateError(
-                    f"two leaves of the tree have the name {name!r}: their paths differ only in how dots and types are "
-                    "written; rename a key",
+                    f"two leaves of the tree have the name {name!r}, because their paths differ only in dots or in the "
+                    "types of keys; rename a key",
                     tensor=name,
                 )
             self._leaves[name] = leaf
@@ -187,22 +187,22 @@ class JaxWeights:
 
 
 def all_on_gpus(arrays: Iterable[Any]) -> bool:
-    """Whether arrays are read by torch, where they are: each on one GPU. If one is not, all go through the host."""
+    """Return whether torch can read all arrays on their GPUs: each on one GPU. If not, all are copied to the host."""
     jax = _jax()
     return all(isinstance(array, jax.Array) and _through_torch(array) for array in arrays)
 
 
 def array_bits(name: str, array: Any, by_torch: bool) -> Any:
-    """The bits of an array: a read-only numpy array, or, by_torch, a tensor in the array's own memory.
+    """Return the bits of an array: a read-only numpy array, or, by_torch, a tensor in the array's own memory.
 
     Raises:
-        StateError: it is no array, a key of a random generator, or other processes have parts of it.
+        StateError: it is not an array, is a key of a random generator, or other processes have parts of it.
     """
     jax = _jax()
     if not isinstance(array, jax.Array):
         raise StateError(f"{name!r} is a {type(array).__name__}, not a jax.Array; leave it out", tensor=name)
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
-        raise StateError(f"{name!r} has dtype {array.dtype}, which are no weights; leave it out", tensor=name)
+        raise StateError(f"{name!r} has dtype {array.dtype}, which cannot be weights; leave it out", tensor=name)
     if array.is_deleted():
         raise StateError(f"{name!r} was deleted or donated; pass the arrays that replaced it", tensor=name)
     if not (array.is_fully_addressable or array.is_fully_replicated):
@@ -219,19 +219,23 @@ def array_bits(name: str, array: Any, by_torch: bool) -> Any:
     try:
         return from_dlpack(array)
     except (RuntimeError, BufferError, TypeError) as e:
-        raise StateError(f"{name!r} ({array.dtype}) cannot be handed to torch by DLPack: {e}", tensor=name) from e
+        raise StateError(
+            f"{name!r} ({array.dtype}) cannot be shared with torch through DLPack: {e}", tensor=name
+        ) from e
 
 
 def array_like(name: str, array: Any, bits: Any) -> Any:
-    """A new array with these bits, in memory of its own, with the dtype and sharding of another one."""
+    """Return a new array with these bits, in memory of its own, with the dtype and sharding of another one."""
     new = _from_host(array, bits) if isinstance(bits, np.ndarray) else _from_torch(array, bits)
     if (new.dtype, new.shape) != (array.dtype, array.shape):
-        raise StateError(f"{name!r} became {new.dtype}{new.shape}, and was {array.dtype}{array.shape}", tensor=name)
+        raise StateError(
+            f"{name!r} must stay {array.dtype}{array.shape}; the new weights are {new.dtype}{new.shape}", tensor=name
+        )
     return new
 
 
 def _from_host(array: Any, bits: np.ndarray[Any, Any]) -> Any:
-    jax, own = _jax(), np.array(bits, order="C")  # on CPUs device_put may keep the memory, whatever may_alias says
+    jax, own = _jax(), np.array(bits, order="C")  # on CPUs device_put may share the memory, even with may_alias=False
     if not array.is_fully_addressable:
         return jax.make_array_from_callback(array.shape, array.sharding, lambda index: own[index])
     if array.committed:
@@ -250,7 +254,7 @@ def _from_torch(array: Any, bits: Any) -> Any:
 
 @contextmanager
 def lent(params: Any) -> Iterator[None]:
-    """When this ends, torch has read all that it was given of a tree: JAX may donate or free it."""
+    """When this ends, torch has finished reading a tree: JAX may donate or free it."""
     try:
         yield
     finally:
@@ -267,7 +271,7 @@ def _wait_for_torch(arrays: Iterable[Any]) -> None:
 
 
 def _through_torch(array: Any) -> bool:
-    """Whether torch can read an array where it is: on one GPU."""
+    """Return whether torch can read an array in place: on one GPU."""
     sharding = array.sharding
     if len(sharding.device_set) != 1 or sharding.memory_kind not in (None, "device"):
         return False
@@ -284,14 +288,14 @@ def _torch_sees_gpu() -> bool:
         found = torch.cuda.is_available()
     if not found:
         logger.warning(
-            "JAX has a GPU and torch does not see one: weights go through host memory. Install torch for CUDA, which "
-            "brings Triton, to have them compared and written on the GPU."
+            "JAX has a GPU, but torch does not find one, so weights are copied through host memory. Install torch for "
+            "CUDA, which includes Triton, to compare and write them on the GPU."
         )
     return found
 
 
 def _jax() -> Any:
-    """The module jax. Raises: PulseError, if it is not installed."""
+    """Return the module jax. Raises: PulseError, if it is not installed."""
     try:
         import jax
         import jax.dlpack

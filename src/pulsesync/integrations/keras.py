@@ -6,11 +6,11 @@
     subscriber = KerasSubscriber("s3://bucket/run")                                      # worker, on any backend
     subscriber.sync(model)
 
-A tensor is called by the path of its variable, such as "policy/dense/kernel"; two variables with the same path are
-refused. Published is `model.weights`: what layers have learned, and statistics such as those of BatchNormalization.
-Variables of the optimizer, of metrics and of seed generators are left out, unless `variables=` names them.
+The name of a tensor is the path of its variable, such as "policy/dense/kernel"; two variables with the same path are
+refused. `model.weights` is published: trained weights, and statistics such as those of BatchNormalization. Variables of
+the optimizer, of metrics and of seed generators are left out, unless `variables=` returns them.
 
-Keras is imported when something here is first used: `KerasCallback` is made then, from `KerasPublishing`.
+Keras is imported when this module is first used: `KerasCallback` is made then, from `KerasPublishing`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +39,7 @@ class KerasWeights:
 
     Args:
         model: A model that is built.
-        variables: Returns the variables of the model to take; None: `model.weights`.
+        variables: Returns the variables of the model to use; None: `model.weights`.
 
     Raises:
         StateError: the model is not built, two variables have the same path, or the backend is not supported.
@@ -50,8 +50,8 @@ class KerasWeights:
         if self.backend not in BACKENDS:
             raise StateError(f"Keras must run on one of {', '.join(BACKENDS)}; it runs on {self.backend}")
         if not model.built:
-            raise StateError(f"model {model.name!r} has no weights yet; build it, or call it once, before")
-        self.immutable = self.backend != "torch"  # of the others, values are replaced or read as copies
+            raise StateError(f"model {model.name!r} has no weights yet; build it, or call it once, first")
+        self.immutable = self.backend != "torch"  # the other backends replace values, or return copies
         self._variables: dict[str, Any] = {}
         for variable in variables(model) if variables else model.weights:
             if variable.path in self._variables:
@@ -79,7 +79,7 @@ class KerasWeights:
         variable.assign(array_like(name, variable.value, bits) if self.backend == "jax" else bits)
 
     def lent(self) -> Any:
-        """A context at whose end nothing reads the weights that `bits` has returned inside."""
+        """Return a context at whose end nothing reads the weights that `bits` has returned inside."""
         if self.backend != "jax":
             return nullcontext()
         return lent([variable.value for variable in self._variables.values()])
@@ -99,7 +99,7 @@ class KerasPublisher(Publisher):
         self._variables = variables
 
     def publish(self, model: Any, **options: Any) -> Any:  # type: ignore[override]
-        """Publish the weights of a model as the next version; the first one whole.
+        """Publish the weights of a model as the next version; the first one in full.
 
         Args:
             model: A model that is built.
@@ -114,7 +114,7 @@ class KerasPublisher(Publisher):
 
 
 class KerasSubscriber(FrameworkSubscriber):
-    """Brings the weights of Keras models to the versions of a run, in the variables that the models have.
+    """Syncs the weights of Keras models to the versions of a run, in the models' own variables.
 
     Args:
         location: A path or URL of the run, or a store.
@@ -129,17 +129,17 @@ class KerasSubscriber(FrameworkSubscriber):
     def sync(  # type: ignore[override]
         self, model: Any, version: int | None = None, **options: Any
     ) -> SyncReport:
-        """Bring a model to the newest version, or to one. Args and raises: as `FrameworkSubscriber.sync`."""
+        """Sync a model to the newest version, or to a given one. Args and raises: as `FrameworkSubscriber.sync`."""
         weights = KerasWeights(model, self._variables)
         with weights.lent():
             return super().sync(weights, version, **options)
 
     def watch(self, model: Any, **options: Any) -> Iterator[SyncReport]:  # type: ignore[override]
-        """Bring a model to each version as it comes, and yield the report of each. Raises: as `sync`."""
+        """Sync a model to each version as it is published, and yield the report of each. Raises: as `sync`."""
         return super().watch(KerasWeights(model, self._variables), **options)
 
     def roll_back(self, model: Any) -> int | None:
-        """Undo the last sync that wrote, from memory. Return the version, None where there is none to go back to."""
+        """Undo the last sync that wrote, from memory. Return the version, None if there is no sync to undo."""
         return super().roll_back(KerasWeights(model, self._variables))
 
     def verify(self, model: Any) -> str:
@@ -148,12 +148,12 @@ class KerasSubscriber(FrameworkSubscriber):
 
 
 class KerasPublishing:
-    """Publishes the weights of a model during `fit`: when it begins, every so often, and when it ends.
+    """Publishes the weights of a model during `fit`: when it begins, at every epoch or some batches, and when it ends.
 
-    The step of a version is the optimizer's number of iterations. Versions are coded and sent in the background; if one
-    failed, a later one raises what stopped it (see `Publisher.publish`), and contains its changes. When `fit` ends, the
-    last weights are published and everything is sent: put this behind callbacks that change weights then, as
-    EarlyStopping with restore_best_weights does. Another `fit` resumes the run.
+    The step of a version is the optimizer's number of iterations. Versions are encoded and sent in the background; if
+    one fails, a later call raises the error (see `Publisher.publish`), and a later version contains its changes. When
+    `fit` ends, the last weights are published and everything is sent: list this after callbacks that change weights at
+    the end, as EarlyStopping with restore_best_weights does. Another `fit` resumes the run.
 
     Args:
         location: A path or URL of the run, or a store.
@@ -181,14 +181,14 @@ class KerasPublishing:
         self._publish()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Publish, if it is time for that. Raises: as `KerasPublisher.publish`."""
+        """Publish after every `every` batches. Raises: as `KerasPublisher.publish`."""
         if self.every != "epoch":
             self._attach_state()
             if self._iteration() - self._last >= self.every:
                 self._publish()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Publish after an epoch, if that was asked for. Raises: as `KerasPublisher.publish`."""
+        """Publish after an epoch, if every="epoch". Raises: as `KerasPublisher.publish`."""
         if self.every == "epoch":
             self._publish()
 
@@ -208,7 +208,7 @@ class KerasPublishing:
         return int(self.model.optimizer.iterations)
 
     def _attach_state(self) -> None:
-        """On JAX, `fit` keeps the weights in a state of its own during an epoch: have the model show them."""
+        """Copy the weights into the model's variables: on JAX, `fit` keeps them in its own state during an epoch."""
         if hasattr(self.model, "jax_state_sync"):
             self.model.jax_state_sync()
 
@@ -226,11 +226,13 @@ def _keras_callback() -> type:
 
 
 def _keras() -> Any:
-    """The module keras. Raises: PulseError, if it is not installed."""
+    """Return the module keras. Raises: PulseError, if it is not installed."""
     try:
         import keras
     except ModuleNotFoundError as e:
-        raise PulseError(f"{e.name} is not installed: pip install 'pulsesync[keras]', and a backend") from e
+        raise PulseError(
+            f"{e.name} is not installed: pip install 'pulsesync[keras]' and a backend (tensorflow, jax or torch)"
+        ) from e
     return keras
 
 

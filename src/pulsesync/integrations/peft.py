@@ -1,4 +1,4 @@
-"""What PEFT trains, to be published: a model with its adapters merged, or the adapters alone.
+"""Publish what PEFT trains: a model with its adapters merged, or only the adapters.
 
     publisher.publish(merged_weights(model), step=step, wait=False)          # a full model, for any engine
 
@@ -7,12 +7,12 @@
     publisher.publish(weights, step=step, wait=False)
 
 Merging in place and undoing it afterwards changes base weights by rounding. Here nothing is merged in place: PEFT's own
-`merge_and_unload` runs on a second tree of modules, whose parameters are those of the model, except for what a merge
-writes, which is copied first. So the result is that of `merge_and_unload` on a copy of the model, bit for bit, and
-neither the base weights nor the adapters are written.
+`merge_and_unload` runs on a second tree of modules, which shares the model's parameters, except for those that a merge
+writes to, which are copied first. So the result is that of `merge_and_unload` on a copy of the model, bit for bit, and
+neither the base weights nor the adapters change.
 
-Memory: every call makes the merged tensors anew. Until they are published, they take as much memory as the base weights
-of all adapted modules, on the same device.
+Memory: every call creates new merged tensors. Until they are published, they take as much memory as the base weights of
+all adapted modules, on the same device.
 """
 
 import copy
@@ -34,20 +34,20 @@ from pulsesync.state.checkpoint_files import ADAPTER_CONFIG
 
 __all__ = ["adapter_weights", "merged_weights"]
 
-# Each of them is tested: equal to merge_and_unload, and nothing of the model written.
+# Each of them is tested: the result equals that of merge_and_unload, and the model is not changed.
 MERGEABLE = ("LORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "HRA", "VERA", "TRAINABLE_TOKENS")
 
 SaveEmbeddings = bool | Literal["auto"]
 
 
 def is_peft(model: Any) -> bool:
-    """Whether a module, wrapped or not, is a PEFT model, or has adapters that transformers has added."""
+    """Return whether a module, wrapped or not, is a PEFT model, or has adapters that transformers has added."""
     model = unwrapped(model)
     return hasattr(model, "peft_config") and bool(model.peft_config)
 
 
 def merged_weights(model: Any) -> dict[str, Any]:
-    """The weights that `merge_and_unload` would give on a copy of the model, under the names that are saved then.
+    """Return the weights that `merge_and_unload` would give on a copy of the model, under the names of a checkpoint.
 
     The active adapters are merged, in the base weights' dtype. Merged tensors are new with every call, all others are
     in the memory of the model. The model is not changed. It must not be trained while this runs.
@@ -56,15 +56,15 @@ def merged_weights(model: Any) -> dict[str, Any]:
         model: A `PeftModel`, wrapped by DistributedDataParallel or torch.compile or not.
 
     Raises:
-        StateError: the adapters cannot be merged: by their method, because the base weights are quantised, partitioned
-        or sharded, or because adapters of several methods are mixed. PulseError: PEFT is not installed.
+        StateError: the adapters cannot be merged: because of their method, because the base weights are quantised,
+        partitioned or sharded, or because adapters of several methods are mixed. PulseError: PEFT is not installed.
     """
     merged = merged_model(model)
     return as_saved(merged, merged.state_dict())
 
 
 def merged_model(model: Any) -> Any:
-    """The base model with new tensors for what a merge changes; for its weights and configuration alone, not to be run.
+    """Return the base model with new tensors for what a merge changes. Only its weights and configuration may be used.
 
     Raises: as `merged_weights`.
     """
@@ -88,7 +88,7 @@ def merged_model(model: Any) -> Any:
 def adapter_weights(
     model: Any, adapter: str | None = None, *, save_embeddings: SaveEmbeddings = "auto"
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The weights of one adapter under the names of `adapter_model.safetensors`, and its `adapter_config.json`.
+    """Return the weights of one adapter under the names of `adapter_model.safetensors`, and its `adapter_config.json`.
 
     The weights are in the memory of the model. `pulse follow` writes a run of them as a folder that vLLM, and
     `PeftModel.from_pretrained`, load as an adapter.
@@ -96,9 +96,9 @@ def adapter_weights(
     Args:
         model: A `PeftModel`, wrapped by DistributedDataParallel or torch.compile or not; with FSDP2 its values are
             DTensors.
-        adapter: Its name; None: the active one.
-        save_embeddings: Whether the embeddings belong to the adapter. "auto" is PEFT's rule, for which it may look at
-            the Hugging Face Hub each time.
+        adapter: The name of the adapter; None: the active one.
+        save_embeddings: Whether the embeddings belong to the adapter. "auto" is PEFT's rule, for which it may ask the
+            Hugging Face Hub each time.
 
     Raises:
         StateError: there is no such adapter, several are active and none is named, or the parameters are partitioned.
@@ -122,7 +122,7 @@ def adapter_weights(
 
 
 def merged_files(model: Any, processing_class: Any = None, *, dtype: str | None = None) -> dict[str, bytes]:
-    """The small files beside merged weights, as `checkpoint_files`. Raises: as `merged_weights`."""
+    """Return the companion files of merged weights, as `checkpoint_files`. Raises: as `merged_weights`."""
     return checkpoint_files(merged_model(model), processing_class, dtype=dtype)
 
 
@@ -145,26 +145,26 @@ def _check_mergeable(model: Any) -> None:
         method = str(getattr(config.peft_type, "value", config.peft_type))
         if method not in MERGEABLE:
             raise StateError(
-                f"adapter {name!r} is of the method {method}, which cannot be merged; methods that can are "
-                f"{', '.join(MERGEABLE)}. Publish the adapter alone (adapters='only')"
+                f"adapter {name!r} uses the method {method}, which cannot be merged; methods that can are "
+                f"{', '.join(MERGEABLE)}. Publish only the adapter (adapters='only')"
             )
     if getattr(model.get_base_model(), "hf_quantizer", None) is not None:
         raise StateError(
-            "the base model is quantised, and merging would quantise it again; publish the adapter alone "
+            "the base model is quantised, and merging would quantise it again; publish only the adapter "
             "(adapters='only')"
         )
     if is_sharded(model.parameters()):
         raise StateError(
             "the model is sharded (FSDP2 or tensor parallelism), and adapters cannot be merged into shards; publish "
-            "the adapter alone (adapters='only')"
+            "only the adapter (adapters='only')"
         )
 
 
 def _twin(module: Any, fresh: dict[int, Any], made: dict[int, Any]) -> Any:
-    """A second tree of modules with the same parameters and buffers, except for those that `fresh` has, by id.
+    """Return a second tree of modules with the same parameters and buffers, except for those in `fresh`, by id.
 
-    Attributes are shared, but for dictionaries, lists and sets, which are copied one level deep, and the configuration,
-    which a merge may write. Attributes that are modules are found again as their twins.
+    Attributes are shared, except for dictionaries, lists and sets, which are copied one level deep, and the
+    configuration, which a merge may change. Attributes that are modules are replaced by their twins.
     """
     import torch
 
@@ -190,7 +190,7 @@ def _twin(module: Any, fresh: dict[int, Any], made: dict[int, Any]) -> Any:
 
 
 def _adapter_config(model: Any, adapter: str) -> bytes:
-    """What `PeftModel.save_pretrained` writes as the configuration of an adapter."""
+    """Return the configuration of an adapter as `PeftModel.save_pretrained` writes it."""
     config = copy.copy(model.peft_config[adapter])
     inner = model.base_model if config.is_prompt_learning else model.base_model.model
     config.base_model_name_or_path = config.base_model_name_or_path or vars(inner).get("name_or_path") or None

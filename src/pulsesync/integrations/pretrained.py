@@ -1,10 +1,10 @@
-"""What `save_pretrained` would write of a model that is being trained: names, weights and the small files beside them.
+"""What `save_pretrained` would write of a model that is being trained: names, weights and companion files.
 
     publisher = Publisher("s3://bucket/run", cast="BF16", files=checkpoint_files(model, tokenizer, dtype="bfloat16"))
     publisher.publish(checkpoint_weights(model), step=step, wait=False)
 
-Nothing is written to disk and no weight is copied, unless the model's checkpoints lay weights out in another way than
-its modules do, as those of mixture-of-experts models can.
+Nothing is written to disk and no weight is copied, unless the layout of the model's checkpoints differs from that of
+its modules, as it can for mixture-of-experts models.
 """
 
 import copy
@@ -19,14 +19,14 @@ from pulsesync.state.checkpoint_files import companions
 
 __all__ = ["checkpoint_files", "checkpoint_weights"]
 
-_WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}  # which have the model as `module`
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}  # classes that have the model as `module`
 
 
 def required(name: str) -> Any:
-    """A module of transformers or PEFT.
+    """Return a module of transformers or PEFT.
 
     Raises:
-        PulseError: it is not installed, and by what name it would be.
+        PulseError: it is not installed; the message names the extra to install.
     """
     try:
         return import_module(name)
@@ -35,7 +35,7 @@ def required(name: str) -> Any:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside the wrappers of DistributedDataParallel, DataParallel, DeepSpeed and torch.compile."""
+    """Return the model inside the wrappers of DistributedDataParallel, DataParallel, DeepSpeed and torch.compile."""
     while True:
         inner = getattr(model, "_modules", {})
         if "_orig_mod" in inner:
@@ -47,12 +47,12 @@ def unwrapped(model: Any) -> Any:
 
 
 def is_sharded(tensors: Iterable[Any]) -> bool:
-    """Whether some tensor is a DTensor, as those of FSDP2 and of tensor parallelism are."""
+    """Return whether some tensor is a DTensor, as with FSDP2 and tensor parallelism."""
     return any(hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") for tensor in tensors)
 
 
 def check_publishable(model: Any) -> None:
-    """Check that the parameters of a model can be read where they are.
+    """Check that the parameters of a model can be read in place.
 
     Raises:
         StateError: DeepSpeed ZeRO-3 or FSDP1 has partitioned them, or they are not in memory.
@@ -79,11 +79,11 @@ def check_publishable(model: Any) -> None:
 
 
 def checkpoint_weights(model: Any) -> dict[str, Any]:
-    """The weights of a model under the names that `save_pretrained` would write, in the memory of the model.
+    """Return the weights of a model under the names that `save_pretrained` would write, in the memory of the model.
 
-    Wrappers are removed from the model, and `_orig_mod` from names. Tied weights stay tied: under every name that they
-    have, in the same memory. Where a checkpoint's layout differs from the modules' (transformers converts some models
-    when it loads and saves them), those tensors are made anew with each call.
+    Wrappers are removed from the model, and `_orig_mod` from names. Tied weights stay tied: they are returned under all
+    their names, in the same memory. Where a checkpoint's layout differs from the modules' (transformers converts some
+    models when it loads and saves them), each call creates those tensors anew.
 
     Args:
         model: A transformers model or any other module, wrapped or not; with FSDP2 its values are DTensors.
@@ -98,7 +98,7 @@ def checkpoint_weights(model: Any) -> dict[str, Any]:
 
 
 def as_saved(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of a model under the names of a checkpoint. Raises: StateError, as `checkpoint_weights`."""
+    """Return a model's state dict under the names of a checkpoint. Raises: StateError, as `checkpoint_weights`."""
     weights = {name.replace("_orig_mod.", ""): tensor.detach() for name, tensor in state.items()}
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         weights.pop(name, None)
@@ -110,30 +110,30 @@ def as_saved(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     saved: dict[str, Any] = revert(model, weights)
     if sharded and (made := sorted(name for name, tensor in saved.items() if id(tensor) not in own)):
         raise StateError(
-            f"tensor {made[0]!r} of a {type(model).__name__} checkpoint is made of others, which are sharded; publish "
-            "the modules' own tensors with a ShardedPublisher, and convert them at the worker",
+            f"tensor {made[0]!r} of a {type(model).__name__} checkpoint is composed of tensors that are sharded; "
+            "publish the modules' own tensors with a ShardedPublisher, and convert them in the worker",
             tensor=made[0],
         )
     return saved
 
 
 def checkpoint_files(model: Any, processing_class: Any = None, *, dtype: str | None = None) -> dict[str, bytes]:
-    """The small files that `save_pretrained` would write beside the weights: configuration and tokenizer.
+    """Return the companion files that `save_pretrained` would write with the weights: configuration and tokenizer.
 
     Args:
         model: A transformers model, wrapped or not. One without a `config` has no files.
         processing_class: Its tokenizer, processor or feature extractor.
-        dtype: What the configuration says of the weights, such as "bfloat16"; None: the dtype of the model.
+        dtype: The dtype of the weights in the configuration, such as "bfloat16"; None: the dtype of the model.
 
     Raises:
-        LimitError: a file is too large to travel with a run.
+        LimitError: a file is too large to be published with a run.
     """
     model = unwrapped(model)
     files = {}
     if hasattr(getattr(model, "config", None), "to_json_string"):
         config = copy.deepcopy(model.config)
         config.dtype = dtype or str(model.dtype).removeprefix("torch.")
-        # FSDP2 derives a class from the model's, with its own name in front
+        # FSDP2 derives a class from the model's, and prefixes its name
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         files["config.json"] = config.to_json_string().encode()
     generation = getattr(model, "generation_config", None)
@@ -143,7 +143,7 @@ def checkpoint_files(model: Any, processing_class: Any = None, *, dtype: str | N
 
 
 def processing_files(processing_class: Any) -> dict[str, bytes]:
-    """The files of a tokenizer, processor or feature extractor; none for None. Raises: LimitError."""
+    """Return the files of a tokenizer, processor or feature extractor; none for None. Raises: LimitError."""
     if not hasattr(processing_class, "save_pretrained"):
         return {}
     with tempfile.TemporaryDirectory(prefix="pulse-") as folder:

@@ -1,11 +1,11 @@
-"""Where the weights of a checkpoint lie in an inference engine: fused, spread over ranks, padded; vLLM and SGLang.
+"""Map the weights of a checkpoint to those of vLLM and SGLang, where they are fused, sharded over ranks and padded.
 
     model = ModelShape.from_config(config)  # Llama, Mistral, Qwen, Gemma, Phi-3, DeepSeek, …: see families.py
     placed = place(model, EngineRank.vllm(tp, tp_size), runtime_tensors(engine_model))
 
-What comes back names the checkpoint's tensors; its values are views into the engine's memory, each a rectangle of the
-checkpoint's tensor. `for_subscriber` makes of it what a `Subscriber` takes, and `grid` says where a `Publisher` should
-cut tensors so that every rank's part is whole tiles. Nothing is copied, and neither torch nor an engine is imported.
+The result has the names of the checkpoint's tensors; its values are views into the engine's memory, each a rectangle of
+the checkpoint's tensor. `for_subscriber` converts it for a `Subscriber`, and `grid` returns where a `Publisher` should
+cut tensors so that every rank's part is complete tiles. Nothing is copied, and neither torch nor an engine is imported.
 """
 
 import re
@@ -42,7 +42,7 @@ VOCAB_PADDING = 64  # both engines pad the vocabulary to a multiple of this, the
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-Part = tuple[int, int]  # which of how many
+Part = tuple[int, int]  # the index of a part, and the number of parts
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class EngineRank:
     Args:
         tp: Its tensor-parallel rank, which splits attention, dense layers, shared experts and the vocabulary.
         tp_size: How many such ranks there are.
-        ep: Its expert-parallel rank, which chooses among the experts.
+        ep: Its expert-parallel rank, which selects some of the experts.
         ep_size: How many such ranks there are.
-        expert_tp: Which of how many parts of each of those experts; if not given, the same as of the rest, and with
-            expert parallelism all of them.
+        expert_tp: Index and number of the part of each of those experts; if not given, the same as for the other
+            tensors, or the entire expert with expert parallelism.
         vocab_padding: The vocabulary is padded to a multiple of this, and then divided by the ranks.
-        latent: Whether latent attention reads kv_b_proj, or views into it; not if the engine multiplies with copies.
+        latent: Whether latent attention reads kv_b_proj, or views into it; False if the engine computes with copies.
 
     Raises:
         ValueError: a rank is not below its size.
@@ -74,24 +74,24 @@ class EngineRank:
     def __post_init__(self) -> None:
         for n, size in ((self.tp, self.tp_size), (self.ep, self.ep_size), self.experts_split):
             if not 0 <= n < size:
-                raise ValueError(f"there is no rank {n} of {size}")
+                raise ValueError(f"a rank must be from 0 to size - 1; got rank {n} of size {size}")
 
     @classmethod
     def vllm(
         cls, tp: int, tp_size: int, *, dp: int = 0, dp_size: int = 1, expert_parallel: bool = False
     ) -> "EngineRank":
-        """As vLLM has it: experts are spread, or else split, over all ranks of all data-parallel replicas."""
+        """Return a rank of vLLM: experts are distributed, or else split, over all ranks of all replicas."""
         flat = (dp * tp_size + tp, dp_size * tp_size)
         return cls(tp, tp_size, *flat) if expert_parallel else cls(tp, tp_size, expert_tp=flat)
 
     @classmethod
     def sglang(cls, tp: int, tp_size: int, ep_size: int = 1) -> "EngineRank":
-        """As SGLang has it: experts are spread over ep_size groups of ranks, and split within each.
+        """Return a rank of SGLang: experts are distributed over ep_size groups of ranks, and split within each.
 
-        It keeps copies of the halves of kv_b_proj (w_kc and w_vc), so that DeepSeek's attention is not mapped.
+        SGLang keeps copies of the halves of kv_b_proj (w_kc and w_vc), so DeepSeek's attention is not mapped.
         """
         if tp_size % ep_size:
-            raise ValueError(f"{tp_size} ranks are not {ep_size} groups of one size")
+            raise ValueError(f"tp_size must be a multiple of ep_size; got tp_size {tp_size} and ep_size {ep_size}")
         group = tp_size // ep_size
         return cls(tp, tp_size, tp // group, ep_size, (tp % group, group), latent=False)
 
@@ -102,18 +102,18 @@ class EngineRank:
 
 @dataclass(frozen=True)
 class FusedPiece:
-    """A rectangle of a checkpoint's tensor, and where a tensor of the runtime has it."""
+    """A rectangle of a checkpoint's tensor, and its position in a tensor of the runtime."""
 
     name: str
     shape: tuple[int, ...]
-    at: tuple[int | slice, ...]  # index of the runtime's tensor; what it gives is contiguous
+    at: tuple[int | slice, ...]  # index into the runtime's tensor, which gives a contiguous piece
     rows: Span | None = None
     columns: Span | None = None
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A tensor of the runtime and what it is made of; what no piece has is padding."""
+    """A tensor of the runtime and the pieces that it consists of; the rest is padding."""
 
     name: str
     shape: tuple[int, ...]
@@ -121,10 +121,11 @@ class Fused:
 
 
 def fused(model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
-    """Every tensor that a rank of an engine holds.
+    """Yield every tensor that a rank of an engine has.
 
     Raises:
-        StateError: the model cannot be divided by so many ranks, or this engine's tensors are no ranges of its tensors.
+        StateError: the model cannot be divided by this many ranks, or the engine's tensors are not ranges of the
+        checkpoint's tensors.
     """
     yield _vocabulary(EMBEDDING, model, rank)
     for n in range(model.layers):
@@ -148,7 +149,7 @@ def fused(model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
 
 def _attention(at: str, model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     d, heads, kv_heads = model.head_dim, model.heads, model.kv_heads
-    copies = rank.tp_size // kv_heads if rank.tp_size % kv_heads == 0 else 1  # ranks that hold the same KV head
+    copies = rank.tp_size // kv_heads if rank.tp_size % kv_heads == 0 else 1  # ranks that have the same KV head
     q = _share(heads, (rank.tp, rank.tp_size), d, f"{at}.q_proj.weight")
     kv = _share(kv_heads, (rank.tp // copies, rank.tp_size // copies), d, f"{at}.k_proj.weight")
     parts = (("q_proj", heads * d, q), ("k_proj", kv_heads * d, kv), ("v_proj", kv_heads * d, kv))
@@ -163,9 +164,9 @@ def _attention(at: str, model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
 
 
 def _latent_attention(at: str, model: ModelShape, latent: LatentShape, rank: EngineRank) -> Iterator[Fused]:
-    """What vLLM's MLA layer has; its W_UK_T and W_UV are views into kv_b_proj, if weights are not quantized."""
+    """Yield the tensors of vLLM's MLA layer; W_UK_T and W_UV are views into kv_b_proj, if weights are not quantized."""
     if not rank.latent:
-        raise StateError(f"this engine keeps copies of {at}.kv_b_proj, which a write in place leaves as they were")
+        raise StateError(f"this engine keeps copies of {at}.kv_b_proj, which a write in place would not update")
     heads, part = model.heads, (rank.tp, rank.tp_size)
     query, compressed = latent.nope + latent.rope, latent.kv_rank + latent.rope
     q_name, q_width = ("q_b_proj", latent.q_rank) if latent.q_rank else ("q_proj", model.hidden)
@@ -237,20 +238,20 @@ def _whole(name: str, *shape: int) -> Fused:
 
 
 def _joined(name: str, model: ModelShape, parts: Sequence[tuple[str, int, Span]], *inner: int) -> Fused:
-    """Rows of several tensors of a checkpoint, or a checkpoint's own tensor that has them one after the other."""
+    """Return rows of several tensors of a checkpoint, or of one that contains them one after the other."""
     if not model.fused_checkpoint:
         return _stacked(name, parts, *inner)
     if any(span != (0, rows) for _, rows, span in parts):
         raise StateError(
-            f"the checkpoint has {len(parts)} matrices in {name!r}, and of each of them a rank has a part, which is no "
-            "one rectangle: only an engine without tensor parallelism can be mapped",
+            f"the checkpoint has {len(parts)} matrices in {name!r}, and a rank has a part of each of them, which is "
+            "not a single rectangle: start the engine without tensor parallelism",
             tensor=name,
         )
     return _whole(name, sum(rows for _, rows, _ in parts), *inner)
 
 
 def _stacked(name: str, parts: Sequence[tuple[str, int, Span]], *inner: int) -> Fused:
-    """Rows of several tensors, one after the other: each has a name, its rows, and which of them are here."""
+    """Return rows of several tensors, one after the other: each has a name, its rows, and which of them are local."""
     module, _, kind = name.rpartition(".")
     at = module.rpartition(".")[0]
     borders = [0, *accumulate(end - begin for _, _, (begin, end) in parts)]
@@ -272,10 +273,13 @@ def _columns(name: str, rows: int, columns: int, span: Span) -> Fused:
 
 
 def _share(count: int, part: Part, each: int, name: str) -> Span:
-    """The even share of a rank, in units of `each`."""
+    """Return the even share of a rank, in units of `each`."""
     n, size = part
     if count % size:
-        raise StateError(f"{count} cannot be divided by {size} ranks, which {name!r} needs", tensor=name)
+        raise StateError(
+            f"{name!r} cannot be split: {count} is not divisible by {size} ranks; use another number of ranks",
+            tensor=name,
+        )
     mine = count // size * each
     return n * mine, (n + 1) * mine
 
@@ -284,10 +288,10 @@ _DERIVED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep", "W_K", "W_V", "w_kc", "w_vc")  
 
 
 def runtime_tensors(engine_model: Any) -> dict[str, Any]:
-    """The parameters of an engine's model (a torch module), and what its attention layers derive from kv_b_proj.
+    """Return the parameters of an engine's model (a torch module), and what attention layers derive from kv_b_proj.
 
-    Most versions of the engines keep what is derived as plain attributes. `place` refuses those that are copies, which
-    a write in place would leave as they were.
+    Most versions of the engines keep derived tensors as plain attributes. `place` refuses those that are copies, which
+    a write in place would not update.
     """
     out: dict[str, Any] = dict(engine_model.named_parameters())
     for at, module in engine_model.named_modules():
@@ -298,24 +302,24 @@ def runtime_tensors(engine_model: Any) -> dict[str, Any]:
 
 
 def place(model: ModelShape, rank: EngineRank, runtime: Mapping[str, Any]) -> dict[str, Placed]:
-    """Say which part of the checkpoint each weight of an engine's tensors is; padding is left out.
+    """Return which part of the checkpoint each of an engine's tensors has; padding is left out.
 
-    Takes torch tensors and numpy arrays; what it returns are views into them. A tensor that the map does not know must
-    be in the memory of one that it knows: another name for it, or a view into it. A checkpoint's tensor of which
-    nothing is here (an expert of another rank, a part of the vocabulary that is all padding) is not named.
+    It takes torch tensors and numpy arrays, and returns views into them. A tensor that the map does not contain must be
+    in the memory of one that it contains: another name for it, or a view into it. A checkpoint's tensor of which this
+    rank has nothing (an expert of another rank, a part of the vocabulary that is all padding) is left out.
 
     Raises:
-        StateError: a tensor is unknown, missing, not contiguous or of another shape (`tensor`), or the model cannot be
-            divided by so many ranks.
+        StateError: a tensor is unknown, missing, not contiguous or has another shape (`tensor`), or the model cannot be
+            divided by this many ranks.
     """
     given: dict[str, Any] = {}
     for name, tensor in runtime.items():
-        short = name.replace(".routed_experts.", ".")  # newer vLLM has this module in between
+        short = name.replace(".routed_experts.", ".")  # a module that newer versions of vLLM add
         if short in given:
-            raise StateError(f"the runtime has {short!r} by two names", tensor=name)
+            raise StateError(f"the runtime has {short!r} under two names", tensor=name)
         given[short] = tensor
     if model.tied and EMBEDDING in given:
-        given.setdefault(HEAD, given[EMBEDDING])  # engines name tied weights once, or twice
+        given.setdefault(HEAD, given[EMBEDDING])  # engines have tied weights under one name, or under both
     out: dict[str, Placed] = {}
     known: list[Span] = []
     for one in fused(model, rank):
@@ -326,16 +330,18 @@ def place(model: ModelShape, rank: EngineRank, runtime: Mapping[str, Any]) -> di
     for name, tensor in given.items():
         begin, end = _memory(tensor)
         if not any(low <= begin < end <= high for low, high in known):
-            raise StateError(f"the map of this model has no runtime tensor {name!r}", tensor=name)
+            raise StateError(
+                f"the runtime has a tensor {name!r}, which the map of this model does not have", tensor=name
+            )
     return out
 
 
 def _checked(one: Fused, tensor: Any) -> Any:
     if tensor is None:
-        raise StateError(f"the runtime has no tensor {one.name!r}", tensor=one.name)
+        raise StateError(f"the runtime has no tensor {one.name!r}, which the map of this model needs", tensor=one.name)
     if (shape := tuple(tensor.shape)) != one.shape:
         raise StateError(
-            f"runtime tensor {one.name!r} has shape {shape}; of this model, this rank has {one.shape}",
+            f"runtime tensor {one.name!r} has shape {shape}; for this rank of this model it must be {one.shape}",
             tensor=one.name,
         )
     if not _contiguous(tensor):
@@ -348,7 +354,7 @@ def _contiguous(tensor: Any) -> bool:
 
 
 def _memory(tensor: Any) -> Span:
-    """The addresses that a tensor's weights lie between."""
+    """Return the first and the last address of a tensor's weights."""
     if hasattr(tensor, "data_ptr"):
         begin, width = int(tensor.data_ptr()), int(tensor.element_size())
         strides = [width * stride for stride in tensor.stride()]
@@ -360,13 +366,13 @@ def _memory(tensor: Any) -> Span:
 
 
 def check_loaded(placed: Mapping[str, Placed], checkpoint: Mapping[str, Any]) -> None:
-    """Check that an engine which has loaded a checkpoint holds its weights where the map says.
+    """Check that an engine which has loaded a checkpoint has its weights at the positions of the map.
 
-    Shapes do not tell all: some kernels swap or shuffle an expert's weights once they are loaded, and experts can be
-    spread in other orders. What is on a GPU is brought to the host, tensor by tensor.
+    Shapes are not enough: some kernels swap or shuffle an expert's weights once they are loaded, and experts can be
+    distributed in other orders. Tensors on a GPU are copied to the host, one by one.
 
     Raises:
-        StateError: a tensor of the checkpoint is missing or of another dtype or shape, or its weights are not there
+        StateError: a tensor of the checkpoint is missing or has another dtype or shape, or its weights are elsewhere
             (`tensor`).
     """
     for name, one in placed.items():
@@ -375,28 +381,28 @@ def check_loaded(placed: Mapping[str, Placed], checkpoint: Mapping[str, Any]) ->
         whole, mine = (view_bits({name: _to_host(tensor)})[0][name] for tensor in (checkpoint[name], one.tensor))
         if (whole.spec.dtype, whole.spec.shape) != (mine.spec.dtype, one.shape):
             raise StateError(
-                f"tensor {name!r} is {mine.spec.dtype} {one.shape} here and {whole.spec.dtype} {whole.spec.shape} in "
-                "the checkpoint",
+                f"tensor {name!r} is {mine.spec.dtype} {one.shape} in the engine, but {whole.spec.dtype} "
+                f"{whole.spec.shape} in the checkpoint",
                 tensor=name,
             )
-        held = Slice(one.rows, one.columns).of(whole.spec)
+        window = Slice(one.rows, one.columns).of(whole.spec)
         table = whole.flat.reshape(whole.spec.rows, whole.spec.columns)
-        if not np.array_equal(table[slice(*held.rows), slice(*held.columns)].reshape(-1), mine.flat):
-            raise StateError(f"the weights of {name!r} are not where the map says", tensor=name)
+        if not np.array_equal(table[slice(*window.rows), slice(*window.columns)].reshape(-1), mine.flat):
+            raise StateError(f"the weights of {name!r} are not at the position that the map names", tensor=name)
 
 
 def _to_host(tensor: Any) -> Any:
-    """A tensor in host memory: itself, if it is there."""
+    """Return a tensor in host memory: itself, if it is there."""
     return tensor.cpu() if hasattr(tensor, "cpu") else tensor
 
 
 def for_subscriber(placed: Mapping[str, Placed]) -> tuple[dict[str, Any], Slices]:
-    """What `place` found, as the tensors and the slices of a `Subscriber`.
+    """Return the result of `place` as the tensors and the slices for a `Subscriber`.
 
         tensors, slices = for_subscriber(placed)
         Subscriber(location, slices=slices).sync(tensors)
 
-    Every layer of the run must be held; other names of the run, such as those of other ranks' experts, are not.
+    This rank must have a part of every layer of the run; it need not have other tensors, such as other ranks' experts.
 
     Raises:
         StateError: a tensor is not contiguous, or layers are cut in different ways.
@@ -404,25 +410,25 @@ def for_subscriber(placed: Mapping[str, Placed]) -> tuple[dict[str, Any], Slices
     tensors: dict[str, Any] = {}
     slices: dict[str, Slice | None] = {}
     for name, one in placed.items():
-        held = Slice(one.rows, one.columns)
+        part = Slice(one.rows, one.columns)
         if not _contiguous(one.tensor):
             raise StateError(f"tensor {name!r} is not contiguous", tensor=name)
-        tensors[name] = one.tensor.reshape(held.of(TensorSpec(name, "", one.shape)).local.shape)
-        # A pattern for all layers: each name of the run is held against each pattern, and MoE models have 20,000.
-        if slices.setdefault(re.sub(r"\.layers\.\d+\.", ".layers.*.", name), held) != held:
-            raise StateError(f"tensor {name!r} is cut in another way than that of another layer", tensor=name)
+        tensors[name] = one.tensor.reshape(part.of(TensorSpec(name, "", one.shape)).local.shape)
+        # One pattern for all layers: each name of the run is matched with each pattern, and MoE models have 20,000.
+        if slices.setdefault(re.sub(r"\.layers\.\d+\.", ".layers.*.", name), part) != part:
+            raise StateError(f"tensor {name!r} is cut differently from that of another layer", tensor=name)
     return tensors, slices | {"*": None}
 
 
 def grid(model: ModelShape, ranks: Iterable[EngineRank]) -> Grid:
-    """Where a `Publisher` should cut tensors so that the part of each of these ranks is whole tiles.
+    """Return where a `Publisher` should cut tensors so that the part of each of these ranks is complete tiles.
 
         grid(model, [*(EngineRank.vllm(n, 2) for n in range(2)), *(EngineRank.vllm(n, 8) for n in range(8))])
 
-    Give it every rank of every kind of engine that will follow the run.
+    Pass every rank of every kind of engine that will follow the run.
     """
     cuts: dict[str, tuple[set[int], set[int]]] = {}
-    # Layers and experts are cut alike: one of each kind says it, and a model may have 40,000 tensors.
+    # Layers and experts are cut in the same way, so one of each is enough: a model may have 40,000 tensors.
     dense = frozenset({0} if model.dense_layers else ())
     few = replace(model, layers=2, experts=min(model.experts, 1), dense_layers=dense)
     alike = [replace(rank, ep=0, ep_size=1, expert_tp=rank.experts_split) for rank in ranks]
@@ -432,5 +438,5 @@ def grid(model: ModelShape, ranks: Iterable[EngineRank]) -> Grid:
         rows.update({*(piece.rows or ())} - {0, spec.rows})
         columns.update({*(piece.columns or ())} - {0, spec.columns})
     if model.tied and EMBEDDING in cuts:
-        cuts.setdefault(HEAD, cuts[EMBEDDING])  # a run that has both names files them under the first
+        cuts.setdefault(HEAD, cuts[EMBEDDING])  # a run that has both names stores them under the first
     return {name: (sorted(rows), sorted(columns)) for name, (rows, columns) in cuts.items() if rows or columns}

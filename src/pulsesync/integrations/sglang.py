@@ -1,11 +1,11 @@
-"""SGLang follows a run: live parameters are brought to a version in place, all ranks or none, checked by digests.
+"""SGLang follows a run: live parameters are updated in place, on all ranks or on none, and checked by digests.
 
     python -m sglang.launch_server --model-path MODEL --custom-weight-loader pulsesync.integrations.sglang.load
     pulse follow s3://bucket/run --sglang http://127.0.0.1:30000
 
 SGLang calls `load` in every rank for `update_weights_from_tensor` with the `load_format` of this name. Its only tensor
-is a request: JSON in bytes. The ranks fetch, check and write by themselves, in step. SGLang finds `register` by its
-entry point: without it, an error in `load` would end the server, and a server could not report its version.
+is a request: JSON in bytes. The ranks fetch, check and write by themselves, step by step. SGLang finds `register` by
+its entry point: without it, an error in `load` would end the server, and a server could not report its version.
 """
 
 import base64
@@ -33,9 +33,9 @@ __all__ = ["LOADER", "SglangServer", "load", "request"]
 LOADER = "pulsesync.integrations.sglang.load"
 PREFIX = "PULSE_SGLANG"  # of PULSE_SGLANG_RUNS, PULSE_SGLANG_TRUST and PULSE_SGLANG_CACHE: see EngineLimits
 TENSOR = "pulsesync.request"
-MOST_BYTES = 1 << 16  # of a request
-READY_S = 120.0  # for which an update is prepared while the server generates; then the pause waits for the rest
-FIRST_POLL_S, MAX_POLL_S = 0.25, 2.0  # between two looks whether it is ready, each of which is a short pause
+MOST_BYTES = 1 << 16  # the largest request
+READY_S = 120.0  # how long an update is prepared while the server generates; after that the pause includes the rest
+FIRST_POLL_S, MAX_POLL_S = 0.25, 2.0  # between two checks whether it is ready, each of which pauses the server shortly
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
 
 logger = logging.getLogger(__name__)
@@ -45,15 +45,15 @@ logger = logging.getLogger(__name__)
 
 
 def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
-    """Do what a request asks of this rank, with all others. SGLang calls this in every rank.
+    """Execute a request on this rank, together with all others. SGLang calls this in every rank.
 
     Args:
         model: The model of this rank.
         named_tensors: What `request` returns.
 
     Raises:
-        ValueError: this is no request. PulseError: it failed, the same on every rank; the weights are as they were. The
-            one exception is a VerificationError with `torn`: the weights are of no version, and the server must end.
+        ValueError: this is not a request. PulseError: it failed, on every rank; the weights are unchanged. The one
+            exception is a VerificationError with `torn`: the weights are no version, and the server must end.
     """
     rank = getattr(model, "pulse_rank", None)
     if rank is None:
@@ -63,7 +63,7 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 def request(message: dict[str, Any]) -> list[tuple[str, Any]]:
-    """A request to `load`, as the named tensors that `update_weights_from_tensor` takes.
+    """Return a request to `load` as the named tensors that `update_weights_from_tensor` takes.
 
     Args:
         message: {"do": "update", "options": the fields of `RunOptions`, "version": a number or "latest"}.
@@ -79,20 +79,20 @@ def _read(named_tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found = tensors.get(TENSOR)
     if len(tensors) != 1 or found is None or str(found.dtype) != "torch.uint8" or found.numel() > MOST_BYTES:
         raise ValueError(
-            f"{LOADER} takes one tensor, which pulsesync.integrations.sglang.request makes; got {sorted(tensors)[:3]}: "
-            "publish weights to a run, and ask for a version of it"
+            f"{LOADER} needs the one tensor that pulsesync.integrations.sglang.request returns; got "
+            f"{sorted(tensors)[:3]}: publish weights to a run, and update the server with pulse follow --sglang"
         )
     message = json.loads(bytes(found.cpu().numpy()))
     if not isinstance(message, dict):
-        raise ValueError("the request is no JSON object")
+        raise ValueError("the request must be a JSON object")
     return message
 
 
 class _Rank:
-    """A rank of the engine: its follower, and the others."""
+    """A rank of the engine: its follower, and the team of all ranks."""
 
     def __init__(self, engine: "SglangEngine") -> None:
-        engine.check()  # before the ranks meet: with other kinds of parallelism they might not
+        engine.check()  # before the ranks meet, which other kinds of parallelism could prevent
         self._follower = EngineFollower(engine, EngineLimits.read(PREFIX))
         self._team = engine.team()
         self.rank, self.size = self._team.rank, self._team.size
@@ -103,12 +103,15 @@ class _Rank:
         if do == "update":
             return move_together(self._follower, self, message["options"], message["version"], token)
         if do not in ("prepare", "status"):
-            raise ValueError(f"unknown request {do!r}: install the same version of pulsesync on both sides")
+            raise ValueError(
+                f"unknown request {do!r}: caller and server run different versions of pulsesync; install the same one "
+                "in both"
+            )
         answers = self.gather(json.dumps(self._follower.call(message)).encode())
         return merged_status([json.loads(answer) for answer in answers])
 
     def gather(self, note: bytes) -> list[bytes]:
-        """As of a team; if a rank is lost, whether it has written is not known, and nobody may generate."""
+        """Gather notes as a team; if a rank is lost, it is not known whether it has written, so none may generate."""
         try:
             return self._team.gather(note)
         except GroupError as e:
@@ -127,8 +130,8 @@ class SglangEngine(EngineAdapter):
         for name, flag in _REFUSED.items():
             if getattr(parallel, name) > 1:
                 raise StateError(
-                    f"this engine was started with {flag} {getattr(parallel, name)}, for which the places of weights "
-                    f"are not known: start a server without {flag} for each replica"
+                    f"this engine was started with {flag} {getattr(parallel, name)}, for which the positions of "
+                    f"weights are not known: start a server without {flag} for each replica"
                 )
         if _context("exec").moe.enable_eplb:
             raise StateError(
@@ -141,7 +144,7 @@ class SglangEngine(EngineAdapter):
         return EngineRank.sglang(parallel.tp_rank, parallel.tp_size, parallel.ep_size)
 
     def team(self) -> Team:
-        """The ranks, in a process group of their own. Every rank must call this at the same time."""
+        """Return the ranks, in a process group of their own. Every rank must call this at the same time."""
         if _context("parallel").tp_size == 1:
             return SoloTeam()
         return Collective(import_module("torch.distributed").new_group(backend="gloo"), TIMEOUT_S)
@@ -155,13 +158,16 @@ class SglangEngine(EngineAdapter):
     def checkpoint(self) -> Iterator[tuple[str, Any]]:
         model = _context("model")
         if model.load_format not in ("auto", "safetensors", "pt", "mistral"):
-            raise PulseError(f"load_format={model.load_format!r} has no checkpoint that can be read again")
+            raise PulseError(
+                f"the engine was started with load_format={model.load_format!r}, which has no checkpoint that can be "
+                "read again"
+            )
         loader = import_module("sglang.srt.model_loader.loader").DefaultModelLoader
         config = import_module("sglang.srt.configs.load_config").LoadConfig(load_format=model.load_format)
         yield from loader(config)._get_weights_iterator(loader.Source(model.model_path, model.revision))
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
-        """Load by the model's own loader; begin_weight_update and end_weight_update unpack and pack around it."""
+        """Load with the model's own loader; begin_weight_update and end_weight_update unpack before and pack after."""
         loaded: set[str] | None = self.model.load_weights(weights)
         return loaded
 
@@ -177,7 +183,7 @@ def _context(name: str) -> Any:
 
 
 def register() -> None:
-    """Have SGLang report what `load` answers or raises. SGLang calls this by its entry point `pulse`."""
+    """Make SGLang report what `load` answers or raises. SGLang calls this by its entry point `pulse`."""
     registry = import_module("sglang.srt.plugins.hook_registry")
     registry.HookRegistry.register(UPDATER, report_answer, registry.HookType.AROUND)
 
@@ -187,7 +193,7 @@ def report_answer(
 ) -> tuple[bool, str]:
     """Call SGLang's own method; if it is for `load`, return its answer or its error as JSON.
 
-    An error would end SGLang's scheduler, and with it the server. That is right only for weights of no version.
+    An error would end SGLang's scheduler, and with it the server. That is right only if the weights are no version.
     """
     if load_format != LOADER:
         return original(updater, named_tensors=named_tensors, load_format=load_format)  # type: ignore[no-any-return]
@@ -206,11 +212,11 @@ def report_answer(
 
 
 class SglangServer(EngineServer):
-    """An SGLang server that is brought to versions of a run.
+    """An SGLang server that is updated to versions of a run.
 
     Generation is paused for each request to the ranks, and resumed after it, whether it succeeds or fails, and also if
-    another program has paused the server. If this process is killed meanwhile, the server stays paused until it is
-    started again.
+    another program has paused the server. If this process is killed meanwhile, the server stays paused until this
+    process is started again.
 
     Args:
         url: Its address, such as http://127.0.0.1:30000.
@@ -223,17 +229,17 @@ class SglangServer(EngineServer):
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         super().__init__(url, api_key=api_key, timeout_s=timeout_s)
-        self._ranks = 0  # once the server was asked
-        self._known: dict[str, Any] | None = None  # its last status, while its weight_version is what it was then
+        self._ranks = 0  # 0 until the server was asked
+        self._known: dict[str, Any] | None = None  # its last status, valid while its weight_version is the same
         self._pause_s = 0.0
 
     def status(self) -> dict[str, Any]:
-        """Where the server is: location, version, digest, weight_version.
+        """Return the server's status: location, version, digest, weight_version.
 
-        The ranks are asked, in a short pause, only if the server's weight_version is another one than before.
+        The ranks are asked, in a short pause, only if the server's weight_version has changed.
 
         Raises:
-            StoreError: it does not answer; PulseError: it was not started for this.
+            StoreError: it does not answer; PulseError: it was not started with the options that updates need.
         """
         named = self._get("/model_info").get("weight_version")
         if self._known is None or self._known["weight_version"] != named:
@@ -254,12 +260,12 @@ class SglangServer(EngineServer):
         message = {"options": options, "version": goal, "token": secrets.token_hex(8)}
         paused_s = self._prepare(message)
         names = {"weight_version": str(goal), "flush_cache": kv_cache == "drop"}
-        mode = "retract" if kv_cache == "drop" else "in_place"  # a cache can be dropped if nothing runs on it
+        mode = "retract" if kv_cache == "drop" else "in_place"  # a cache can be dropped if no request uses it
         report = self._ask({**message, "do": "update"}, mode, **names)
         return UpdateReport.parse({**report, "pause_s": paused_s + self._pause_s})
 
     def _prepare(self, message: dict[str, Any]) -> float:
-        """Have the ranks fetch, check and decode while the server generates; return how long it was paused."""
+        """Let the ranks fetch, check and decode while the server generates; return how long it was paused."""
         began, wait_s, paused_s = time.monotonic(), FIRST_POLL_S, 0.0
         while True:
             status = self._ask({**message, "do": "prepare"}, "in_place")
@@ -272,7 +278,7 @@ class SglangServer(EngineServer):
             wait_s = min(2 * wait_s, MAX_POLL_S)
 
     def _ask(self, message: dict[str, Any], mode: str, **given: Any) -> dict[str, Any]:
-        """Pause, have the ranks take a request, and resume; return their answer. Raises: PulseError."""
+        """Pause, send a request to the ranks, and resume; return their answer. Raises: PulseError."""
         paused_at = time.perf_counter()
         with self._afterwards("/continue_generation", {"torch_empty_cache": False}):
             self._step("/pause_generation", {"mode": mode})
@@ -284,14 +290,16 @@ class SglangServer(EngineServer):
 
     @contextmanager
     def _afterwards(self, path: str, body: dict[str, Any]) -> Iterator[None]:
-        """Call a route whatever comes of the block; if both fail, the block's error says so."""
+        """Call a route after the block, even if the block raises; if both fail, the block's error notes that."""
         try:
             yield
         except BaseException as e:  # also if this process is interrupted
             try:
                 self._step(path, body)
             except PulseError as also:
-                e.add_note(f"{path} failed, too, so the server may be paused: {also}; call it, or restart the server")
+                e.add_note(
+                    f"{path} failed, too, so the server may be paused: {also}; call that route, or restart the server"
+                )
                 logger.error("%s failed: %s. The server may be paused.", path, also)
             raise
         self._step(path, body)
@@ -300,7 +308,7 @@ class SglangServer(EngineServer):
         body = {"selector": "target"}
         code, answer = self._call("POST", "/begin_weight_update", self._timeout_s, body)
         if code != 200 and "already open" in str(answer.get("message")):
-            logger.warning("The server has an open weight update, of a process that was killed: it is ended.")
+            logger.warning("The server has an open weight update of a process that was killed; ending it.")
             self._step("/end_weight_update", {})
             return self._step("/begin_weight_update", body)
         if code != 200:
@@ -308,7 +316,7 @@ class SglangServer(EngineServer):
         return None
 
     def _send(self, message: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        # A plain pickle: SGLang's own one would name shared memory, which only a process of its host can open.
+        # A plain pickle: SGLang's own would refer to shared memory, which only a process of its host can open.
         payload = base64.b64encode(pickle.dumps(request(message))).decode()
         body = {
             "serialized_named_tensors": [payload] * self._ranks,
@@ -335,7 +343,7 @@ class SglangServer(EngineServer):
         return table
 
     def _check_started(self) -> None:
-        """Raises: PulseError, if the server was not started for this; a request would then end it."""
+        """Raises: PulseError, if the server was not started with our loader; a request would then end it."""
         info = self._get("/server_info")
         if LOADER not in (info.get("custom_weight_loader") or []):
             raise PulseError(

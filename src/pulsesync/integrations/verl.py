@@ -9,13 +9,13 @@
             pulse:
               location: s3://bucket/run
 
-verl alone imports this module: in the driver and in every trainer and rollout process, where `custom_backend_module`
+Only verl imports this module: in the driver and in every trainer and rollout process, where `custom_backend_module`
 names it, and, by the entry point of the group `verl.plugins`, wherever verl is imported and pulsesync installed. The
 import registers the engine; a second one does nothing.
 
-One sync, as verl's `CheckpointEngineManager` drives it: `prepare` reads which version the run has, `build_topology` has
-the rollouts know it, the trainers make one version, and each rollout waits for a version after that one. So a rollout
-never receives an older version of the same step, such as one from before a crash.
+One sync, as verl's `CheckpointEngineManager` drives it: `prepare` reads the run's newest version, `build_topology`
+sends it to the rollouts, the trainers publish one version, and each rollout waits for a version after the one it got.
+So a rollout never receives an older version of the same step, such as one from before a crash.
 """
 
 import asyncio
@@ -44,12 +44,12 @@ from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.views import torch_dtype
 
 BACKEND = "pulse"
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between two looks at the store while the trainers publish
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between two checks of the store while the trainers publish
 
 
 @dataclass(frozen=True)
 class AwaitedVersion:
-    """The version that a sync makes: the one after the newest that the run had when the sync began."""
+    """The version that a sync publishes: the one after the newest when the sync began."""
 
     run: str | None  # None: there was no run
     after: int  # -1: there was no version
@@ -60,9 +60,9 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Moves weights from verl's trainers to its rollouts through a run: as patches, bit for bit.
 
     Trainers: verl gives every rank all tensors of the model, one after another. Each rank copies some of them to host
-    memory, keeps the last version of those alone, and compares, encodes and uploads them; rank 0 commits the version.
-    Rollouts: each process has a copy of the model in host memory, which a `Subscriber` brings to the version of the
-    step; then all its tensors go to the inference engine. If anything fails, nothing was handed to the engine.
+    memory, keeps the last version of only those, and compares, encodes and uploads them; rank 0 commits the version.
+    Rollouts: each process has a copy of the model in host memory, which a `Subscriber` syncs to the version of the
+    step; then all its tensors are passed to the inference engine. If anything fails, the engine gets nothing.
 
     Args:
         bucket_size: Bytes of verl's transfer buckets; verl passes `update_weights_bucket_megabytes`.
@@ -70,17 +70,17 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         location: A path or URL of the run, which all processes can reach.
         cast: The dtype that FP32 tensors are published in: one for all, or by name pattern, "" to leave them FP32.
         anchor_every: As for `Publisher`.
-        signing_key: A file with the signing key, on the host of trainer rank 0. The key itself is no option, because
-            verl logs its configuration.
+        signing_key: A file with the signing key, on the host of trainer rank 0. The key itself cannot be an option,
+            because verl logs its configuration.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused.
-        cache: A folder in which the rollout processes of a host share what they fetched.
+        cache: A folder in which the rollout processes of a host share fetched bytes.
         timeout_s: How long a rollout waits for the version of a step, and trainers for each other.
 
     Raises:
-        ValueError: a key, a dtype or a location that is none.
+        ValueError: a key, a dtype or a location is not valid.
     """
 
-    wire_format = "named_tensors"  # docs/integrations/verl.md says why not "delta_flush"
+    wire_format = "named_tensors"  # docs/integrations/verl.md explains why not "delta_flush"
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._awaited: AwaitedVersion | None = None  # while a rollout syncs
         self._layout: Layout | None = None
         self._mirror: dict[str, Any] = {}
-        self._receiving = threading.Lock()  # held while the mirror is written
+        self._receiving = threading.Lock()  # locked while the mirror is written
 
     # What verl calls on every worker, before and after each sync
 
@@ -122,23 +122,26 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Pass the number of trainers to the trainers, and to the rollouts which version the run has."""
+        """Pass the number of trainers to the trainers, and the run's newest version to the rollouts."""
         before = metadata[0]
         if not before:
-            raise StateError("the first worker is not rank 0 of the trainers: it did not say which version the run has")
+            raise StateError(
+                "the first worker must be rank 0 of the trainers, which reports the run's newest version; it is "
+                "another one: use verl's own CheckpointEngineManager"
+            )
         trainers = {"trainers": [actor_wg_world_size] * actor_wg_world_size}
         rollouts = {"run": [before["run"]] * rollout_world_size, "after": [before["version"]] * rollout_world_size}
         return trainers, rollouts
 
     def init_process_group(self, *, trainers: int = 0, run: str | None = None, after: int = -1) -> None:
-        """Become one of the trainers, or a rollout that waits for the version after one. Raises: StateError."""
+        """Join as one of the trainers, or as a rollout that waits for the version after `after`. Raises: StateError."""
         if not trainers:
             self._awaited = AwaitedVersion(run, after)
         elif self._team is None:
             self._team = self._meet(trainers)
 
     def finalize(self) -> None:
-        """End the sync; a rollout that still waits for its version gives up."""
+        """End the sync; a rollout that still waits for its version stops waiting."""
         self._awaited = None
 
     # Trainers
@@ -147,11 +150,11 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Publish the weights of a step as one version. Every rank calls it, with the same tensors in the same order.
 
         Returns:
-            On rank 0 what verl logs of a sync; on other ranks nothing.
+            On rank 0 the metrics of a sync that verl logs; on other ranks nothing.
 
         Raises:
             StateError: the ranks were given different tensors, or one twice; otherwise as `Publisher.publish`. The
-            run is then as it was, and the next sync covers this step too.
+            run is then unchanged, and the next sync contains this step too.
         """
         team = self._team
         if team is None:
@@ -175,7 +178,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return Publisher(self.location, team=team, **options)
 
     def _meet(self, trainers: int) -> Team:
-        """The team of all trainers, which have a process group already."""
+        """Return the team of all trainers, which have a process group already."""
         if trainers == 1:
             return SoloTeam()
         from torch import distributed
@@ -183,8 +186,8 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         found = distributed.get_world_size() if distributed.is_initialized() else 0
         if found != trainers:
             raise StateError(
-                f"verl has {trainers} trainers, and torch.distributed a group of {found}; the default group must be "
-                "that of all trainers"
+                f"verl has {trainers} trainers, but torch.distributed's default group has {found} processes; it must "
+                "be the group of all trainers"
             )
         # Over gloo wherever the weights are: the ranks send each other digests and sizes.
         return Collective(distributed.new_group(backend="gloo"), timeout_s=self.timeout_s)
@@ -192,11 +195,11 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     # Rollouts
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
-        """Yield all tensors of the version that this sync makes, by name, in host memory. They must not be written to.
+        """Yield all tensors of this sync's version, by name, in host memory. They must not be written to.
 
         Raises:
-            NothingPublishedError: the trainers made no version within `timeout_s`; ChainError: the version is of
-            another step or run; otherwise as `Subscriber.sync`. Nothing was yielded then.
+            NothingPublishedError: the trainers published no version within `timeout_s`; ChainError: the version belongs
+            to another step or run; otherwise as `Subscriber.sync`. Nothing was yielded then.
         """
         awaited = self._awaited
         if awaited is None:
@@ -208,7 +211,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _receive(self, awaited: AwaitedVersion, step: int | None) -> None:
         until = time.monotonic() + self.timeout_s
         reader, record = self._wait_for(awaited, step, until)
-        with self._receiving:  # the thread of a sync that was cancelled runs on, and the next sync hands the mirror out
+        with self._receiving:  # the thread of a cancelled sync may still run, while the next sync uses the mirror
             self._check_current(awaited)
             if self._layout is None or self._layout.id != record.layout:
                 self._layout = reader.layout(record.layout)
@@ -217,7 +220,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _check_current(self, awaited: AwaitedVersion) -> None:
         if self._awaited is not awaited:
-            raise ClosedError("this sync is over: verl ended it or has begun another one")
+            raise ClosedError("this sync has ended: verl cancelled it or started another one")
 
     def _wait_for(self, awaited: AwaitedVersion, step: int | None, until: float) -> tuple[RunReader, Manifest]:
         pause_s = FIRST_PAUSE_S
@@ -237,17 +240,17 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _passable(self, tensor: Any) -> Any:
-        """Where there is a GPU, verl passes a tensor that is larger than a bucket by CUDA IPC: it has to be there."""
+        """With a GPU, verl passes a tensor that is larger than a bucket through CUDA IPC, so it must be on the GPU."""
         if tensor.nbytes <= self.bucket_size or not get_torch_device().is_available():
             return tensor
         return tensor.to(f"{get_device_name()}:{get_device_id()}")
 
 
 class _TrainerShare:
-    """The tensors that this trainer publishes, of all that pass by on every rank.
+    """The tensors that this trainer publishes, of all that verl passes to every rank.
 
-    Whole tensors, so that a run can be resumed with another number of trainers: each goes to the rank that has the
-    fewest bytes so far, and the small ones, which share tiles, to rank 0.
+    Tensors are not split, so that a run can be resumed with another number of trainers: each belongs to the rank that
+    has the fewest bytes so far, and the small ones, which share tiles, to rank 0.
     """
 
     def __init__(self, team: Team) -> None:
@@ -257,7 +260,7 @@ class _TrainerShare:
         self._given: list[tuple[str, str]] = []  # names, and what else the ranks must agree on
 
     def add(self, name: str, tensor: Any) -> None:
-        """Copy a tensor if it is this rank's: verl frees or changes its own when the next one is asked for."""
+        """Copy a tensor if it belongs to this rank: verl frees or changes its own when the next one is requested."""
         self._given.append((name, f"{tensor.dtype} {tuple(tensor.shape)}"))
         owner = 0 if tensor.numel() < SMALL else self._bytes.index(min(self._bytes))
         self._bytes[owner] += tensor.nbytes
@@ -265,16 +268,16 @@ class _TrainerShare:
             self.tensors[name] = tensor.detach().to("cpu", copy=True)
 
     def check(self) -> None:
-        """Raises: StateError, if the tensors are not the same on all ranks, or one came twice.
+        """Raises: StateError, if the tensors are not the same on all ranks, or one was passed twice.
 
-        Not before all have passed by: gathering them takes all ranks, so one that stopped would stop the others.
+        It is called after the last tensor: gathering takes all ranks, so a rank that stopped would block the others.
         """
         mine = hashlib.sha256(repr(self._given).encode()).digest()
         others = [rank for rank, digest in enumerate(self.team.gather(mine)) if digest != mine]
         if others:
             raise StateError(
-                f"trainer {self.team.rank} was given {len(self._given)} tensors, and trainer {others[0]} others, or in "
-                "another order or dtype; every rank must be given the whole model"
+                f"trainer {self.team.rank} was given {len(self._given)} tensors, but trainer {others[0]} was given "
+                "others, or in another order or dtype; every rank must be given the entire model in the same order"
             )
         counts = Counter(name for name, _ in self._given)
         if twice := [name for name, count in counts.items() if count > 1]:
@@ -282,7 +285,7 @@ class _TrainerShare:
 
 
 def _metrics(report: PublishReport) -> dict[str, float]:
-    """What verl logs of a sync, under the names that its own engines use, and the version."""
+    """Return the metrics of a sync for verl's log, under the names that its own engines use, and the version."""
     return {
         "checkpoint_engine/changed_ratio": report.density,
         "checkpoint_engine/changed_elems": float(report.changed),
@@ -292,23 +295,23 @@ def _metrics(report: PublishReport) -> dict[str, float]:
 
 
 def _check_record(record: Manifest, awaited: AwaitedVersion, step: int | None) -> None:
-    """Raises: ChainError, if a version is not the one that this sync makes."""
+    """Raises: ChainError, if a version is not the one of this sync."""
     if awaited.run not in (None, record.run):
         raise ChainError(
-            f"the run was {awaited.run} when this sync began, and is {record.run} now: something else writes to its "
-            "location",
+            f"the run was {awaited.run} when this sync began, but is {record.run} now: another program writes to its "
+            "location; give each training a location of its own",
             version=record.version,
         )
     if step is not None and record.step != step:
         raise ChainError(
-            f"version {record.version} is of step {record.step}, and this sync is of step {step}: another trainer "
-            "writes to this run",
+            f"version {record.version} belongs to step {record.step}, but this sync to step {step}: another trainer "
+            "writes to this run; give each training a location of its own",
             version=record.version,
         )
 
 
 def _new_mirror(layout: Layout) -> dict[str, Any]:
-    """Zeros for all tensors of a run, tied ones under each of their names."""
+    """Return zeros for all tensors of a run, tied ones under each of their names."""
     import torch
 
     own = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in layout.tensors}

@@ -59,8 +59,8 @@ def serve(
     app = make_app(store, token, open_metrics=open_metrics)
     if token is not None and certificate is None and not is_loopback(host) and not token_in_clear:
         raise ValueError(
-            f"clients would send their token in clear to {host}: serve https with a certificate and its private key, "
-            "or permit it with token_in_clear=True (--token-in-clear on the command line)"
+            f"clients would send their token unencrypted to {host}: serve https with a certificate and its private "
+            "key, or permit it with token_in_clear=True (--token-in-clear on the command line)"
         )
     try:
         from granian.constants import HTTPModes, Interfaces

@@ -261,7 +261,7 @@ def deleted() -> Any:
     [
         (lambda: 3.5, "is a float, not a jax.Array"),
         (lambda: np.ones(3), "is a ndarray, not a jax.Array"),
-        (lambda: jax.random.key(0), "which are no weights"),
+        (lambda: jax.random.key(0), "which cannot be weights"),
         (deleted, "was deleted or donated"),
     ],
 )

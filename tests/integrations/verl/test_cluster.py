@@ -125,7 +125,7 @@ def test_nothing_of_a_damaged_patch_reaches_a_rollout(job: Job) -> None:
 def test_trainers_that_are_given_different_tensors_publish_nothing(job: Job) -> None:
     newest = max((job.folder / "manifests").iterdir()).name
     job.trainers.skip_on_rank_1("norm.weight")
-    with pytest.raises(ray.exceptions.RayTaskError, match="every rank must be given the whole model"):
+    with pytest.raises(ray.exceptions.RayTaskError, match="every rank must be given the entire model"):
         ray.get(job.trainers.update_weights(global_steps=6, mode="pulse"))
     assert max((job.folder / "manifests").iterdir()).name == newest
     job.trainers.skip_on_rank_1("")

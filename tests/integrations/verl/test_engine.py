@@ -124,7 +124,7 @@ def test_a_version_of_another_step_is_not_handed_out(tmp_path: Path) -> None:
     trainer, rollout = engine(tmp_path, is_master=True), engine(tmp_path)
     begin(trainer, rollout)
     send(trainer, 4)
-    with pytest.raises(ChainError, match="version 0 is of step 4, and this sync is of step 5"):
+    with pytest.raises(ChainError, match="version 0 belongs to step 4, but this sync to step 5"):
         receive(rollout, 5)
 
 
@@ -152,7 +152,7 @@ def test_a_run_that_was_replaced_during_a_sync_is_not_handed_out(tmp_path: Path)
     with Publisher(str(tmp_path / "run")) as other:
         for step in (0, 1, 2):
             other.publish(published_at(step), step=step)
-    with pytest.raises(ChainError, match="something else writes to its location"):
+    with pytest.raises(ChainError, match="another program writes to its location"):
         receive(rollout, 2)
 
 
@@ -181,7 +181,7 @@ def test_a_rollout_gives_up_when_the_sync_is_over(tmp_path: Path) -> None:
         rollout.finalize()
         await waiting
 
-    with pytest.raises(ClosedError, match="this sync is over"):
+    with pytest.raises(ClosedError, match="this sync has ended"):
         asyncio.run(ended())
 
 
@@ -213,7 +213,7 @@ def test_a_sync_that_is_over_does_not_touch_what_the_next_one_hands_out(
             assert receive(rollout, 2) == described(published_at(2))
         finally:
             go_on.set()
-        with pytest.raises(ClosedError, match="this sync is over"):
+        with pytest.raises(ClosedError, match="this sync has ended"):
             cancelled.result()
     assert described(rollout._mirror) == described(published_at(2))
 
@@ -272,12 +272,12 @@ def test_a_transfer_outside_of_a_sync_is_refused(tmp_path: Path, verb: str) -> N
 
 
 def test_a_topology_without_rank_0_first_is_refused() -> None:
-    with pytest.raises(StateError, match="not rank 0 of the trainers"):
+    with pytest.raises(StateError, match="must be rank 0 of the trainers"):
         PulseCheckpointEngine.build_topology(1, 1, [{}, {"run": None, "version": -1}])
 
 
 def test_trainers_without_a_process_group_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"verl has 2 trainers, and torch\.distributed a group of 0"):
+    with pytest.raises(StateError, match=r"verl has 2 trainers, but torch\.distributed's default group has 0"):
         engine(tmp_path).init_process_group(trainers=2)
 
 

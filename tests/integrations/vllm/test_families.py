@@ -227,7 +227,7 @@ def test_dense_models_are_mapped_after_their_weights_were_processed_too(family: 
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_that_a_cpu_has_repacked_are_found_out(family: str, one: Found) -> None:
-    assert "are not where the map says" in one[family]["processed"]
+    assert "are not at the position that the map names" in one[family]["processed"]
 
 
 @pytest.mark.timeout(2 * LIMIT_S)

@@ -3,9 +3,9 @@
     weight_v000005/
         model.safetensors.index.json       version, base_version, delta_encoding, compression_format, checksum_format
         model-00000-of-00001.safetensors   for each tensor that changed, a zstd frame of what changed, as U8; and in
-                                           __metadata__ the checksum of the whole new tensor
+                                           __metadata__ the checksum of the entire new tensor
 
-A folder whose index has no `delta_encoding` is an ordinary checkpoint. Deltas are about bytes and know no dtypes.
+A folder whose index has no `delta_encoding` is an ordinary checkpoint. Deltas contain bytes, without dtypes.
 
 SkyRL's folders are read as well: `delta-00000005/`, with a `manifest.json` that names files and checksums.
 """
@@ -33,7 +33,7 @@ Checksum: TypeAlias = Literal["xxh3-128", "blake3", "adler32"]
 
 NAMES = {"weight_v": 6, "delta-": 8}  # what the names of folders begin with, and the digits that follow
 MANIFEST = "manifest.json"  # of SkyRL
-COMPRESSION = "zstd"  # the only one that their readers have
+COMPRESSION = "zstd"  # the only one that their readers support
 MAX_INDEX_BYTES = 100_000_000
 MAX_DIGITS = 18  # of a version
 
@@ -43,7 +43,7 @@ def folder_name(version: int, prefix: str = "weight_v") -> str:
 
 
 def folder_version(path: Path) -> int | None:
-    """The version that a folder is named for; None if it is no version's folder."""
+    """Return the version in the name of a folder; None if it is not a version's folder."""
     for prefix in NAMES:
         digits = path.name.removeprefix(prefix)
         if digits.isascii() and digits.isdigit() and folder_name(int(digits), prefix) == path.name:
@@ -52,7 +52,7 @@ def folder_version(path: Path) -> int | None:
 
 
 def octets(tensor: Any) -> Octets:
-    """The bytes of a tensor that is contiguous, in place."""
+    """Return the bytes of a contiguous tensor, in place."""
     flat: Octets = tensor.reshape(-1).view(np.uint8)
     return flat
 
@@ -61,10 +61,10 @@ def octets(tensor: Any) -> Octets:
 
 
 def checksum(algorithm: str, data: Octets) -> str:
-    """The checksum of some bytes, as text. Raises: UnsupportedError, for one that is unknown or not installed."""
+    """Return the checksum of some bytes, as text. Raises: UnsupportedError, if it is unknown or not installed."""
     if algorithm == "adler32":
         return f"{zlib.adler32(data.data):08x}"
-    if algorithm == "sha256":  # in manifests of SkyRL alone
+    if algorithm == "sha256":  # only in manifests of SkyRL
         return hashlib.sha256(data.data).hexdigest()
     if algorithm == "xxh3-128":
         return str(_package("xxhash", algorithm).xxh3_128_hexdigest(data))
@@ -86,7 +86,7 @@ def _package(name: str, algorithm: str) -> Any:
 
 
 def encode(encoding: Encoding, old: Octets, new: Octets) -> bytes | None:
-    """What turns the bytes of a tensor into others, compressed; None if they are the same.
+    """Return the compressed delta from the old bytes of a tensor to the new ones; None if they are the same.
 
     Raises:
         LimitError: `overwrite` has 32 bits for a position, and the tensor is larger.
@@ -106,26 +106,26 @@ def encode(encoding: Encoding, old: Octets, new: Octets) -> bytes | None:
 
 
 def decode(encoding: str, frame: Octets, old: Octets) -> Octets:
-    """The new bytes of a tensor; the old ones stay as they are. Raises: FormatError, for a frame that does not fit."""
+    """Return the new bytes of a tensor; the old ones do not change. Raises: FormatError, if the frame does not fit."""
     if encoding == "xor":
         flips = _decompress(frame, old.size)
         if flips.size != old.size:
-            raise FormatError(f"its delta has {flips.size} bytes, and the tensor {old.size}")
+            raise FormatError(f"its delta has {flips.size} bytes, but the tensor has {old.size}")
         return old ^ flips
     plain = _decompress(frame, 4 + 5 * old.size)
     count = int(plain[:4].view("<u4")[0]) if plain.size >= 4 else -1
     if plain.size != 4 + 5 * count:
-        raise FormatError(f"its delta has {plain.size} bytes, and they are not a count, positions and values")
+        raise FormatError(f"its delta has {plain.size} bytes, which are not a count, positions and values")
     at = plain[4 : 4 + 4 * count].view("<u4")
     if count and int(at.max()) >= old.size:
-        raise FormatError(f"its delta writes byte {int(at.max())}, and the tensor has {old.size}")
+        raise FormatError(f"its delta writes byte {int(at.max())}, but the tensor has only {old.size}")
     new = old.copy()
     new[at] = plain[4 + 4 * count :]
     return new
 
 
 def _decompress(frame: Octets, limit: int) -> Octets:
-    """The content of a zstd frame, which has at most so many bytes: what the frame itself says is not believed."""
+    """Return the content of a zstd frame of at most `limit` bytes; the size that the frame states is not trusted."""
     data = frame.tobytes()
     try:
         if zstandard.frame_content_size(data) > limit:
@@ -144,34 +144,37 @@ class DeltaVersion:
     """A version that was exported or imported."""
 
     version: int  # of the run
-    folder: Path  # that was written, or read
-    is_delta: bool  # not a whole checkpoint
+    folder: Path  # the folder that was written or read
+    is_delta: bool  # False for a complete checkpoint
     tensors: int  # in the folder
     size_bytes: int  # of its weight files
 
 
 def find_folders(folder: Path) -> dict[int, Path]:
-    """The folders of versions in a folder, in order."""
+    """Return the folders of versions in a folder, in order."""
     with reading_from(folder):
         found = [(folder_version(path), path) for path in folder.iterdir() if path.is_dir()]
     named = sorted((version, path) for version, path in found if version is not None)
     if len(named) != len(folders := dict(named)):
-        raise FormatError(f"{folder} has folders of two programs: give each a folder of its own")
+        raise FormatError(
+            f"{folder} has both weight_v… and delta-… folders, which different programs write; give each program a "
+            "folder of its own"
+        )
     return folders
 
 
 @dataclass(frozen=True)
 class TensorDelta:
-    """What turns one tensor into the next version's."""
+    """The change of one tensor to the next version."""
 
     frame: Octets
     algorithm: str  # of the checksum
-    checksum: str  # of the whole new tensor
+    checksum: str  # of the entire new tensor
 
 
 @dataclass(frozen=True)
 class FolderIndex:
-    """What the index of a version's folder says."""
+    """The index of a version's folder."""
 
     folder: Path
     metadata: Mapping[str, Any]
@@ -192,23 +195,23 @@ class FolderIndex:
 
 
 def read_index(folder: Path) -> FolderIndex | None:
-    """The index of a version's folder, checked; None if there is none, as in a checkpoint of one file.
+    """Read and check the index of a version's folder; None if there is none, as in a checkpoint of one file.
 
     Raises:
-        FormatError, and branches: it is not an index, is about another version, or names an encoding, compression or
-        checksum that nobody has defined.
+        FormatError and its subclasses: it is not an index, names another version, or names an unknown encoding,
+        compression or checksum.
     """
     if (table := _load(folder / MANIFEST)) is not None:
         index = _from_manifest(folder, table)
     elif (table := _load(folder / INDEX)) is not None:
         metadata, weight_map = table.get("metadata", {}), table.get("weight_map")
         if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
-            raise FormatError(f"{folder / INDEX} has no metadata and weight_map")
+            raise FormatError(f"{folder / INDEX} must be a JSON object with metadata and weight_map, and is not")
         index = FolderIndex(folder, metadata, weight_map)
     else:
         return None
     if strange := [name for name in index.weight_map.values() if not isinstance(name, str) or Path(name).name != name]:
-        raise FormatError(f"the index of {folder} names a file {strange[0]!r} that is not in its folder")
+        raise FormatError(f"the index of {folder} names a file {strange[0]!r}, which is not a file in its own folder")
     if index.is_delta:
         _check_delta(index)
     return index
@@ -226,7 +229,7 @@ def _load(path: Path) -> dict[str, Any] | None:
 
 
 def _from_manifest(folder: Path, table: Mapping[str, Any]) -> FolderIndex:
-    """What a manifest of SkyRL says, in the words of an index."""
+    """Convert a manifest of SkyRL to an index."""
     try:
         files = {str(entry["name"]): entry["payload_file"] for entry in table["tensors"]}
         sums = {
@@ -250,7 +253,10 @@ def _check_delta(index: FolderIndex) -> None:
         if not (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
             raise FormatError(f"{where}: {key} must be a number as text, such as '000005'; got {text!r:.50}")
     if int(said["version"]) != folder_version(index.folder):
-        raise FormatError(f"{where} is about version {said['version']}, and its folder is not")
+        raise FormatError(
+            f"{where} names version {said['version']}, but its folder is named for another one; rename the folder, or "
+            "write it again"
+        )
     choices = {
         "delta_encoding": get_args(Encoding),
         "compression_format": (COMPRESSION,),
@@ -262,9 +268,9 @@ def _check_delta(index: FolderIndex) -> None:
 
 
 def read_deltas(index: FolderIndex) -> dict[str, TensorDelta]:
-    """All deltas of a folder. Raises: FormatError, if files and index disagree, or a tensor has no checksum."""
+    """Read all deltas of a folder. Raises: FormatError, if files and index disagree, or a tensor has no checksum."""
     deltas: dict[str, TensorDelta] = {}
-    files = sorted(path.name for path in index.folder.glob("*.safetensors"))  # slime's reader applies all there are
+    files = sorted(path.name for path in index.folder.glob("*.safetensors"))  # slime's reader applies all of them
     if absent := sorted(set(index.weight_map.values()) - set(files)):
         raise NotFoundError(f"{index.folder} lacks {absent[0]}, which its index names", key=str(index.folder))
     for file in files:
@@ -272,7 +278,7 @@ def read_deltas(index: FolderIndex) -> dict[str, TensorDelta]:
         sums = index.checksums or {n: (algorithm, text) for n, text in read_metadata(index.folder / file).items()}
         for name, frame in open_file(index.folder / file).items():
             if name in deltas or index.weight_map.get(name) != file:
-                raise FormatError(f"{index.folder}: tensor {name!r} of {file} is there twice or not in the index")
+                raise FormatError(f"{index.folder}: tensor {name!r} of {file} occurs twice or is not in the index")
             if name not in sums or frame.dtype != np.uint8:
                 raise FormatError(f"{index.folder / file}: tensor {name!r} has no checksum, or is not of bytes")
             deltas[name] = TensorDelta(frame.reshape(-1), *sums[name])
@@ -282,15 +288,15 @@ def read_deltas(index: FolderIndex) -> dict[str, TensorDelta]:
 
 
 def decode_tensor(index: FolderIndex, name: str, delta: TensorDelta, old: Octets) -> Octets:
-    """The new bytes of a tensor, checked. Raises: ChecksumError: they are not those that were written; FormatError."""
+    """Return the new bytes of a tensor. Raises: ChecksumError, if their checksum is wrong; FormatError."""
     try:
         new = decode(index.metadata["delta_encoding"], delta.frame, old)
     except FormatError as e:
         raise FormatError(f"{index.folder}, tensor {name!r}: {e}", tensor=name) from e
     if (actual := checksum(delta.algorithm, new)) != delta.checksum:
         raise ChecksumError(
-            f"{index.folder}: tensor {name!r} has another checksum than its writer gave: the delta is damaged, or made "
-            "for other weights",
+            f"{index.folder}: the checksum of tensor {name!r} does not match: the delta is damaged, or made for other "
+            "weights; have it written again, or pass the base that the engines started with",
             tensor=name,
             expected=delta.checksum,
             actual=actual,
@@ -301,7 +307,7 @@ def decode_tensor(index: FolderIndex, name: str, delta: TensorDelta, old: Octets
 def delta_files(
     deltas: Mapping[str, tuple[bytes, str]], max_bytes: int
 ) -> tuple[dict[str, list[bytes]], dict[str, str]]:
-    """The files that hold frames with their checksums, as pieces to write one after the other; and the weight_map."""
+    """Return the files of frames with their checksums, as pieces to write one after the other; and the weight_map."""
     groups: list[list[str]] = []
     filled = 0
     for name in sorted(deltas, key=str.encode):
@@ -336,7 +342,7 @@ def index_bytes(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> b
 
 
 def delta_metadata(version: int, encoding: Encoding, algorithm: Checksum) -> dict[str, str]:
-    """What the index of a delta says: all of it is text, as their writers have it."""
+    """Return the metadata of a delta's index: all values are text, as other writers have it."""
     return {
         "version": f"{version:06d}",
         "base_version": f"{version - 1:06d}",

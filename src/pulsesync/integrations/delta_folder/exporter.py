@@ -1,4 +1,4 @@
-"""From a run to delta folders: the first version whole, each next one as what changed."""
+"""Export a run as delta folders: the first version in full, each next one as a delta."""
 
 import os
 import re
@@ -43,7 +43,7 @@ _PARTIAL = re.compile(r"\.weight_v\d+\.partial")
 class DeltaExporter:
     """Writes the versions of a run as delta folders. One process at a time may write to a folder.
 
-    The first version is written as a whole checkpoint, with the run's configuration and tokenizer; each next one as
+    The first version is written as a complete checkpoint, with the run's configuration and tokenizer; each next one as
     what changed since the one before. Two copies of the weights are kept in memory.
 
     Args:
@@ -52,14 +52,14 @@ class DeltaExporter:
             before, in which case the export is continued.
         first: The version to begin with; None: after the last one in the folder, or with the oldest that can be
             reached.
-        encoding: "xor", the smaller one; or "overwrite", which can be applied twice.
-        checksum: Of every new tensor: "xxh3-128", "blake3" or "adler32".
+        encoding: "xor", which is smaller; or "overwrite", which can be applied twice.
+        checksum: The checksum of every new tensor: "xxh3-128", "blake3" or "adler32".
         trust: As for a `Subscriber`.
         shard_bytes: The most bytes of weights or deltas in a file.
 
     Raises:
         ValueError: an argument is not one of its choices; UnsupportedError: the checksum needs a package that is not
-        installed; StoreError: the folder cannot be written, holds something else, or is in use by another process.
+        installed; StoreError: the folder cannot be written, has other files in it, or is in use by another process.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DeltaExporter:
     ) -> None:
         form.choose("encoding", encoding, get_args(Encoding))
         form.choose("checksum", checksum, get_args(Checksum))
-        form.checksum(checksum, np.zeros(0, np.uint8))  # say now that a package is missing
+        form.checksum(checksum, np.zeros(0, np.uint8))  # raises now if a package is missing
         self.store = open_store(location) if isinstance(location, str) else location
         self.folder, self.trust = Path(folder), trusted(trust)
         self.encoding, self.checksum, self.shard_bytes = encoding, checksum, shard_bytes
@@ -85,7 +85,7 @@ class DeltaExporter:
         self._stack.enter_context(owned(self.folder))
         for path in self.folder.iterdir():
             if _PARTIAL.fullmatch(path.name):
-                shutil.rmtree(path)  # of an export that was interrupted
+                shutil.rmtree(path)  # left by an export that was interrupted
 
     def close(self) -> None:
         self._weights = None
@@ -98,7 +98,7 @@ class DeltaExporter:
         self.close()
 
     def update(self, to: int | None = None) -> list[DeltaVersion]:
-        """Write every version up to the newest, or to one. Raises: as `advance`."""
+        """Write every version up to the newest, or to a given one. Raises: as `advance`."""
         return list(iter(lambda: self.advance(to), None))
 
     def advance(self, to: int | None = None) -> DeltaVersion | None:
@@ -107,8 +107,8 @@ class DeltaExporter:
         Raises:
             NothingPublishedError: the run has no version; ConflictError: the folder has versions of another run, or
             begins later than `first`; MissingLinkError: a version was pruned, or `first` is not published yet;
-            StoreError, FormatError, ChainError, VerificationError: as `Subscriber.sync`. The folders are then as they
-            were, and the call can be repeated.
+            StoreError, FormatError, ChainError, VerificationError: as `Subscriber.sync`. The folders are then
+            unchanged, and the call can be repeated.
         """
         records = RunReader(self.store, self.trust)
         newest = records.newest()
@@ -129,10 +129,10 @@ class DeltaExporter:
             raise
 
     def _last_exported(self, records: RunReader, newest: Manifest) -> int | None:
-        """The last version in the folder, if there is one.
+        """Return the last version in the folder, if there is one.
 
         Raises:
-            ConflictError: it is not of this run; MissingLinkError: it was pruned, so nothing can be compared with it.
+            ConflictError: it belongs to another run; MissingLinkError: it was pruned, so no delta to it can be made.
         """
         folders = find_folders(self.folder)
         if not folders:
@@ -144,8 +144,8 @@ class DeltaExporter:
         record = records.version(versions[-1])
         if record is None and said[0] == newest.run and versions[-1] < newest.version:
             raise MissingLinkError(
-                f"version {versions[-1]} of the run at {location_of(self.store)}, the last one in {self.folder}, was "
-                "pruned, so what changed since cannot be written: export to a new folder",
+                f"version {versions[-1]}, the last one in {self.folder}, was pruned from the run at "
+                f"{location_of(self.store)}, so the changes since cannot be computed: export to a new folder",
                 version=versions[-1],
             )
         if record is None or said != (record.run, record.digest):
@@ -179,7 +179,7 @@ class DeltaExporter:
 
     @contextmanager
     def _appearing(self, version: int) -> Iterator[Path]:
-        """A folder to fill, which gets its name when it is full and on the disk. Raises: StoreError, ConflictError."""
+        """Yield a temporary folder, and rename it when it is on disk. Raises: StoreError, ConflictError."""
         final = self.folder / form.folder_name(version)
         partial = self.folder / f".{final.name}.partial"
         with writing(final):
@@ -188,7 +188,7 @@ class DeltaExporter:
             yield partial
             flush_names(partial)
             if final.exists():
-                raise ConflictError(f"another process has written {final}")
+                raise ConflictError(f"another process has written {final} meanwhile; stop one of the two exports")
             partial.rename(final)
             flush_names(self.folder)
 
@@ -231,11 +231,11 @@ class _ReplayedWeights:
     def _sync(self, record: Manifest) -> None:
         report = self._reader.sync(self.tensors, version=record.version)
         if report.digest != record.digest:
-            raise ConflictError(f"version {record.version} was replaced while it was exported; start again")
+            raise ConflictError(f"version {record.version} was replaced while it was exported; export again")
         self.version = record.version
 
     def move_to(self, record: Manifest, encoding: Encoding, algorithm: Checksum) -> dict[str, tuple[bytes, str]]:
-        """Go to the next version; return frame and checksum of each tensor that changed, by its name in checkpoints."""
+        """Sync to the next version; return frame and checksum of each changed tensor, by its name in checkpoints."""
         self._sync(record)
 
         def encode(spec: TensorSpec) -> tuple[str, tuple[bytes, str]] | None:
@@ -255,20 +255,22 @@ def _marks(record: Manifest) -> dict[str, str]:
 
 def _record(records: RunReader, version: int) -> Manifest:
     if (record := records.version(version)) is None:
-        raise MissingLinkError(f"version {version} is not published, or not any more", version=version)
+        raise MissingLinkError(
+            f"version {version} is not published, or was pruned; pulse log lists the versions of a run", version=version
+        )
     return record
 
 
 def _oldest(records: RunReader) -> int:
-    """The oldest version that can be reached. Raises: MissingLinkError, if none can."""
+    """Return the oldest version that can be reached. Raises: MissingLinkError, if none can."""
     for found in find_records(records):
         if found.record and found.record.kind == RecordKind.VERSION:
             try:
                 planner.find_path(None, found.record, records.look)
             except (MissingLinkError, NothingPublishedError):
-                continue  # what led here was pruned, or its anchor is not written yet
+                continue  # its anchor was pruned, or is not written yet
             return found.record.version
-    raise MissingLinkError("no version of this run can be reached: there is no anchor")
+    raise MissingLinkError("no version of this run can be reached, because it has no anchor yet; try again later")
 
 
 def _write(path: Path, pieces: list[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""From delta folders to a run: everything in a folder is decoded and checked before it becomes a version."""
+"""Import delta folders as a run: everything in a folder is decoded and checked before it becomes a version."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ from pulsesync.store import Store, open_store
 
 
 class DeltaImporter:
-    """Publishes delta folders as the versions of a run; the step of each is the version that its folder is named for.
+    """Publishes delta folders as the versions of a run; the step of each is the version in its folder's name.
 
     Everything in a folder is decoded and its checksums are compared before any of it is published. The weights, the
     tensors that a folder changes and the publisher's base are in memory.
@@ -30,8 +30,8 @@ class DeltaImporter:
     Args:
         folder: Where the folders of the versions are.
         location: A path or URL of the run, or a store. A run that an import has begun is continued.
-        base: The checkpoint that the engines have started with, as a file or folder: what the first delta is against.
-            It is published first, once the first delta has been checked against it. If the first folder is a whole
+        base: The checkpoint that the engines started with, as a file or folder: the base of the first delta. It is
+            published first, once the first delta has been checked against it. If the first folder is a complete
             checkpoint, none is needed, and one that is given is not published.
         signing_key: As for a `Publisher`.
         spool: As for a `Publisher`.
@@ -53,10 +53,10 @@ class DeltaImporter:
         self._key, self._spool = signing_key, spool
         self._publisher: Publisher | None = None
         self._tensors: dict[str, Any] = {}
-        self._at: int | None = None  # the version of the folders that the tensors are at, once one is in the run
+        self._at: int | None = None  # the folder version of the tensors; None before the first is in the run
 
     def close(self) -> None:
-        """Send what is left to send. Raises: as `Publisher.close`."""
+        """Send what is still queued. Raises: as `Publisher.close`."""
         if self._publisher is not None:
             self._publisher.close()
 
@@ -71,23 +71,23 @@ class DeltaImporter:
         return list(iter(self.advance, None))
 
     def advance(self) -> DeltaVersion | None:
-        """Publish the next folder, or first of all the base; None if there is none.
+        """Publish the next folder, or the base as the first version; None if there is none.
 
-        A last folder that has no index yet is being written: it is left alone, and named by `incomplete`.
+        A last folder without an index is still being written: it is skipped, and `incomplete` names it.
 
         Raises:
-            ChecksumError, FormatError, UnsupportedError: a folder is damaged, made for other weights, or of a kind that
-            is not known; MissingLinkError: a folder is missing, or there is no base; StateError: the run was not made
-            from these folders, the folders begin anew, or one has tensors that the base has not; StoreError;
-            AnotherPublisherError. The run is then as it was, and the call can be repeated.
+            ChecksumError, FormatError, UnsupportedError: a folder is damaged, made for other weights, or of an unknown
+            kind; MissingLinkError: a folder is missing, or there is no base; StateError: the run was not made from
+            these folders, the trainer has started over, or a folder has tensors that the base does not have;
+            StoreError; AnotherPublisherError. The run is then unchanged, and the call can be repeated.
         """
         folders = self._complete()
         if self._at is None and (begun := self._begin(folders)) is not None:
             return begun
         if self._at is not None and folders and max(folders) < self._at:
             raise StateError(
-                f"the run is at step {self._at}, and the newest folder is {folders[max(folders)]}: the trainer has "
-                "begun anew, with other weights; import into a new run"
+                f"the run is at step {self._at}, but the newest folder is {folders[max(folders)]}: the trainer has "
+                "started over, with other weights; import into a new run"
             )
         number = next((version for version in folders if self._at is None or version > self._at), None)
         if number is None:
@@ -101,7 +101,7 @@ class DeltaImporter:
         return DeltaVersion(report, folder, True, len(changed), index.size_bytes)
 
     def _complete(self) -> dict[int, Path]:
-        """The folders that are complete, by version. Raises: NotFoundError; FormatError: one before the last is not."""
+        """Return the complete folders, by version. Raises: NotFoundError; FormatError: one before the last is not."""
         folders, self.incomplete = find_folders(self.folder), None
         for version, path in list(folders.items()):
             if any((path / name).exists() for name in (INDEX, form.MANIFEST, "model.safetensors")):
@@ -115,7 +115,7 @@ class DeltaImporter:
         return folders
 
     def _begin(self, folders: Mapping[int, Path]) -> DeltaVersion | None:
-        """Continue the run, or begin it with the base; return the base if it was published."""
+        """Continue the run, or start it with the base; return the base if it was published."""
         opened = open_checkpoint(self.base) if self.base is not None else None
         newest = RunReader(self.store, None).newest()
         if newest is None and not folders:
@@ -125,8 +125,8 @@ class DeltaImporter:
             index = form.read_index(folders[min(folders)])
             if index is not None and index.is_delta:
                 raise MissingLinkError(
-                    f"{index.folder} is a delta on version {index.base_version}, which is not here: give the "
-                    "checkpoint that the engines have started with, as base= or --base",
+                    f"{index.folder} is a delta to version {index.base_version}, which is missing: pass the checkpoint "
+                    "that the engines started with as base= or --base",
                     version=index.base_version,
                 )
         if newest is not None and not self._resume(
@@ -134,7 +134,7 @@ class DeltaImporter:
         ):
             newest = None
         base = self._read_base(folders) if newest is None and folders else None
-        if self._publisher is None:  # else an attempt to publish the first version has failed
+        if self._publisher is None:  # otherwise an attempt to publish the first version has failed
             files = opened.files if opened is not None else None
             self._publisher = Publisher(self.store, signing_key=self._key, files=files, spool=self._spool)
         if base is None or before_first is None or self.base is None:
@@ -142,7 +142,7 @@ class DeltaImporter:
         return self._publish(base, before_first, self.base)
 
     def _read_base(self, folders: Mapping[int, Path]) -> Checkpoint | None:
-        """The base, if the first folder is a delta; it is checked with that delta before anybody gets it."""
+        """Return the base, if the first folder is a delta; it is checked with that delta before it is published."""
         index = form.read_index(folders[min(folders)])
         if self.base is None or index is None or not index.is_delta:
             return None
@@ -151,10 +151,10 @@ class DeltaImporter:
         return base
 
     def _resume(self, newest: Manifest, folder: Path | None, base: Checkpoint | None) -> bool:
-        """Take the weights of the newest version; return whether it can be reached.
+        """Load the weights of the newest version; return whether it can be reached.
 
-        An import that was interrupted between its first record and the anchor has left a version that nobody can
-        reach. It is then as if nothing had been published.
+        An import that was interrupted between its first record and the anchor has left a version that cannot be
+        reached. Then the import continues as if nothing had been published.
         """
         layout = RunReader(self.store, None).layout(newest.layout)
         tensors = new_tensors(layout.tensors)
@@ -166,8 +166,8 @@ class DeltaImporter:
             return False
         if (name := _find_different(tensors, folder, base)) is not None:
             raise StateError(
-                f"the run at {location_of(self.store)} ends at step {newest.step}, and its tensor {name!r} is not that "
-                f"of {folder or self.base}: it was not made from these folders; import into a new run"
+                f"the run at {location_of(self.store)} ends at step {newest.step}, where its tensor {name!r} differs "
+                f"from that of {folder or self.base}: it was not made from these folders; import into a new run"
             )
         self._tensors, self._at = tensors, newest.step
         return True
@@ -185,22 +185,25 @@ class DeltaImporter:
 
 
 def _read_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint in memory of its own: its files may be written anew while the importer has its tensors."""
+    """Copy a checkpoint into memory: its files may be overwritten while the importer uses its tensors."""
     opened = open_checkpoint(path)
     return replace(opened, tensors={name: tensor.copy() for name, tensor in opened.tensors.items()})
 
 
 def _decode(index: FolderIndex, tensors: Mapping[str, Any], at: int | None) -> dict[str, Any]:
-    """The tensors that a folder changes, as they are after it, all checked; `at` is the version of those before it."""
+    """Return the tensors that a folder changes, as they are after it, all checked; `at`: the version before it."""
     if index.base_version != at:
         raise MissingLinkError(
-            f"{index.folder} is a delta on version {index.base_version}, and the weights here are version {at}: a "
-            "folder between them is missing",
+            f"{index.folder} is a delta to version {index.base_version}, but the imported weights are version {at}: a "
+            "folder between them is missing; restore it, or import into a new run",
             version=index.base_version,
         )
     deltas = form.read_deltas(index)
     if unknown := sorted(deltas.keys() - tensors.keys()):
-        raise StateError(f"{index.folder} changes a tensor {unknown[0]!r} that the base does not have")
+        raise StateError(
+            f"{index.folder} changes a tensor {unknown[0]!r} that the base does not have; pass the base that the "
+            "engines started with"
+        )
 
     def decode(name: str) -> tuple[str, Any]:
         tensor = np.ascontiguousarray(tensors[name])
@@ -211,9 +214,9 @@ def _decode(index: FolderIndex, tensors: Mapping[str, Any], at: int | None) -> d
 
 
 def _find_different(tensors: Mapping[str, Any], folder: Path | None, base: Checkpoint | None) -> str | None:
-    """The first tensor that is not as a folder has it, or the base; None also if there is nothing to compare with.
+    """Return the first tensor that differs from a folder, or from the base; None if there is nothing to compare with.
 
-    If the folder was deleted, the checksums of the next one have to tell.
+    If the folder was deleted, the checksums of the next one find differences.
     """
     index = form.read_index(folder) if folder is not None else None
     if index is not None and index.is_delta:
