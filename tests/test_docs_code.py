@@ -94,6 +94,11 @@ with pulse.Publisher("bucket/run") as publisher:
 """,
     ("docs/operations.md", ""): RUN.format(name="run"),
     ("docs/tutorials/vllm_fleet.md", ""): RUN.format(name="policy"),
+    ("docs/integrations/delta_folders.md", "pulse import"): """
+import shutil  # the folders of the export stand for a trainer's, and their first checkpoint for the base
+shutil.rmtree("bucket/run")
+shutil.copytree("updates/weight_v000000", "Qwen3-8B")
+""",
     ("docs/theory.md", ""): """
 import torch
 from pathlib import Path
@@ -205,7 +210,6 @@ PARSED = {
     ("docs/usage.md", "pulse publish checkpoint/"): "an overview of the commands; tests/cli runs each of them",
     ("docs/experiments.md", "pulse study experiment list"): "trains for minutes to hours; tests/lab runs small ones",
     ("docs/fleet.md", "$ pulse status"): "shows a fleet of three workers; tests/cli/test_status.py has one",
-    ("docs/integrations/delta_folders.md", "pulse import"): "reads what a trainer writes: test_delta_folder.py imports",
     (
         "docs/integrations/other_trainers.md",
         "pulse import",
