@@ -349,7 +349,7 @@ def test_one_process_at_a_time_and_no_folder_of_somebody_else(store: MemoryStore
     HuggingFaceFolder(store, tmp_path / "f").close()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("…")
-    with pytest.raises(StoreError, match="something else"):
+    with pytest.raises(StoreError, match="contains other files"):
         HuggingFaceFolder(store, tmp_path / "mine")
 
 
