@@ -79,7 +79,7 @@ def test_what_is_not_there_is_said_in_one_line(tmp_path: Path, recorded: Path) -
     assert pulse("study").refused(2, "got nothing")
     (tmp_path / "run" / "manifests").mkdir(parents=True)
     assert pulse("study", tmp_path / "run").refused(3, "no version is published")
-    assert pulse("study", tmp_path / "run", recorded).refused(2, "at once")
+    assert pulse("study", tmp_path / "run", recorded).refused(2, "of one kind")
 
 
 def test_what_cannot_be_written_is_said_in_one_line(recorded: Path) -> None:

@@ -231,7 +231,7 @@ def test_the_module_runs_and_lists(small: None, tmp_path: Path, capsys: pytest.C
     assert str(tmp_path / "results.md") in capsys.readouterr().out
     assert module.main(["small", "--seeds", "x"]) == 1
     assert module.main(["large"]) == 1
-    assert "no experiment large" in capsys.readouterr().err
+    assert "unknown experiment large" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("options", "folder"), [([], "experiments"), (["--quick"], "experiments-quick")])
@@ -249,7 +249,7 @@ def test_the_command_runs_and_lists(small: None, tmp_path: Path) -> None:
     done = commands.pulse("study", "experiment", "small", "--out", tmp_path, "--seeds", "3", "--steps", "2")
     assert done.code == 0
     assert (tmp_path / "small" / "one-seed3.jsonl").exists()
-    commands.pulse("study", "experiment", "large").refused(2, "no experiment large")
+    commands.pulse("study", "experiment", "large").refused(2, "unknown experiment large")
     commands.pulse("study", "experiment", "small", "--seeds", "x").refused(2, "must be integers such as 0,1,2")
 
 
