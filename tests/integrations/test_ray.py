@@ -223,7 +223,7 @@ def test_a_rank_that_comes_anew_ends_the_wait_of_the_others_at_once(name: str) -
     anew = ActorTeam(name, 1, 2)
 
     def again() -> list[bytes]:
-        with pytest.raises(GroupError, match="rank 1 came anew") as caught:
+        with pytest.raises(GroupError, match="rank 1 has rejoined") as caught:
             teams[0].gather(b"to the rank 1 that died")
         assert caught.value.rejoin
         return teams[0].gather(b"0")
@@ -234,7 +234,7 @@ def test_a_rank_that_comes_anew_ends_the_wait_of_the_others_at_once(name: str) -
 
     assert [one.result() for one in at_once(again, late)] == [[b"0", b"1"]] * 2
     assert time.monotonic() - began < 20
-    with pytest.raises(GroupError, match="has ended: rank 1 came anew"):
+    with pytest.raises(GroupError, match="has ended: rank 1 has rejoined"):
         teams[1].gather(b"from a rank 1 that was taken for dead")
 
 
