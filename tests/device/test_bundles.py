@@ -225,7 +225,7 @@ def test_a_worker_that_has_some_experts_follows_their_groups_alone(device: str, 
 
 def test_a_slice_through_a_group_is_refused(device: str) -> None:
     store, _ = published("host", 1, codec="gap")
-    with on(device), pytest.raises(StateError, match="cuts through a tile"):
+    with on(device), pytest.raises(StateError, match="splits a tile of the run"):
         Subscriber(store, slices={"layers.1.up": Slice(), "*": None}).sync(
             {"layers.1.up": model(device)["layers.1.up"]}
         )

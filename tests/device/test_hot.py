@@ -64,7 +64,7 @@ def test_weights_that_somebody_else_wrote_are_not_those_that_are_remembered(pair
     pile, state = pair.state.piles[0], pair.writer.state
     flats = to_flats({**state, "a": np.zeros_like(state["a"])}, device)
     cuts = np.array([pair.state.history.cut(tile.ordinal) for tile in pile.tiles])
-    with pytest.raises(VerificationError, match="somebody else"):
+    with pytest.raises(VerificationError, match="something other than a sync wrote them"):
         find_hot(pile, pile.locate(flats), cuts, pair.state.history)()
 
 

@@ -132,7 +132,7 @@ def test_fp32_tensors_for_a_bf16_run_are_refused_and_the_fix_is_named(device: st
 def test_a_slice_through_a_tile_is_refused(device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (6, 4), row_cuts=(3,))])
     flats = to_flats({"a": np.zeros(16, np.uint16)}, device)
-    with pytest.raises(StateError, match="cuts through a tile"):
+    with pytest.raises(StateError, match="splits a tile of the run"):
         DeviceState(layout, flats, {}, {"a": Slice(rows=(0, 4))})
 
 
