@@ -330,9 +330,9 @@ def test_the_progress_of_an_anchor_goes_from_nothing_to_all_that_its_record_name
     parts = parts_of(store, keys.anchor_key(0))
     assert len(parts) > 1
     sizes = [len(store.get(part)) for part in parts]
-    for options in ({}, {"cache": tmp_path}, {"cache": tmp_path}):  # fetched, spooled, and read from the disk
+    for cache in (None, tmp_path, tmp_path):  # fetched, spooled, and read from the disk
         forget(received)
-        report = Subscriber(store, **options).sync(worker())
+        report = Subscriber(store, cache=cache).sync(worker())
         progress = of(received, events.TransferProgress)
         assert [event.done_bytes for event in progress] == [sum(sizes[:n]) for n in range(len(sizes) + 1)]
         assert {(event.what, event.total_bytes) for event in progress} == {("anchor", sum(sizes))}
@@ -487,7 +487,8 @@ def test_an_error_without_a_text_is_named() -> None:
 
 def _run_both(store: Any) -> tuple[list[Any], dict[str, Any]]:
     """Publish and sync some versions; return what the reports say but for times, and the worker's weights."""
-    training, held, facts = Training(), worker(), []
+    facts: list[Any] = []
+    training, held = Training(), worker()
     with Publisher(store) as publisher, Subscriber(store) as sub:
         for step in range(4):
             report = publisher.publish(training.weights, step=step)

@@ -13,6 +13,7 @@ def test_the_public_names_are_these() -> None:
         "CachedStore",
         "HttpStore",
         "LocalStore",
+        "Location",
         "MemoryStore",
         "ObjectEntry",
         "ObjectStore",
@@ -66,3 +67,10 @@ def test_importing_the_stores_imports_no_client() -> None:
     program += "print(*{'obstore', 'ssl', 'http', 'pytest', 'asyncio'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_a_path_object_and_an_open_store_are_locations_too(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run")
+    assert isinstance(store, LocalStore)
+    assert store.folder == tmp_path / "run"
+    assert open_store(store) is store

@@ -68,7 +68,7 @@ from pulsesync.state.checkpoint_files import (
     writing,
 )
 from pulsesync.state.host import HostState
-from pulsesync.store import CachedStore, Store, open_store
+from pulsesync.store import CachedStore, Location, Store, open_store
 
 __all__ = ["CopyRecord", "FolderUpdate", "HuggingFaceFolder", "reading"]
 
@@ -125,7 +125,7 @@ class HuggingFaceFolder:
 
     def __init__(
         self,
-        location: str | Store,
+        location: Location,
         folder: str | Path,
         *,
         trust: str | Collection[str] | None = None,
@@ -141,7 +141,7 @@ class HuggingFaceFolder:
         self.folder = Path(folder)
         self.trust = trusted(trust)
         self.hold_s, self.shard_bytes, self.follow_replaced = hold_s, shard_bytes, follow_replaced
-        store = open_store(location) if isinstance(location, str) else location
+        store = open_store(location)
         self._origin = store
         self._own_cache = cache is None
         self._cache = Path(cache) if cache is not None else self.folder / CACHE

@@ -26,7 +26,7 @@ from pulsesync.errors import StateError, VerificationError
 from pulsesync.run.reporting import SyncReport
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.host import HostState
-from pulsesync.store import Store
+from pulsesync.store import Location
 
 __all__ = ["FrameworkSubscriber", "FrameworkWeights", "published_tensors"]
 
@@ -93,7 +93,7 @@ class FrameworkSubscriber:
         options: As for `Subscriber`: `trust`, `cache`, `follow`, `undo`, `verify_every`, ….
     """
 
-    def __init__(self, location: str | Store, **options: Any) -> None:
+    def __init__(self, location: Location, **options: Any) -> None:
         self.subscriber = Subscriber(location, **options)
         self._copy: dict[str, Any] = {}
         self._kind: dict[str, tuple[Any, ...]] = {}  # shapes and dtypes of the copied tensors

@@ -35,7 +35,7 @@ from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.state.views import CASTS
-from pulsesync.store import Store
+from pulsesync.store import Location
 
 __all__ = ["PulseCallback"]  # noqa: F822 - by __getattr__, below
 
@@ -84,7 +84,7 @@ class PublishingCallback:
     """
 
     def __init__(
-        self, location: str | Store, *, adapters: Adapters | None = None, every_step: bool = False, **options: Any
+        self, location: Location, *, adapters: Adapters | None = None, every_step: bool = False, **options: Any
     ) -> None:
         if adapters is not None and adapters not in get_args(Adapters):
             raise ValueError(f"adapters must be one of {', '.join(map(repr, get_args(Adapters)))}; got {adapters!r}")

@@ -26,7 +26,7 @@ from pulsesync.errors import PulseError, StateError, VerificationError
 from pulsesync.integrations.frameworks import FrameworkSubscriber, published_tensors
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reporting import SyncReport
-from pulsesync.store import Store
+from pulsesync.store import Location
 
 __all__ = ["JaxPublisher", "JaxSubscriber", "JaxWeights"]
 
@@ -41,7 +41,7 @@ class JaxPublisher(Publisher):
         options: As for `Publisher`: `cast`, `signing_key`, `publish_every`, `link`, ….
     """
 
-    def __init__(self, location: str | Store, **options: Any) -> None:
+    def __init__(self, location: Location, **options: Any) -> None:
         super().__init__(location, **options)
 
     def publish(self, params: Any, **options: Any) -> Any:  # type: ignore[override]
@@ -71,7 +71,7 @@ class JaxSubscriber:
         options: As for `Subscriber`: `trust`, `cache`, `follow`, `undo`, `verify_every`, ….
     """
 
-    def __init__(self, location: str | Store, **options: Any) -> None:
+    def __init__(self, location: Location, **options: Any) -> None:
         self._follower = FrameworkSubscriber(location, **options)
         self.subscriber = self._follower.subscriber
         self.report: SyncReport | None = None  # of the last sync

@@ -26,7 +26,7 @@ from pulsesync.integrations.jax import all_on_gpus, array_bits, array_like, lent
 from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reporting import SyncReport
-from pulsesync.store import Store
+from pulsesync.store import Location
 
 __all__ = ["KerasCallback", "KerasPublisher", "KerasSubscriber", "KerasWeights"]  # noqa: F822 - by __getattr__, below
 
@@ -94,7 +94,7 @@ class KerasPublisher(Publisher):
         options: As for `Publisher`: `cast`, `signing_key`, `publish_every`, `link`, ….
     """
 
-    def __init__(self, location: str | Store, *, variables: Variables | None = None, **options: Any) -> None:
+    def __init__(self, location: Location, *, variables: Variables | None = None, **options: Any) -> None:
         super().__init__(location, **options)
         self._variables = variables
 
@@ -122,7 +122,7 @@ class KerasSubscriber(FrameworkSubscriber):
         options: As for `Subscriber`: `trust`, `cache`, `follow`, `undo`, `verify_every`, ….
     """
 
-    def __init__(self, location: str | Store, *, variables: Variables | None = None, **options: Any) -> None:
+    def __init__(self, location: Location, *, variables: Variables | None = None, **options: Any) -> None:
         super().__init__(location, **options)
         self._variables = variables
 
@@ -166,7 +166,7 @@ class KerasPublishing:
 
     model: Any  # set by Keras
 
-    def __init__(self, location: str | Store, *, every: int | Literal["epoch"] = "epoch", **options: Any) -> None:
+    def __init__(self, location: Location, *, every: int | Literal["epoch"] = "epoch", **options: Any) -> None:
         super().__init__()
         if every != "epoch" and not (isinstance(every, int) and every > 0):
             raise ValueError(f"every must be 'epoch' or a number of batches above 0; got {every!r}")

@@ -43,7 +43,7 @@ from pulsesync.loco.gate import SentUpdate, SparseVector
 from pulsesync.loco.outer import LARGEST_UPDATE, aggregate, diverges
 from pulsesync.loco.payload import Coder
 from pulsesync.loco.shared import MAX_TRAINERS, Outcome, SharedState
-from pulsesync.store import Store, forget, open_store
+from pulsesync.store import Location, forget, open_store
 
 FORMAT = "pulse-loco-round/1"
 MAX_RECORD_BYTES = 1 << 20
@@ -76,7 +76,7 @@ class StoreExchange:
 
     def __init__(
         self,
-        location: str | Store,
+        location: Location,
         trainer: str,
         *,
         trainers: int,
@@ -91,7 +91,7 @@ class StoreExchange:
         if not _NAME.fullmatch(trainer):
             raise ValueError(f"a trainer's name must be 1 to 64 letters, digits, '-' or '_'; got {trainer!r}")
         self.trainer = trainer
-        self._store = open_store(location) if isinstance(location, str) else location
+        self._store = open_store(location)
         self._trainers, self._quorum = trainers, quorum if quorum is not None else trainers // 2 + 1
         if not 1 <= self._quorum <= trainers or state_every < 1:
             raise ValueError(

@@ -31,7 +31,7 @@ from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import trusted
 from pulsesync.run import planner
 from pulsesync.run.reader import RunReader
-from pulsesync.store import LocalStore, RetryStore, Store, open_store
+from pulsesync.store import LocalStore, Location, RetryStore, Store, open_store
 from pulsesync.store.base import is_local
 
 Status: TypeAlias = Literal["ok", "warn", "fail", "skipped"]
@@ -61,7 +61,7 @@ class Finding:
 
 
 def check_location(
-    location: str | Store, *, read_only: bool = False, trust: str | Collection[str] | None = None
+    location: Location, *, read_only: bool = False, trust: str | Collection[str] | None = None
 ) -> Iterator[Finding]:
     """Check a location, and yield what each check finds. Nothing is raised: what fails is a finding.
 
@@ -71,7 +71,7 @@ def check_location(
         trust: As for a `Subscriber`.
     """
     try:
-        store = open_store(location) if isinstance(location, str) else location
+        store = open_store(location)
     except ValueError as e:
         yield Finding("location", "fail", str(e), "give a path, s3://…, gs://…, az://… or https://…")
         return

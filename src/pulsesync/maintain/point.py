@@ -25,13 +25,13 @@ from pulsesync.format.pointer import Pointer, check_name
 from pulsesync.format.signature import SigningKey, trusted
 from pulsesync.run import keys, planner
 from pulsesync.run.reader import RunReader
-from pulsesync.store import Store, open_store
+from pulsesync.store import Location, open_store
 
 logger = logging.getLogger(__name__)
 
 
 def move_pointer(
-    location: str | Store,
+    location: Location,
     name: str,
     version: int,
     *,
@@ -59,7 +59,7 @@ def move_pointer(
             FormatError, ChainError; StoreError: if it is `retryable`, the same call can be repeated.
     """
     check_name(name)
-    store = open_store(location) if isinstance(location, str) else location
+    store = open_store(location)
     allowed = trusted(signing_key.public if trust is None and signing_key else trust)
     records = RunReader(store, allowed, epoch_patches=epoch_patches)
     goal = _target(records, version, signing_key)

@@ -24,7 +24,7 @@ from pulsesync.run.reader import CACHE_BYTES, RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.views import new_tensors
-from pulsesync.store import CachedStore, Store, open_store
+from pulsesync.store import CachedStore, Location, Store, open_store
 
 __all__ = ["SquashReport", "Squasher"]
 
@@ -75,14 +75,14 @@ class Squasher:
 
     def __init__(
         self,
-        location: str | Store,
+        location: Location,
         *,
         signing_key: SigningKey | None = None,
         trust: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
-        store = open_store(location) if isinstance(location, str) else location
+        store = open_store(location)
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.signing_key = signing_key
         self.trust = trusted(trust)

@@ -27,7 +27,7 @@ from pulsesync.run.planner import Position
 from pulsesync.run.pointers import check_target, list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.state.host import HostState
-from pulsesync.store import Store, open_store
+from pulsesync.store import Location, Store, open_store
 
 __all__ = ["CheckedRecord", "RunVerifier"]
 
@@ -163,13 +163,13 @@ class RunVerifier:
 
     def __init__(
         self,
-        location: str | Store,
+        location: Location,
         *,
         trust: str | Collection[str] | None = None,
         epoch_patches: int = EPOCH_PATCHES,
         progress: Report = quietly,
     ) -> None:
-        self.store = open_store(location) if isinstance(location, str) else location
+        self.store = open_store(location)
         self.trust = trusted(trust)
         self._records = RunReader(self.store, self.trust, epoch_patches=epoch_patches)
         self.found = find_records(self._records, progress=progress)  # all records that will be checked

@@ -46,7 +46,7 @@ from pulsesync.publish.writer import PublisherState, RankBase, RunWriter, Writer
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
-from pulsesync.store import CachedStore, Store, open_store
+from pulsesync.store import CachedStore, Location, open_store
 from pulsesync.store.base import is_local
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Publisher:
 
     def __init__(
         self,
-        location: str | Store,
+        location: Location,
         *,
         codec: patch.CodecName = "auto",
         link: float | None = None,
@@ -135,7 +135,7 @@ class Publisher:
         self.team: Team = team or SoloTeam()
         self.keep: Keep | None = keep
         self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
-        self.store = open_store(location) if isinstance(location, str) else location
+        self.store = open_store(location)
         self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
         self._spool = Path(spool) if spool else None
         if self._spool:

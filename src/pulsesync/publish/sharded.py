@@ -15,7 +15,7 @@ from typing import Any
 
 from pulsesync.group.collective import Team
 from pulsesync.publish.publisher import Publisher
-from pulsesync.store import Store
+from pulsesync.store import Location
 
 
 class ShardedPublisher(Publisher):
@@ -51,5 +51,5 @@ class ShardedPublisher(Publisher):
             `signing_key`; `spool` may be the same folder on every rank.
     """
 
-    def __init__(self, location: str | Store, team: Team, **options: Any) -> None:
+    def __init__(self, location: Location, team: Team, **options: Any) -> None:
         super().__init__(location, team=team, **options)

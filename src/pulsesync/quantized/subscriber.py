@@ -32,7 +32,7 @@ from pulsesync.run.reader import RunReader
 from pulsesync.run.reporting import SyncEvents, SyncReport
 from pulsesync.run.subscriber import INTERVAL_S, Subscriber
 from pulsesync.state.views import torch_dtype
-from pulsesync.store import Store
+from pulsesync.store import Location
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class QuantizedSubscriber:
 
     def __init__(
         self,
-        location: str | Store,
+        location: Location,
         recipe: str | Recipe,
         *,
         plain: str = "device",

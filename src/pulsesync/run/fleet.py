@@ -21,7 +21,7 @@ from pulsesync.run import keys
 from pulsesync.run.heartbeats import FoundHeartbeat, Heartbeat, find_heartbeats
 from pulsesync.run.pointers import read_pointers
 from pulsesync.run.reader import RunReader, location_of
-from pulsesync.store import Store, open_store
+from pulsesync.store import Location, Store, open_store
 
 MAX_LAG = 10
 MAX_AGE_S = 120.0  # four heartbeats
@@ -80,7 +80,7 @@ class FleetStatus:
 
 
 def read_fleet(
-    location: str | Store,
+    location: Location,
     *,
     trust: str | Collection[str] | None = None,
     max_lag: int = MAX_LAG,
@@ -98,7 +98,7 @@ def read_fleet(
         NothingPublishedError: there is no run, or no version in it yet; SignatureError, FormatError, ChainError: its
         newest version or a pointer cannot be read; StoreError. A heartbeat that cannot be read is no error.
     """
-    store = open_store(location) if isinstance(location, str) else location
+    store = open_store(location)
     reader = RunReader(store, trusted(trust))
     newest = reader.newest()
     if newest is None:

@@ -27,7 +27,7 @@ from pulsesync.format.pointer import NAME, Pointer, check_name
 from pulsesync.format.signature import trusted
 from pulsesync.run import keys
 from pulsesync.run.reader import RunReader, location_of
-from pulsesync.store import Store, open_store
+from pulsesync.store import Location, Store, open_store
 
 PREFIX = "pointers/"
 LONGEST_WAIT_S = 60.0  # between attempts, while a store or a server does not answer
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _KEY = re.compile(rf"{PREFIX}({NAME.pattern})/([0-9]{{16}})")
 
 
-def read_pointers(location: str | Store, *, trust: str | Collection[str] | None = None) -> dict[str, Pointer]:
+def read_pointers(location: Location, *, trust: str | Collection[str] | None = None) -> dict[str, Pointer]:
     """Return the newest move of every pointer of a run, by name.
 
     Args:
@@ -45,7 +45,7 @@ def read_pointers(location: str | Store, *, trust: str | Collection[str] | None 
     Raises:
         SignatureError: no trusted key signed a pointer; FormatError, ChainError: a pointer cannot be read; StoreError.
     """
-    store = open_store(location) if isinstance(location, str) else location
+    store = open_store(location)
     reader = RunReader(store, trusted(trust))
     found = {name: reader.pointer(name) for name in list_moves(store)}
     return {name: pointer for name, pointer in found.items() if pointer is not None}

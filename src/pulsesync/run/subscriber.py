@@ -58,7 +58,7 @@ from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.slices import Slices
 from pulsesync.state.staging import StagedBlocks
-from pulsesync.store import CachedStore, Store, open_store
+from pulsesync.store import CachedStore, Location, Store, open_store
 
 REPLANS = 3  # times that a sync searches another path when an object on the first is missing or bad
 AHEAD = 4  # patches fetched before they are decoded
@@ -193,7 +193,7 @@ class Subscriber:
 
     def __init__(
         self,
-        location: str | Store,
+        location: Location,
         *,
         trust: str | Collection[str] | None = None,
         cache: str | Path | None = None,
@@ -210,7 +210,7 @@ class Subscriber:
     ) -> None:
         if verify_every < 0:
             raise ValueError(f"verify_every must be a number of syncs, or 0 for never; got {verify_every}")
-        store = open_store(location) if isinstance(location, str) else location
+        store = open_store(location)
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.trust = trusted(trust)
         self.slices = slices

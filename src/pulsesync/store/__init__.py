@@ -1,8 +1,9 @@
 """Stores, which keep the objects of a run. The location's scheme selects one; wrappers add behaviour."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from pulsesync.store.base import ObjectEntry, Store, forget, size_of
+from pulsesync.store.base import Location, ObjectEntry, Store, forget, size_of
 from pulsesync.store.cache import CachedStore, origin_of
 from pulsesync.store.local import LocalStore
 from pulsesync.store.memory import MemoryStore, named
@@ -17,6 +18,7 @@ __all__ = [
     "CachedStore",
     "HttpStore",
     "LocalStore",
+    "Location",
     "MemoryStore",
     "ObjectEntry",
     "ObjectStore",
@@ -30,15 +32,20 @@ __all__ = [
 ]
 
 
-def open_store(location: str) -> Store:
-    """Open the store of a location; stores that use a network repeat calls that failed.
+def open_store(location: Location) -> Store:
+    """Open the store of a location; stores that use a network repeat calls that failed. A store is returned as it is.
 
-    A location is a path, `file://path`, `memory://name` (one store for each name of a process), `s3://bucket/prefix`,
-    `gs://bucket/prefix`, `az://container/prefix`, or the `http://` or `https://` address of a server.
+    A location is a path (a string or a `pathlib.Path`), `file://path`, `memory://name` (one store for each name of a
+    process), `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or the `http://` or `https://`
+    address of a server.
 
     Raises:
         ValueError: the scheme is not among these, or the rest of the location is not valid for its store.
     """
+    if isinstance(location, os.PathLike):
+        return LocalStore(location)
+    if not isinstance(location, str):
+        return location
     scheme, colon, rest = location.partition("://")
     if not colon:
         return LocalStore(location)

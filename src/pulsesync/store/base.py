@@ -1,8 +1,9 @@
 """The interface of a store. Objects are small files or parts; keys are paths with `/`."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from pulsesync.errors import StoreError
 
@@ -50,6 +51,9 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; if there is none, that is no error."""
+
+
+Location: TypeAlias = str | os.PathLike[str] | Store  # of a run: a path or URL, or a store that is open already
 
 
 class ReadOnlyStore:

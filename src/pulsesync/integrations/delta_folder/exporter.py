@@ -34,7 +34,7 @@ from pulsesync.state.checkpoint_files import (
     writing,
 )
 from pulsesync.state.views import new_tensors
-from pulsesync.store import Store, open_store
+from pulsesync.store import Location, Store, open_store
 
 _RUN, _DIGEST = "pulse_run", "pulse_digest"  # in the metadata of an index: which version of which run a folder is
 _PARTIAL = re.compile(r"\.weight_v\d+\.partial")
@@ -64,7 +64,7 @@ class DeltaExporter:
 
     def __init__(
         self,
-        location: str | Store,
+        location: Location,
         folder: str | Path,
         *,
         first: int | None = None,
@@ -76,7 +76,7 @@ class DeltaExporter:
         form.choose("encoding", encoding, get_args(Encoding))
         form.choose("checksum", checksum, get_args(Checksum))
         form.checksum(checksum, np.zeros(0, np.uint8))  # raises now if a package is missing
-        self.store = open_store(location) if isinstance(location, str) else location
+        self.store = open_store(location)
         self.folder, self.trust = Path(folder), trusted(trust)
         self.encoding, self.checksum, self.shard_bytes = encoding, checksum, shard_bytes
         self._first = first

@@ -18,7 +18,7 @@ from pulsesync.run.reader import RunReader, location_of
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.checkpoint_files import INDEX, Checkpoint, open_checkpoint
 from pulsesync.state.views import new_tensors
-from pulsesync.store import Store, open_store
+from pulsesync.store import Location, open_store
 
 
 class DeltaImporter:
@@ -40,7 +40,7 @@ class DeltaImporter:
     def __init__(
         self,
         folder: str | Path,
-        location: str | Store,
+        location: Location,
         *,
         base: str | Path | None = None,
         signing_key: SigningKey | None = None,
@@ -48,7 +48,7 @@ class DeltaImporter:
     ) -> None:
         self.folder = Path(folder)
         self.base = Path(base) if base is not None else None
-        self.store = open_store(location) if isinstance(location, str) else location
+        self.store = open_store(location)
         self.incomplete: Path | None = None  # the last folder, if it is still being written
         self._key, self._spool = signing_key, spool
         self._publisher: Publisher | None = None
