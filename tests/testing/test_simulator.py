@@ -591,9 +591,9 @@ def leave_the_last_rank_out_of_an_anchor(self: RunWriter, shares: Iterable[tuple
 
 
 def keep_the_history_at_the_start_of_an_epoch(
-    self: VersionTables, told: Iterable[RankReport], forget: bool = False
+    self: VersionTables, reports: Iterable[RankReport], forget: bool = False
 ) -> VersionTables:
-    return TABLES_AFTER(self, told)
+    return TABLES_AFTER(self, reports)
 
 
 def take_a_rank_that_failed_for_one_without_changes(
