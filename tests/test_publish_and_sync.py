@@ -313,12 +313,13 @@ def test_reports_print_as_a_sentence(tmp_path: Path) -> None:
     weights = {"w": np.arange(1000, dtype=np.float32)}
     with Publisher(str(tmp_path)) as publisher:
         first = publisher.publish(weights, step=3)
-        assert str(first).startswith("version 0, step 3: 1,000 of 1,000 weights changed, ")
+        assert str(first).startswith("version 0, step 3: all 1,000 weights, ")
         weights["w"][:7] += 1
         assert str(publisher.publish(weights, step=4)).startswith("version 1, step 4: 7 of 1,000 weights changed, ")
     local = {"w": np.zeros(1000, dtype=np.float32)}
     subscriber = Subscriber(str(tmp_path))
     report = subscriber.sync(local)
     assert str(report).startswith("version 1, step 4: 1 anchor + 1 patch, ")
+    assert " bytes, all weights written in " in str(report)
     assert f"digest {report.digest[:8]} verified" in str(report)
     assert str(subscriber.sync(local)) == "version 1, step 4: nothing new"

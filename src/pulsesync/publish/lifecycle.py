@@ -85,8 +85,10 @@ class PublishReport:
         if self.version is None:
             return f"step {self.step}: will be part of a later version"
         times = self.full_bytes / max(self.payload_bytes, 1)
+        is_patch = self.codec is not None
+        weights = f"{self.changed:,} of {self.total:,} weights changed" if is_patch else f"all {self.total:,} weights"
         return (
-            f"version {self.version}, step {self.step}: {self.changed:,} of {self.total:,} weights changed, "
+            f"version {self.version}, step {self.step}: {weights}, "
             f"{self.payload_bytes:,} bytes ({times:.{0 if times >= 10 else 1}f} times smaller)"
         )
 

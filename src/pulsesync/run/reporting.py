@@ -68,7 +68,8 @@ class SyncReport:
             return f"{at}: nothing new"
         counts = Counter(self.path)
         steps = " + ".join(f"{count} {_STEPS[kind][count > 1]}" for kind, count in counts.items())
-        written = f"{self.changed:,} weights written in {1e3 * self.apply_s:.1f} ms"
+        weights = "all" if "anchor" in self.path else f"{self.changed:,}"
+        written = f"{weights} weights written in {1e3 * self.apply_s:.1f} ms"
         return f"{at}: {steps}, {self.fetched_bytes:,} bytes, {written}, digest {self.digest[:8]} verified"
 
 
