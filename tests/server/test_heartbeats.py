@@ -82,6 +82,8 @@ def test_a_server_keeps_heartbeats_in_memory_and_lists_them_with_those_of_the_fo
         ("/" + "a/" * 600 + "heartbeats/w", record("w"), 405),
         ("/head", b"41", 405),
         ("/manifests/0000000000000001", b"x", 405),
+        ("/pointers/stable/heartbeats/w", record("w"), 405),
+        ("/heartbeats/heartbeats/w", record("w"), 405),
     ],
 )
 def test_only_heartbeats_are_accepted(served: str, path: str, body: bytes, status: int) -> None:
@@ -121,7 +123,7 @@ def test_the_token_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_relay_passes_heartbeats_on_to_the_server(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
+    LocalStore(tmp_path / "run").put("head", b"0")
     with (
         running("serve", tmp_path / "run") as server,
         running("relay", server.url, cache=tmp_path / "cache") as near,
@@ -137,9 +139,83 @@ def test_a_relay_passes_heartbeats_on_to_the_server(tmp_path: Path) -> None:
 
 def test_a_relay_of_a_store_that_can_be_written_writes_them_there() -> None:
     upstream = MemoryStore()
+    upstream.put("head", b"0")
     board = HeartbeatBoard(CoalescingStore(upstream))
     board.put("heartbeats/w", record("w"))
     wait_until(lambda: [one.worker for one in find_heartbeats(upstream)] == ["w"])
+
+
+class Upstream(MemoryStore):
+    """Counts what a relay sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.put("head", b"0")
+        self.sent: list[str] = []
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        if key != "head":
+            self.sent.append(key)
+        super().put(key, data)
+
+
+def test_a_client_of_a_relay_adds_no_object_to_a_run_but_heartbeats() -> None:
+    """An object below manifests/ that is no record would be an error of every later prune."""
+    upstream = Upstream()
+    board = HeartbeatBoard(CoalescingStore(upstream))
+    for folder in ("manifests/", "anchors/", "parts/", "elsewhere/"):
+        board.put(f"{folder}heartbeats/w", record("w"))
+    board.put("heartbeats/w", record("w"))
+    wait_until(lambda: upstream.sent == ["heartbeats/w"])
+
+
+def test_a_client_that_makes_up_names_does_not_fill_the_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.server.board._PASS_EVERY_S", 0.01)
+    upstream = Upstream()
+    board = HeartbeatBoard(CoalescingStore(upstream), max_workers=3, keep_s=1.0)
+    for n in range(9):
+        board.put(f"heartbeats/w{n}", record(f"w{n}"))
+        wait_until(lambda: not board._waiting)
+    board.put("heartbeats/w1", record("w1", 5))
+    wait_until(lambda: upstream.sent == [f"heartbeats/w{n}" for n in (0, 1, 2, 1)])
+    time.sleep(1.1)
+    board.put("heartbeats/w8", record("w8", 5))
+    wait_until(lambda: upstream.sent[4:] == ["heartbeats/w8"])
+
+
+def test_relays_in_a_circle_pass_a_heartbeat_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.server.board._PASS_EVERY_S", 0.01)
+
+    class Other(Upstream):
+        def put(self, key: str, data: bytes | memoryview) -> None:
+            super().put(key, data)
+            if key != "head":
+                board.put(key, bytes(data))
+
+    upstream = Other()
+    board = HeartbeatBoard(CoalescingStore(upstream))
+    board.put("heartbeats/w", record("w"))
+    wait_until(lambda: len(upstream.sent) == 1)
+    time.sleep(0.3)
+    assert len(upstream.sent) == 1
+
+
+def test_an_error_of_any_kind_does_not_end_the_passing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.server.board._PASS_EVERY_S", 0.01)
+
+    class Odd(Upstream):
+        def put(self, key: str, data: bytes | memoryview) -> None:
+            super().put(key, data)
+            if key.endswith("/odd"):
+                raise KeyError(key)
+
+    upstream = Odd()
+    board = HeartbeatBoard(CoalescingStore(upstream))
+    board.put("heartbeats/odd", record("odd"))
+    wait_until(lambda: upstream.sent == ["heartbeats/odd"])
+    time.sleep(0.1)
+    board.put("heartbeats/w", record("w"))
+    wait_until(lambda: upstream.sent == ["heartbeats/odd", "heartbeats/w"])
 
 
 def test_an_upstream_that_refuses_costs_nothing_but_one_warning(
@@ -153,6 +229,7 @@ def test_an_upstream_that_refuses_costs_nothing_but_one_warning(
             raise StoreError("refused", key=key)
 
     upstream = ReadOnly()
+    MemoryStore.put(upstream, "head", b"0")
     board = HeartbeatBoard(CoalescingStore(upstream))
     for n in range(3):
         board.put(f"heartbeats/w{n}", record(f"w{n}"))

@@ -1,7 +1,7 @@
 """The heartbeats of workers that read a run over HTTP: kept in memory, listed with those of the store, sent upstream.
 
 Any client that may read may also send one, so everything is bounded: how many there are, how long each is, how long it
-is kept, how many wait to be sent on. Only records that parse are kept.
+is kept, how many names are sent on. Only records that parse are kept, and only those of a run are sent on.
 """
 
 import logging
@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Iterable
 
-from pulsesync.errors import PulseError
+from pulsesync.errors import NotFoundError
 from pulsesync.run.heartbeats import MAX_BYTES, MAX_WORKERS, parse
+from pulsesync.run.keys import HEAD, HEARTBEATS
 from pulsesync.store.base import ObjectEntry, Store, pass_on
 from pulsesync.store.keys import is_heartbeat
 
@@ -29,8 +30,8 @@ class HeartbeatBoard:
 
     Args:
         store: What is served. A relay's store passes heartbeats on to its upstream, in the background.
-        max_workers: How many are kept; the oldest one is dropped first.
-        keep_s: For how long each is kept.
+        max_workers: How many are kept; the oldest one is dropped first. Of as many names at most, records are passed on.
+        keep_s: For how long each is kept, and a name counts that is not heard from again.
     """
 
     def __init__(self, store: Store, *, max_workers: int = MAX_WORKERS, keep_s: float = KEEP_S) -> None:
@@ -39,6 +40,7 @@ class HeartbeatBoard:
         self._lock = threading.Lock()
         self._kept: dict[str, tuple[bytes, float]] = {}  # by key, with the time it arrived; oldest first
         self._waiting: dict[str, bytes] = {}  # to be passed on
+        self._passed: dict[str, float] = {}  # keys that are passed on, by the monotonic time of the last; oldest first
         self._sender: threading.Thread | None = None
         self._warned_at = -_PASS_WARN_S
 
@@ -46,16 +48,27 @@ class HeartbeatBoard:
         """Keep a heartbeat instead of the one before. Raises: FormatError, if it is malformed."""
         parse(data, key.rpartition("/")[2])
         with self._lock:
-            self._kept.pop(key, None)
+            before = self._kept.pop(key, None)
             self._kept[key] = (data, time.time())
             self._drop_old()
-            if self._passes_on:
+            is_new = before is None or before[0] != data  # the same bytes again come from relays that form a circle
+            if self._passes_on and is_new and self._may_pass_on(key):
                 self._waiting[key] = data
-                while len(self._waiting) > self._max_workers:
-                    del self._waiting[next(iter(self._waiting))]
                 if self._sender is None:
-                    self._sender = threading.Thread(target=self._send, name="pulse-heartbeats", daemon=True)
-                    self._sender.start()
+                    sender = threading.Thread(target=self._send, name="pulse-heartbeats", daemon=True)
+                    sender.start()
+                    self._sender = sender
+
+    def _may_pass_on(self, key: str) -> bool:
+        """Whether the upstream may get a record under this key: a client that makes up names must not fill it."""
+        now = time.monotonic()
+        while self._passed and now - next(iter(self._passed.values())) > self._keep_s:
+            del self._passed[next(iter(self._passed))]
+        if key not in self._passed and len(self._passed) >= self._max_workers:
+            return False
+        self._passed.pop(key, None)
+        self._passed[key] = now
+        return True
 
     def get(self, key: str) -> bytes | None:
         """Return the heartbeat under a key; None if this server did not receive one."""
@@ -97,12 +110,16 @@ class HeartbeatBoard:
                     return
             for key, data in waiting.items():
                 try:
+                    # Nothing is written where there is no run, lest a client adds objects anywhere in the upstream.
+                    self._store.get(key[: key.rindex(HEARTBEATS)] + HEAD, 0, 1)
                     pass_on(self._store, key, data)
-                except PulseError as e:
+                except NotFoundError:
+                    continue
+                except Exception as e:  # noqa: BLE001 - whatever the upstream raises, later heartbeats are sent
                     self._warn(e)
             time.sleep(_PASS_EVERY_S)
 
-    def _warn(self, error: PulseError) -> None:
+    def _warn(self, error: Exception) -> None:
         if time.monotonic() - self._warned_at >= _PASS_WARN_S:
             self._warned_at = time.monotonic()
             logger.warning("The heartbeats of workers cannot be sent to the upstream: %s", error)

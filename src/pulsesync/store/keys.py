@@ -22,5 +22,9 @@ def check_prefix(prefix: str) -> None:
 
 
 def is_heartbeat(key: str) -> bool:
-    """Return whether a key is that of a worker's heartbeat, the one object that a server accepts from readers."""
-    return len(key) <= 1024 and _HEARTBEAT.fullmatch(key) is not None
+    """Return whether a key is that of a worker's heartbeat, the one object that a server accepts from readers.
+
+    It may begin with the folder of a run, but not with one inside a run: those of pointers have a `head`, as runs do.
+    """
+    above = key.split("/")[:-2]
+    return len(key) <= 1024 and _HEARTBEAT.fullmatch(key) is not None and not {"pointers", "heartbeats"} & set(above)
