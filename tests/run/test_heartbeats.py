@@ -270,6 +270,74 @@ def test_an_error_stays_until_a_sync_succeeds() -> None:
     writer.close()
 
 
+def test_an_error_is_shown_without_credentials_and_whatever_its_text_does() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    with closing(HeartbeatWriter(MemoryStore(), "rollout-3")) as writer:
+        writer.failed(StoreError("no answer of https://user:secret@host/run/head?sig=secret"), 4)
+        assert writer.record.error == "no answer of https://host/run/head"
+        writer.failed(Mute(), 4)
+        assert writer.record.error == "Mute"
+
+
+def test_a_process_without_threads_syncs_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = CountingStore()
+    with closing(HeartbeatWriter(store, "rollout-3")) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            writer.synced(4, 40, newest=4)
+            writer.synced(5, 50, newest=5)
+            writer.join()
+        assert [record.message for record in caplog.records] == [
+            "The heartbeat of rollout-3 has no thread to be written on: can't start new thread"
+        ]
+        writer.synced(6, 60, newest=6)
+        wait_until(lambda: store.puts == 1)
+        assert store.heartbeat().version == 6
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_was_forked_before_the_first_sync_is_shown(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("head", b"4")
+    writer = HeartbeatWriter(store, "rollout-3")
+    if (child := os.fork()) == 0:
+        writer.synced(4, 40, newest=4)
+        writer.close()
+        writer.join(10)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert parse(store.get("heartbeats/rollout-3"), "rollout-3").pid == child
+
+
+def test_a_handler_that_closes_in_the_middle_of_a_sync_ends_the_heartbeat() -> None:
+    store = CountingStore()
+    writer = HeartbeatWriter(store, "rollout-3", soonest_s=0.01)
+    writer.synced(4, 40, newest=4)
+    wait_until(lambda: store.puts == 1)
+
+    class Interrupted(dict[str, Any]):
+        def __or__(self, other: Any) -> Any:
+            replaced = dict(self) | other
+            writer.close()  # as a signal handler between two instructions
+            return replaced
+
+    writer._facts = Interrupted(writer._facts)
+    writer.synced(5, 50, newest=5)
+    writer.join(10)
+    assert writer._thread is not None
+    assert not writer._thread.is_alive()
+    assert store.heartbeat().ended
+
+
 def test_nothing_is_written_where_there_is_no_run() -> None:
     store = CountingStore()
     store.delete("head")

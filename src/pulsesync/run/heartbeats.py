@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
+from pulsesync.core.events import without_credentials
 from pulsesync.core.version import __version__
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.run import keys
@@ -227,12 +228,13 @@ class HeartbeatWriter:
         self._gate.acquire()
         self._end.acquire()
         self._thread: threading.Thread | None = None
+        self._ended = False  # apart from the fields: a handler may set it while a sync replaces them
         self._refused = 0  # attempts in a row
 
     @property
     def record(self) -> Heartbeat:
         """What the next heartbeat will say."""
-        return Heartbeat(**self._facts)
+        return Heartbeat(**self._facts | {"ended": self._ended})
 
     @property
     def is_started(self) -> bool:
@@ -278,12 +280,15 @@ class HeartbeatWriter:
 
     def failed(self, error: Exception, version: int | None, *, torn: bool = False) -> None:
         """Take an error into the record, and the version that the weights are at. This neither waits nor raises."""
-        text = printable(str(error), _ERROR_CHARACTERS) or type(error).__name__
-        self._replace(version=version, error=text, torn=torn)
+        try:
+            text = printable(without_credentials(str(error)), _ERROR_CHARACTERS)
+        except Exception:  # noqa: BLE001 - an error of another library, whose text cannot be had
+            text = ""
+        self._replace(version=version, error=text or type(error).__name__, torn=torn)
 
     def close(self) -> None:
         """Write a last record, in the background, and end. Any thread and any signal handler may call this."""
-        self._facts = self._facts | {"ended": True}
+        self._ended = True
         _open(self._end)
         _open(self._gate)
 
@@ -293,16 +298,29 @@ class HeartbeatWriter:
             self._thread.join(timeout_s)
 
     def _replace(self, **facts: Any) -> None:
-        before = self._facts
-        if self._pid != os.getpid() or before["ended"]:
+        if self._thread is None:
+            self._pid = os.getpid()  # a process that was forked before the first event may write
+            facts |= {"pid": self._pid}
+        if self._pid != os.getpid() or self._ended:
             return  # a forked child has no thread that writes
+        before = self._facts
         self._facts = before | facts
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pulse-heartbeat", daemon=True)
-            _writers.add(self)
-            self._thread.start()
+            self._start()
         elif any(before[name] != value for name, value in facts.items() if name in _NEWS):
             _open(self._gate)
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="pulse-heartbeat", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as e:  # the system has no more threads, or Python is ending; the next event tries again
+            if not self._refused:
+                logger.warning("The heartbeat of %s has no thread to be written on: %s", self._facts["worker"], e)
+            self._refused += 1
+            return
+        self._thread = thread
+        _writers.add(self)
 
     def _run(self) -> None:
         if self._facts["version"] is None and self._facts["error"] is None:
