@@ -271,15 +271,15 @@ def test_an_error_stays_until_a_sync_succeeds() -> None:
 
 
 def test_an_error_is_shown_without_credentials_and_whatever_its_text_does() -> None:
-    class Mute(Exception):
+    class MuteError(Exception):
         def __str__(self) -> str:
             raise ValueError
 
     with closing(HeartbeatWriter(MemoryStore(), "rollout-3")) as writer:
         writer.failed(StoreError("no answer of https://user:secret@host/run/head?sig=secret"), 4)
         assert writer.record.error == "no answer of https://host/run/head"
-        writer.failed(Mute(), 4)
-        assert writer.record.error == "Mute"
+        writer.failed(MuteError(), 4)
+        assert writer.record.error == "MuteError"
 
 
 def test_a_process_without_threads_syncs_all_the_same(

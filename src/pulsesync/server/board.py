@@ -30,7 +30,7 @@ class HeartbeatBoard:
 
     Args:
         store: What is served. A relay's store passes heartbeats on to its upstream, in the background.
-        max_workers: How many are kept; the oldest one is dropped first. Of as many names at most, records are passed on.
+        max_workers: How many are kept; the oldest one is dropped first. As many names are passed on.
         keep_s: For how long each is kept, and a name counts that is not heard from again.
     """
 
