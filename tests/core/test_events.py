@@ -52,6 +52,36 @@ def test_a_listener_that_fails_is_logged_and_called_again(caplog: pytest.LogCapt
     assert "no disk" in caplog.text
 
 
+def test_a_listener_that_calls_exit_is_logged_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
+    with pulse.listen(lambda event: sys.exit("enough")) as listening:
+        for version in range(3):
+            events.emit(recounted(version))
+    assert listening.failed == 3
+    assert "enough" in caplog.text
+
+
+def test_the_log_of_a_slow_listener_does_not_wait_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    release, lock = threading.Event(), threading.Lock()
+
+    class Locked:
+        def __call__(self, event: events.Event) -> None:
+            with lock:
+                release.wait(30)
+
+        def __repr__(self) -> str:
+            with lock:
+                return "Locked"
+
+    with pulse.listen(Locked(), queued=1):
+        began = time.perf_counter()
+        for version in range(5):
+            events.emit(recounted(version))
+            time.sleep(0.05)
+        assert time.perf_counter() - began < 5
+        release.set()
+    assert "Locked is too slow: dropped 1 events so far" in caplog.text
+
+
 def test_a_slow_listener_keeps_nobody_waiting_and_what_it_misses_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     release, received = threading.Event(), list[events.Event]()
 

@@ -262,6 +262,8 @@ class Listening:
 
     def __init__(self, listener: Listener, queued: int) -> None:
         self._listener = listener
+        # For the log. Not its repr, which may wait for a lock that the listener holds, raise, or print a model.
+        self._name = str(getattr(listener, "__qualname__", type(listener).__qualname__))
         self._limit = queued
         self._events: deque[Event | threading.Event] = deque()  # append and popleft are atomic: no lock
         self._gate = threading.Lock()  # released to wake the thread; unlike an Event, a signal handler can do that
@@ -281,7 +283,7 @@ class Listening:
             return
         self.dropped += 1
         if self.dropped & (self.dropped - 1) == 0:  # at 1, 2, 4, 8, …: often enough to be seen, never a flood
-            logger.warning("The event listener %r is too slow: dropped %d events so far.", self._listener, self.dropped)
+            logger.warning("The event listener %s is too slow: dropped %d events so far.", self._name, self.dropped)
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # it is released: another thread has woken it
@@ -305,10 +307,10 @@ class Listening:
             return
         try:
             self._listener(event)
-        except Exception:
+        except BaseException:  # SystemExit too: it would end this thread, and not the process
             self.failed += 1
             if self.failed & (self.failed - 1) == 0:
-                logger.exception("The event listener %r failed, %d times so far.", self._listener, self.failed)
+                logger.exception("The event listener %s failed, %d times so far.", self._name, self.failed)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until all events emitted so far were delivered. Returns False if that took longer than the time."""
