@@ -84,5 +84,8 @@ def test_a_sync_that_found_nothing_new_has_no_pause() -> None:
     assert "pulse/version" in names
 
 
-def test_weights_ahead_of_a_pointer_do_not_lag() -> None:
-    assert metrics.scalars(synced(newest=3))["pulse/lag_versions"] == 0
+def test_weights_that_do_not_follow_a_pointer_back_lag() -> None:
+    failed = events.SyncFailed(
+        location="runs/one", version=12, newest=5, error="StoreError", retryable=True, torn=False
+    )
+    assert metrics.scalars(failed)["pulse/lag_versions"] == 7

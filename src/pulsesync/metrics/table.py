@@ -103,7 +103,7 @@ def _if_moved(field: str) -> Callable[[Synced], float | None]:
 def _lag(event: Synced | SyncFailed) -> float | None:
     if event.newest is None or event.version is None:
         return None
-    return max(0.0, event.newest - event.version)
+    return abs(event.newest - event.version)  # a pointer can have moved back, and the weights must follow it
 
 
 def _ratio(event: VersionPublished) -> float | None:
