@@ -62,6 +62,13 @@ def test_a_folder_with_a_run_keeps_everything_else(tmp_path: Path) -> None:
     assert sorted(path for path in (tmp_path / "run").rglob("*")) == before
 
 
+def test_folders_that_were_there_stay_and_others_do_not(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    findings(str(tmp_path / "empty"))
+    findings(str(tmp_path / "new/below/it"))
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
+
+
 class Overwriting(MemoryStore):
     """Ignores the condition of a create, as servers do that do not know it."""
 

@@ -87,6 +87,7 @@ class StoreCheck:
         self._is_http = hasattr(self.store, "has_token")
         self._read_only, self._trust = read_only or self._is_http, trust
         self._folder = f"{PREFIX}{secrets.token_hex(8)}/"
+        self._there = _existing(self.store.folder / PREFIX) if isinstance(self.store, LocalStore) else None
         self._written: set[str] = set()  # keys, whether or not the store said that it has them
 
     def run(self) -> Iterator[Finding]:
@@ -361,22 +362,26 @@ class StoreCheck:
                 error = e
         with suppress(StoreError):
             left += [entry.key for entry in self.store.list(self._folder) if entry.key not in left]
-        if isinstance(self.store, LocalStore):
-            _remove_empty(self.store.folder, self._folder)
+        if isinstance(self.store, LocalStore) and self._there is not None:
+            _remove_empty(self.store.folder / self._folder, self._there)
         if left:
             advice = f"pulse prune needs to delete; remove these by hand: {', '.join(left)}"
             return Finding("delete", "warn", str(error or "deleted objects are still listed"), advice)
         return Finding("delete", "ok", "everything that was written is removed")
 
 
-def _remove_empty(root: Path, folder: str) -> None:
-    """Remove the folders that objects were in, as long as nothing else is in them."""
-    path = root / folder
+def _existing(path: Path) -> Path:
+    """Return the nearest folder that exists, of a path and those above it."""
+    path = path.absolute()
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
+def _remove_empty(path: Path, there: Path) -> None:
+    """Remove the folders that were created below one that was there, as long as nothing else is in them."""
+    path = path.absolute()
     with suppress(OSError):
-        while True:
+        while path != there:
             path.rmdir()
-            if path == root:
-                return
             path = path.parent
 
 
