@@ -350,6 +350,18 @@ def test_an_answer_that_the_store_breaks_off_is_counted_as_its_failure() -> None
     assert page.total("pulse_served_bytes_total") == 4 << 20
 
 
+def test_a_key_cannot_send_commands_to_the_terminal_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(MemoryStore):
+        def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+            raise StoreError(f"cannot read {key}: no answer", key=key, retryable=True)
+
+    with client(Failing()) as app:
+        assert asyncio.run(app.get("/\x1b[2J\x07" + "x" * 5000))[0] == 503
+    (message,) = [record.message for record in caplog.records]
+    assert message.isprintable()
+    assert len(message) < 1200
+
+
 def test_many_requests_at_once_are_all_counted(folder: Path) -> None:
     with running("serve", folder) as server, ThreadPoolExecutor(16) as pool:
         statuses = list(pool.map(lambda _: ask(server.url, "/parts/a").status, range(400)))

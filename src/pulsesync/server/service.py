@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from pulsesync.errors import FormatError, NotFoundError, PulseError, StoreError
+from pulsesync.run.heartbeats import printable
 from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
 from pulsesync.server.calls import in_thread
 from pulsesync.server.monitor import SentAnswer, ServerMonitor
@@ -46,6 +47,7 @@ _MAX_SIZE = 1 << 42  # bytes of an object; some file systems support no larger o
 _RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
 _HEARTBEAT_S = 10.0  # in which a heartbeat must have arrived
 _LEFT = 499  # what a request is counted as whose client left, or that the end of the server broke off, before an answer
+_CAUSE_CHARACTERS = 500  # of an error, in the log
 _LOG_EVERY_S = 10.0  # while a store does not answer, every request fails; this is logged at most this often
 
 logger = logging.getLogger(__name__)
@@ -186,8 +188,8 @@ class _Service:
             status = 503 if e.retryable else 500
             if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
                 self._logged_at = time.monotonic()
-                cause = " ".join(str(e).split())  # it may contain a key, which is text of the client's choice
-                logger.warning("Answered %r with %d, because the store failed: %s", key or prefix, status, cause)
+                cause = printable(str(e), _CAUSE_CHARACTERS)  # it may contain a key, which a client has chosen
+                logger.warning("Answered %.500r with %d, because the store failed: %s", key or prefix, status, cause)
             return _words(status, "the server's store failed; try again, or see the server's log")
 
     def _may_read(self, shown: str) -> bool:
