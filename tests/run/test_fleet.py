@@ -123,6 +123,24 @@ def test_a_store_that_cannot_list_leaves_the_workers_unknown(store: ClockedStore
     status = pulse.read_fleet(plain)
     assert (status.newest.version, status.workers, status.unknown) == (4, (), "it cannot list")
     assert status.anchor is not None
+    assert not status.is_well  # a monitor must not take what is not known for well
+
+
+def test_a_heartbeat_that_the_store_refuses_hides_no_other(store: ClockedStore) -> None:
+    class Picky(ClockedStore):
+        def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+            if key == "heartbeats/refused":
+                raise StoreError("403\x1b[2J Forbidden", key=key)
+            return super().get(key, begin, end)
+
+    put(store)
+    store.put("heartbeats/refused", b"{}")
+    picky = Picky()
+    picky._objects = store._objects
+    found = pulse.read_fleet(picky)
+    assert [one.state for one in found.workers] == ["unreadable", "ok"]
+    assert found.workers[0].problem == "403\N{REPLACEMENT CHARACTER}[2J Forbidden"
+    assert not found.is_well
 
 
 def test_no_run_is_an_error() -> None:

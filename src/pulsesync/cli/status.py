@@ -47,10 +47,12 @@ def status(
     - `failing`: its last sync failed, or a recount found weights that something else has written.
     - `torn`: its weights are between two versions and must not be used until a sync succeeds.
     - `silent`: its last heartbeat is older than --max-age seconds: the process hangs, or was killed.
+    - `unreadable`: what is there in place of its heartbeat is not one.
     - `ended`: it was closed.
 
-    The exit code is 0 if all is well; 1 if a worker is `behind`, `failing`, `torn` or `silent`; 3 if there is no run.
-    So a monitor needs no more than this:
+    The exit code is 0 if all is well; 1 if a worker is `behind`, `failing`, `torn`, `silent` or `unreadable`, or if
+    heartbeats cannot be listed, so that nothing is known of the workers; 3 if there is no run. So a monitor needs no
+    more than this:
 
         pulse status s3://bucket/run --max-lag 20 || alert
 

@@ -75,8 +75,8 @@ class FleetStatus:
 
     @property
     def is_well(self) -> bool:
-        """Whether no worker is behind, silent, failing or torn."""
-        return not any(worker.state in WRONG for worker in self.workers)
+        """Whether the workers are known, and none is behind, silent, failing, torn or unreadable."""
+        return self.unknown is None and not any(worker.state in WRONG for worker in self.workers)
 
 
 def read_fleet(

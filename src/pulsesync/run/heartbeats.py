@@ -26,7 +26,7 @@ from typing import Any
 
 from pulsesync.core.events import without_credentials
 from pulsesync.core.version import __version__
-from pulsesync.errors import FormatError, NotFoundError
+from pulsesync.errors import FormatError, NotFoundError, StoreError
 from pulsesync.run import keys
 from pulsesync.store import Store
 from pulsesync.store.keys import WORKER
@@ -179,6 +179,10 @@ def _find(store: Store, worker: str, written_s: float) -> FoundHeartbeat | None:
         return None
     except FormatError as e:
         return FoundHeartbeat(worker, None, written_s, str(e))
+    except StoreError as e:
+        if e.retryable:
+            raise
+        return FoundHeartbeat(worker, None, written_s, printable(str(e), _ERROR_CHARACTERS))  # the others can be read
 
 
 class HeartbeatWriter:
