@@ -83,3 +83,7 @@ def test_figures_are_saved_as_they_were_printed() -> None:
     saved = save_results.pretty(long)
     assert json.loads(saved) == long
     assert max(map(len, saved.splitlines())) <= save_results.WIDTH
+
+
+def test_the_readme_can_be_read_in_five_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900  # code, tables and their bars counted
