@@ -87,3 +87,10 @@ def test_figures_are_saved_as_they_were_printed() -> None:
 
 def test_the_readme_can_be_read_in_five_minutes() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 900  # code, tables and their bars counted
+
+
+def test_the_glossary_defines_each_word_once() -> None:
+    rows = re.findall(r"^\| (\*[^|]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    words = [word for row in rows for word in re.findall(r"\*([^*]+)\*", row)]
+    assert len(words) > 40
+    assert sorted(words) == sorted(set(words))
