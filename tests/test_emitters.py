@@ -466,6 +466,7 @@ def test_no_event_contains_a_credential(received: Received) -> None:
     [
         ("s3://bucket/a@b/run", "s3://bucket/a@b/run"),
         ("cannot read 'https://u:p@h:1/x?sig=abc' now", "cannot read 'https://h:1/x' now"),
+        ("https://user:p@ss@host/run", "https://host/run"),
         ("is it http://h/run? Check it.", "is it http://h/run? Check it."),
         ("C:\\runs\\one, a@b.c, what?", "C:\\runs\\one, a@b.c, what?"),
     ],

@@ -368,7 +368,7 @@ def has_listeners() -> bool:
     return bool(_listening)
 
 
-_URL = re.compile(r"""(://)(?:[^/\s@'"]*@)?([^\s?#'"]*)(?:[?#][^\s'")]+)?""")
+_URL = re.compile(r"""(://)(?:[^/\s'"]*@)?([^\s?#'"]*)(?:[?#][^\s'")]+)?""")
 
 
 def without_credentials(text: str) -> str:

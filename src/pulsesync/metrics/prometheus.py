@@ -82,7 +82,10 @@ class PrometheusMetrics:
         """
         from prometheus_client.exposition import choose_encoder
 
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # prometheus_client 0.26 for a version that is not a number
+            encode, content_type = choose_encoder("")
         return encode(self.registry), content_type
 
     def collect(self) -> "Iterator[Metric]":

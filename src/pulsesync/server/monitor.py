@@ -41,7 +41,7 @@ class SentAnswer:
             await send(message)
             if message["type"] == "http.response.start":
                 self.status = message["status"]
-            else:
+            elif self.status < 400:  # the text of an error is not an object
                 self.sent_bytes += len(message.get("body", b""))
 
         return count
