@@ -138,6 +138,12 @@ def test_two_processes_publish_and_follow_a_run(installed: Path, tmp_path: Path)
     assert out.split() == ["3", str(expected.view(np.uint16).sum(dtype=np.int64)), "0.0"]
 
 
+def test_the_installed_package_reads_every_golden_run(installed: Path, tmp_path: Path) -> None:
+    """Down to the digest of every version: this is what a release promises of the format."""
+    for golden in sorted((ROOT / "tests" / "golden" / "v1").iterdir()):
+        assert run(installed / "pulse", "verify", golden, cwd=tmp_path).rstrip().endswith("all good"), golden
+
+
 def test_the_quickstart_without_torch_runs(installed: Path, tmp_path: Path) -> None:
     """The programs of the page, and the commands with which it looks at a run."""
     trainer, worker = (

@@ -57,7 +57,7 @@ def changed(**fields: object) -> bytes:
 # -- what is read --------------------------------------------------------------------------------------------------
 
 
-@given(whole, whole, whole, st.integers(1, 127), hashes, st.one_of(st.none(), hashes), st.integers(1, 4))
+@given(whole, whole, whole, st.integers(1, 32), hashes, st.one_of(st.none(), hashes), st.integers(1, 4))
 def test_a_patch_comes_back(
     version: int, step: int, epoch: int, index: int, digest: str, history: str | None, parts: int
 ) -> None:
@@ -93,8 +93,9 @@ def test_parts_that_stand_in_a_record_come_back_as_the_files_they_would_be(parts
     assert found.object_bytes == 1000
 
 
-names = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", fullmatch=True)
-files = st.lists(st.builds(FileRef, names, hashes, st.integers(0, 1 << 28)), max_size=5, unique_by=lambda f: f.name)
+names = st.from_regex(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,126}[A-Za-z0-9_-])?", fullmatch=True)
+refs = st.builds(FileRef, names, hashes, st.integers(0, 1 << 28))
+files = st.lists(refs, max_size=5, unique_by=lambda file: file.name.lower())
 
 
 @given(files, st.one_of(st.none(), whole))
@@ -170,7 +171,9 @@ BAD_FIELDS: list[Table] = [
     {"base": {"digest": HASH}},
     {"base": None},
     {"index": 0},
+    {"index": 33},  # an epoch has 32 patches
     {"index": 128},
+    {"base": {"digest": HASH, "version": 5}},  # not the version before
     {"parts": []},
     {"parts": [{"id": HASH, "size": 1}] * 2},
     {"parts": [{"id": HASH, "size": (1 << 40) + 1}]},
@@ -191,9 +194,11 @@ BAD_FIELDS: list[Table] = [
     {"kind": "anchor", "history": None, "base": None, "parts": []},
     {"base": None, "index": 0},  # a root with parts
     {"base": None, "index": 0, "history": None},
+    {"base": None, "index": 0, "parts": []},  # a root with a history
     {"base": None, "parts": []},  # a root in mid-epoch
     {"anchor": 1 << 54},
     {"files": [{"id": HASH, "name": "a", "size": 1}, {"id": "9a" * 32, "name": "a", "size": 2}]},
+    {"files": [{"id": HASH, "name": "a.json", "size": 1}, {"id": HASH, "name": "A.json", "size": 1}]},
     {"files": [{"id": HASH, "name": "a", "size": (1 << 28) + 1}]},
     {"files": [{"id": HASH, "name": f"f{n}", "size": 1} for n in range(257)]},
 ]
@@ -228,6 +233,8 @@ def test_what_no_version_can_say_is_refused(fields: Table) -> None:
         b"\xff\xfe",
         "~",
         "$HOME",
+        "a.",
+        "a..",
         "a" * 129,
     ],
     ids=repr,
@@ -346,6 +353,50 @@ def test_an_extension_is_ignored_if_its_tag_is_odd_and_refused_if_it_is_even() -
         assert manifests.parse(write(table_of(record) | {"extensions": [(1, b"a"), (9, bytes(4000))]})) == record
         with pytest.raises(UnsupportedError, match=r"the extension 8.*Upgrade pulsesync"):
             manifests.parse(write(table_of(record) | {"extensions": [(1, b"a"), (8, b"")]}))
+
+
+def test_as_many_extensions_as_allowed_are_ignored() -> None:
+    for some in (
+        [(2 * n + 1, b"") for n in range(16)],
+        [(1, bytes(4096))],
+        [(65_535, b"")],
+        [(1, bytes(4000)), (3, bytes(96))],
+    ):
+        assert manifests.parse(write(table_of(PATCH) | {"extensions": some})) == PATCH
+
+
+@pytest.mark.parametrize(
+    "extensions",
+    [
+        [],
+        [(3, b""), (1, b"")],
+        [(1, b"a"), (1, b"b")],
+        [(2 * n + 1, b"") for n in range(17)],
+        [(1, bytes(4097))],
+        [(1, bytes(4000)), (3, bytes(97))],
+        [(65_537, b"")],
+    ],
+    ids=lambda some: str(some)[:40],
+)
+def test_extensions_out_of_order_or_beyond_their_limits_are_refused(extensions: list[tuple[int, bytes]]) -> None:
+    with pytest.raises(FormatError) as caught:
+        manifests.parse(write(table_of(PATCH) | {"extensions": extensions}))
+    assert not isinstance(caught.value, UnsupportedError)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        replace(PATCH, files=(FileRef("größe.json", HASH, 1),)),
+        replace(PATCH, base=None),
+        replace(PATCH, parts=()),
+        replace(ROOT, history=HASH),
+    ],
+    ids=["file name", "base", "parts", "history"],
+)
+def test_a_record_that_no_reader_accepts_is_not_written(record: Manifest) -> None:
+    with pytest.raises(FormatError):
+        record.build()
 
 
 def test_too_many_parts_are_refused() -> None:

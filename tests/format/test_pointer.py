@@ -18,8 +18,25 @@ from tests.format.test_manifest import SQUASH, hashes, whole
 
 KEY, OTHER = SigningKey("11" * 32), SigningKey("22" * 32)
 MOVE = Pointer("ab" * 16, "stable", 3, 120, "cd" * 32, 1_800_000_000)
-NAMES = ["a", "0", "stable", "eu-west.1_b", "a" * 64]
-NO_NAMES = ["", ".", "..", "-a", "_a", "A", "Stable", "a/b", "../a", "a b", "a\n", "a\0", "größe", "a" * 65]
+NAMES = ["a", "0", "stable", "eu-west.1_b", "a" * 64, "a-", "a_"]
+NO_NAMES = [
+    "",
+    ".",
+    "..",
+    "-a",
+    "_a",
+    "A",
+    "Stable",
+    "a/b",
+    "../a",
+    "a b",
+    "a\n",
+    "a\0",
+    "größe",
+    "a" * 65,
+    "a.",
+    "a" * 63 + ".",
+]
 
 
 def written(fields: object) -> bytes:

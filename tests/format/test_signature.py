@@ -111,8 +111,16 @@ def test_a_trusted_keys_name_on_a_strangers_signature_is_refused() -> None:
     refused(VERSION.build() + bytes.fromhex(KEY.public) + stranger[32:], match="not valid for this record")
 
 
+def test_extensions_are_signed_although_they_are_ignored() -> None:
+    table = table_of(VERSION) | {"extensions": [(1, b"a note")]}
+    data = signature.sign(write(table), KEY)
+    assert manifests.parse(data, TRUST) == VERSION
+    for other in ({"extensions": [(1, b"a lie.")]}, {"extensions": [(3, b"a note")]}, {"extensions": None}):
+        refused(write(table | other) + data[len(write(table)) :], match="not valid for this record")
+
+
 def test_a_signature_of_another_record_is_refused() -> None:
-    refused(replace(VERSION, version=33).build() + block_of(SIGNED), match="not valid for this record")
+    refused(replace(VERSION, step=VERSION.step + 1).build() + block_of(SIGNED), match="not valid for this record")
 
 
 def test_a_signature_of_the_record_without_its_checksum_is_refused() -> None:

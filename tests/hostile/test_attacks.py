@@ -1609,7 +1609,7 @@ def a_base_that_is_later_than_the_version(v: Version) -> None:
     v.manifest["base"]["version"] = 1 << 53
 
 
-@attack(MissingLinkError)
+@attack(FormatError)
 def a_base_that_is_not_the_version_held(v: Version) -> None:
     v.manifest["base"]["version"] = 1
 
@@ -1627,6 +1627,7 @@ def a_version_of_another_run(v: Version) -> None:
 @attack(ChainError)
 def another_version_than_was_asked_for(v: Version) -> None:
     v.manifest["version"] = 4
+    v.manifest["base"]["version"] = 3
 
 
 @attack(ChainError)
@@ -2430,7 +2431,7 @@ def a_tensor_of_2_to_the_92_weights(v: Version) -> None:
     forge.new_layout(v, table)
 
 
-@attack(StateError, on="anchor")
+@attack(LimitError, on="anchor")
 def a_tensor_of_no_rows_and_2_to_the_92_columns(v: Version) -> None:
     table = tensors(v)
     entry(table, "empty")["shape"] = [0, 1 << 46, 1 << 46]

@@ -10,7 +10,7 @@ import threading
 import time
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
@@ -272,6 +272,29 @@ def test_a_file_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("pulsesync.publish.companions.MAX_FILE_BYTES", 10)
     with Publisher(MemoryStore(), files={"a": bytes(11)}) as pub, pytest.raises(ValueError, match="11 bytes"):
         pub.publish(Training().weights)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["größe.json"], ["a b"], ["a/b"], [".hidden"], ["a."], ["a" * 129], ["a.json", "A.json"], range(257)],
+    ids=lambda names: str(names)[:20],
+)
+def test_files_that_a_record_cannot_name_are_refused_before_anything_is_written(names: Iterable[object]) -> None:
+    store = MemoryStore()
+    with (
+        Publisher(store, files={str(name): b"" for name in names}) as pub,
+        pytest.raises(ValueError, match=r"1 to 128 English letters|differ in upper and lower case|256 files"),
+    ):
+        pub.publish(Training().weights, step=0)
+    assert list(store.list("manifests/")) == list(store.list("files/")) == []
+
+
+def test_a_file_replaces_that_of_the_run_with_the_same_name_in_another_case() -> None:
+    store, training = MemoryStore(), Training()
+    publish_steps(store, 1, training, files={"Vocabulary": b"first", "config.json": b"{}"})
+    with Publisher(store, files={"vocabulary": b"second"}) as pub:
+        pub.publish(training.weights, step=1)
+    assert [file.name for file in version(store, 1).files] == ["config.json", "vocabulary"]
 
 
 class Config:

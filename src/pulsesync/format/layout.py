@@ -330,8 +330,10 @@ def _check_fields(table: Mapping[str, Any], needed: set[str], possible: set[str]
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in value):
-        raise FormatError("shapes and cuts of a layout must be lists of integers")
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        raise FormatError("shapes, cuts and groups of a layout must be lists of integers that are not negative")
+    if max(value, default=0) > MAX_ELEMENTS:
+        raise LimitError(f"the integers of a layout can be {MAX_ELEMENTS} at most; this has a larger one")
     return tuple(value)
 
 
@@ -419,7 +421,7 @@ def _check_spec(spec: TensorSpec) -> None:
             "If a later release wrote it, upgrade pulsesync",
             tensor=spec.name,
         )
-    if len(spec.shape) > MAX_DIMENSIONS or math.prod(spec.shape) > MAX_ELEMENTS:
+    if len(spec.shape) > MAX_DIMENSIONS or math.prod(max(n, 1) for n in spec.shape) > MAX_ELEMENTS:
         raise LimitError(f"tensor {spec.name!r} has shape {spec.shape}, which is above the limit", tensor=spec.name)
     for cuts, end in ((spec.row_cuts, spec.rows), (spec.column_cuts, spec.columns)):
         if any(a >= b for a, b in zip((0, *cuts), (*cuts, end), strict=True)) and cuts:

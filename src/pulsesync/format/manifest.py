@@ -14,7 +14,6 @@ from enum import StrEnum
 from pulsesync.errors import ChecksumError, FormatError, LimitError
 from pulsesync.format import container, epochs, signature, versions, wire
 from pulsesync.format.container import MAX_SECTION_BYTES
-from pulsesync.format.history import MAX_INDEX
 from pulsesync.format.wire import ByteReader
 
 MAGIC = b"\x89PR"  # not text
@@ -30,7 +29,7 @@ CHECK_BYTES = 8
 RUN_BYTES, HASH_BYTES = 16, 32
 _NAMED, _INLINE = 0, 1  # how a part is stored
 _BASE, _HISTORY, _EXTENSIONS = 1, 2, 4  # flags: which fields are present
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_FILE = re.compile(rf"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{{0,{MAX_NAME_BYTES - 2}}}[A-Za-z0-9_-])?")
 
 
 class RecordKind(StrEnum):
@@ -134,7 +133,12 @@ class Manifest:
         return epochs.next_patch(self.epoch, self.index, self.epoch_patches)
 
     def build(self) -> bytes:
-        """Write the record, without a signature."""
+        """Write the record, without a signature.
+
+        Raises:
+            FormatError: no reader would accept it.
+        """
+        _check(self)
         fields = b"".join(
             (
                 bytes([(_BASE if self.base else 0) | (_HISTORY if self.history else 0)]),
@@ -233,7 +237,7 @@ def _read(reader: ByteReader, epoch_patches: int, signed_by: str | None) -> Mani
     if flags & ~(_BASE | _HISTORY | _EXTENSIONS):
         raise versions.unknown(f"the record has flags {flags:#04x}")
     version, step, epoch = (reader.number(MAX_VERSION) for _ in range(3))
-    index, created, anchor = reader.number(MAX_INDEX), reader.number(MAX_VERSION), reader.number(MAX_VERSION + 1)
+    index, created, anchor = reader.number(epoch_patches), reader.number(MAX_VERSION), reader.number(MAX_VERSION + 1)
     digest, layout = _read_hash(reader), _read_hash(reader)
     base = BaseRef(version - reader.number(version), _read_hash(reader)) if flags & _BASE else None
     manifest = Manifest(
@@ -313,10 +317,28 @@ def _read_part(reader: ByteReader, layout: str, inline_limit: int) -> PartRef:
 
 def _read_file(reader: ByteReader) -> FileRef:
     id_, size = _read_hash(reader), reader.number(MAX_FILE_BYTES)
-    name = bytes(reader.take(reader.number(MAX_NAME_BYTES))).decode("latin-1")
-    if not _FILE.fullmatch(name):
-        raise FormatError(f"a record lists the file {name!r}, which is not a valid file name in every folder")
-    return FileRef(name, id_, size)
+    return FileRef(bytes(reader.take(reader.number(MAX_NAME_BYTES))).decode("latin-1"), id_, size)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file of a model can have this name."""
+    return _FILE.fullmatch(name) is not None
+
+
+def check_file_names(names: Collection[str]) -> None:
+    """Check the names of the files of a model: all of them fit into one folder of any file system.
+
+    Raises:
+        FormatError: a name has other characters, ends with a dot, or differs from another one in case alone.
+    """
+    for name in names:
+        if not is_file_name(name):
+            raise FormatError(
+                f"a file of a model must have a name of 1 to {MAX_NAME_BYTES} English letters, digits, '_', '-' or "
+                f"'.', that neither begins with '-' or '.' nor ends with '.'; got {name[:200]!r}"
+            )
+    if len({name.lower() for name in names}) != len(names):
+        raise FormatError("two files of a model have the same name, or names that differ in upper and lower case alone")
 
 
 def _check(manifest: Manifest) -> None:
@@ -325,8 +347,7 @@ def _check(manifest: Manifest) -> None:
         raise FormatError(
             f"a root must have no parts, and other records 1 to {MAX_PARTS}; this has {len(manifest.parts)}"
         )
-    if len({file.name for file in manifest.files}) != len(manifest.files):
-        raise FormatError("a record lists a file twice")
+    check_file_names([file.name for file in manifest.files])
     if manifest.kind == RecordKind.VERSION and (manifest.index == 0) != (manifest.base is None):
         raise FormatError("a version must have a base and an index in its epoch, or neither")
     if manifest.kind == RecordKind.ANCHOR and manifest.base is not None:
@@ -335,5 +356,9 @@ def _check(manifest: Manifest) -> None:
         raise FormatError("a squashed patch must have a base")
     if manifest.kind != RecordKind.VERSION and manifest.history is not None:
         raise FormatError("anchors and squashed patches must lead to the start of an epoch, where the history is empty")
-    if manifest.base is not None and manifest.base.version == manifest.version:
+    if root and manifest.history is not None:
+        raise FormatError("a root must have no history")
+    if manifest.base is not None and not 0 <= manifest.base.version < manifest.version:
         raise FormatError("a version's base must be an earlier version")
+    if manifest.kind == RecordKind.VERSION and manifest.base and manifest.base.version != manifest.version - 1:
+        raise FormatError("the base of a version must be the version before it")

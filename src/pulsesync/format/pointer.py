@@ -18,7 +18,7 @@ from pulsesync.format.manifest import MAX_VERSION
 FORMAT = "pulse-pointer/1"
 OPTIONAL = "x-"  # how fields begin that a reader ignores if it does not know them
 MAX_BYTES = 1 << 12
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9_-])?")  # no last dot: Windows drops it
 _HASH = re.compile("[0-9a-f]{64}")
 _RUN = re.compile("[0-9a-f]{32}")
 
@@ -58,7 +58,7 @@ def check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise ValueError(
             "the name of a pointer must be 1 to 64 lower-case letters, digits, '.', '_' or '-', the first a letter or "
-            f"digit; got {name[:80]!r}"
+            f"digit, the last not '.'; got {name[:80]!r}"
         )
     return name
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pulsesync.format.manifest import MAX_FILE_BYTES, FileRef, Manifest
+from pulsesync.errors import FormatError
+from pulsesync.format.manifest import MAX_FILE_BYTES, MAX_FILES, FileRef, Manifest, check_file_names
 from pulsesync.run import keys
 from pulsesync.store import Store
 
@@ -19,17 +20,25 @@ Files = Mapping[str, bytes | os.PathLike[str]]  # by name: the content, or the p
 def put_companions(store: Store, files: Files, source: Any, last: Manifest | None) -> tuple[FileRef, ...]:
     """Write the files that are published with a version: those given, then the source's, then the run's.
 
-    Of several files with one name, the first in that order counts.
+    Of several files with one name, in upper or lower case, the first in that order counts.
 
     Raises:
-        ValueError, TypeError, OSError: a file is too large, of another type, or cannot be read; StoreError.
+        ValueError, TypeError, OSError: a file is too large, of another type, cannot be read, or has a name that the
+            format does not allow, or there are too many; StoreError.
     """
-    refs = {ref.name: ref for ref in last.files} if last else {}
-    for name, given in {**_configs_of(source), **files}.items():
-        data = _content(name, given)
-        refs[name] = FileRef(name, hashlib.sha256(data).hexdigest(), len(data))
-        store.put(keys.file_key(refs[name].id), data)
-    return tuple(refs[name] for name in sorted(refs))
+    try:
+        check_file_names(files.keys())
+    except FormatError as e:
+        raise ValueError(f"files cannot be published: {e}") from e
+    refs = {ref.name.lower(): ref for ref in last.files} if last else {}
+    given = {name.lower(): (name, content) for name, content in (*_configs_of(source).items(), *files.items())}
+    if len(refs | given) > MAX_FILES:
+        raise ValueError(f"a run can have {MAX_FILES} files of the model at most; these are {len(refs | given)}")
+    for key, (name, content) in given.items():
+        data = _content(name, content)
+        refs[key] = FileRef(name, hashlib.sha256(data).hexdigest(), len(data))
+        store.put(keys.file_key(refs[key].id), data)
+    return tuple(sorted(refs.values(), key=lambda ref: ref.name))
 
 
 def _content(name: str, given: bytes | os.PathLike[str]) -> bytes:

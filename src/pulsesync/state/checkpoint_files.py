@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pulsesync.core.types import DTYPES, TensorSpec
 from pulsesync.errors import FormatError, LimitError, NotFoundError, StoreError, UnsupportedError
 from pulsesync.format.layout import Layout, load_json
-from pulsesync.format.manifest import MAX_FILE_BYTES
+from pulsesync.format.manifest import MAX_FILE_BYTES, is_file_name
 from pulsesync.state.views import new_tensors
 
 Array = NDArray[Any]
@@ -112,8 +112,8 @@ def _weight_files(folder: Path) -> tuple[list[str], set[str]]:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file is published with the weights: it is read by a loader, and is not code."""
-    fits = any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
+    """Whether a file is published with the weights: it is read by a loader, is not code, and a run can name it."""
+    fits = is_file_name(name) and any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
     return fits and name != "pulse.json" and not any(fnmatchcase(name, pattern) for pattern in _NEVER)
 
 
