@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pulsesync import Publisher
+from pulsesync import Publisher, events, listen
 from pulsesync.errors import (
     ConflictError,
     MissingLinkError,
@@ -25,7 +25,7 @@ from pulsesync.errors import (
 from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import HuggingFaceFolder, Identity, identify, read_mark, reading
 from pulsesync.maintain.squash import Squasher
-from pulsesync.run import bodies, keys, reader
+from pulsesync.run import bodies, keys, reader, reporting
 from pulsesync.run.reader import RunReader
 from pulsesync.state.checkpoint_files import open_checkpoint
 from pulsesync.store import LocalStore, MemoryStore
@@ -536,3 +536,33 @@ def test_a_run_of_an_adapter_is_a_folder_as_peft_and_vllm_look_for_it(store: Mem
     found = identify(RunReader(store, None), tmp_path / "f")
     assert found.record is not None
     assert found.record.version == 2
+
+
+def test_every_look_is_an_event_whether_it_finds_something_or_fails(
+    trainer: Trainer, store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them, an exporter of pulse follow shows a worker that is well as silent, and one that fails as well."""
+    monkeypatch.setattr(reporting, "IDLE_S", 0.0)
+    received: list[events.Event] = []
+    with HuggingFaceFolder(store, tmp_path / "folder") as folder, listen(received.append):
+        with pytest.raises(NothingPublishedError):
+            folder.update()
+        trainer.publish()
+        trainer.publisher.flush()
+        folder.update()
+        folder.update()
+        trainer.publish()
+        trainer.publisher.flush()
+        with monkeypatch.context() as patch:
+            patch.setattr(HuggingFaceFolder, "_begin", lambda *_: fail())
+            with pytest.raises(StoreError, match="no route"):
+                folder.update()
+    found = [event for event in received if isinstance(event, events.Synced | events.SyncFailed)]
+    assert [type(event) for event in found] == [events.Synced, events.Synced, events.SyncFailed]
+    assert [(event.version, event.newest) for event in found] == [(0, 0), (0, 0), (0, 1)]
+    assert isinstance(found[1], events.Synced)
+    assert found[1].path == ()
+
+
+def fail() -> None:
+    raise StoreError("no route", retryable=True)

@@ -843,6 +843,22 @@ def test_a_follower_shows_where_its_server_is(training: Training) -> None:
     assert "does not answer" in str(found.error)
 
 
+def test_every_look_of_a_follower_is_an_event(training: Training) -> None:
+    engine, store, received = TwoRanks(training.versions[0]), open_store(str(training.location)), list[events.Event]()
+    with listen(received.append):
+        with served(engine) as url:
+            follower = ServerFollower(VllmServer(url), str(training.location), store)
+            follower.update()
+            follower.update()
+        with pytest.raises(StoreError):
+            follower.update()
+    found = [event for event in received if isinstance(event, events.Synced | events.SyncFailed)]
+    looked, failed = found[-2:]
+    assert (type(looked), looked.version, looked.newest) == (events.Synced, 0, 0)
+    assert (type(failed), failed.version, failed.newest) == (events.SyncFailed, 0, 0)
+    assert {event.location for event in found} == {str(training.location)}
+
+
 def test_a_server_that_is_not_there_or_not_ready_for_this_says_what_to_do(training: Training) -> None:
     with pytest.raises(StoreError, match="does not answer"):
         VllmServer("http://127.0.0.1:9").status()

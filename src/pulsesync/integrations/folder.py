@@ -38,6 +38,7 @@ from pulsesync.errors import (
     ConflictError,
     MissingLinkError,
     NotFoundError,
+    NothingPublishedError,
     PulseError,
     RunChangedError,
     StoreError,
@@ -50,8 +51,8 @@ from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
 from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.pointers import FollowTarget
-from pulsesync.run.reader import RunReader, forgetting
-from pulsesync.run.reporting import SyncReport
+from pulsesync.run.reader import RunReader, forgetting, location_of
+from pulsesync.run.reporting import SyncEvents, SyncReport
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.checkpoint_files import (
@@ -147,6 +148,7 @@ class HuggingFaceFolder:
         self._cache = Path(cache) if cache is not None else self.folder / CACHE
         self.store: Store = CachedStore(store, self._cache)
         self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
+        self._events = SyncEvents(location_of(store), self._heartbeat)
         self._stack = ExitStack()
         self._stack.enter_context(owned(self.folder))
         self._sides = {name: _Side(self.folder / name) for name in "ab"}
@@ -196,25 +198,26 @@ class HuggingFaceFolder:
         """
         try:
             done = self._update(version)
-        except Exception as e:
+        except NothingPublishedError as e:  # it waits for a version; metrics do not count that as a failure
             if self._heartbeat is not None:
                 self._heartbeat.failed(e, self._version())
             raise
-        if self._heartbeat is not None:
-            self._beat(self._heartbeat, done)
+        except Exception as e:
+            self._events.newest = self._target.version
+            self._events.failed(e, self._version(), torn=False)  # what is current is complete in any case
+            raise
+        self._report(done)
         return done
 
-    def _beat(self, heartbeat: HeartbeatWriter, done: FolderUpdate | None) -> None:
+    def _report(self, done: FolderUpdate | None) -> None:
         """Show where the folder is. The copy that became current was recounted before."""
-        current, newest = self.current, self._target.version
+        self._events.newest = self._target.version
         if done is not None:
-            sync = done.sync
-            heartbeat.recounted(True)
-            heartbeat.synced(
-                sync.version, sync.step, newest=newest, pause_s=sync.apply_s, fetched_bytes=sync.fetched_bytes
-            )
-        elif current is not None:
-            heartbeat.synced(current.version, current.step, newest=newest)
+            if self._heartbeat is not None:
+                self._heartbeat.recounted(True)
+            self._events.synced(done.sync)
+        elif current := self.current:
+            self._events.found_nothing(current.version, current.step, current.digest)
 
     def _update(self, version: int | None) -> FolderUpdate | None:
         began = time.perf_counter()
@@ -318,6 +321,7 @@ class HuggingFaceFolder:
             mark = None
         side.weights = TensorFolder(side.folder, plan)
         side.reader = Subscriber(self._origin, trust=self.trust, cache=self._cache, undo=0)
+        side.reader.events.muted = True  # an update is complete when the copy is current
         if mark and mark.run == goal.run and side.reader.resume(side.weights.arrays, mark.version, history):
             return "resume"
         name = _current(self.folder)

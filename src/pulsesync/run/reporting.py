@@ -121,11 +121,23 @@ class SyncEvents:
                 )
             )
 
-    def failed(self, error: Exception, version: int | None) -> None:
-        """Emit that a sync failed, with the version that the weights are at. It is not logged: the caller has it."""
+    def found_nothing(self, version: int, step: int, digest: str) -> None:
+        """Emit a look that found the weights at the version to follow, where no subscriber is asked in that case."""
+        nothing = {"changed": 0, "fetched_bytes": 0, "replanned": 0}
+        times = {"fetch_s": 0.0, "prepare_s": 0.0, "apply_s": 0.0}
+        self.synced(SyncReport(version=version, step=step, path=(), digest=digest, **nothing, **times))
+
+    def failed(self, error: Exception, version: int | None, *, torn: bool | None = None) -> None:
+        """Emit that a sync failed, with the version that the weights are at. It is not logged: the caller has it.
+
+        Args:
+            error: What it raised.
+            version: The version that the weights are at.
+            torn: Whether they are between two versions; None: as the error says.
+        """
         if self.muted:
             return
-        torn = bool(getattr(error, "torn", False))
+        torn = bool(getattr(error, "torn", False)) if torn is None else torn
         if self.heartbeat is not None:
             self.heartbeat.failed(error, version, torn=torn)
         if has_listeners():

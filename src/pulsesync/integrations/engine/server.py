@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from http.client import HTTPException
 from typing import Any
 
+from pulsesync.core.events import without_credentials
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import trusted
@@ -16,6 +17,7 @@ from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport
 from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
+from pulsesync.run.reporting import SyncEvents
 from pulsesync.store import Store
 
 TIMEOUT_S = 1800.0  # limit for an update, which may fetch an anchor
@@ -168,6 +170,7 @@ class ServerFollower:
         self._version: int | None = None  # the server's version when it was last asked
         self._is_torn = False  # what it said then
         self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=pointer)
+        self._events = SyncEvents(without_credentials(location))  # of looks; those of updates are the server's
 
     def close(self) -> None:
         """End the heartbeat, if there is one. The server stays as it is."""
@@ -198,26 +201,43 @@ class ServerFollower:
                 )
             elif goal is not None:
                 self._heartbeat.synced(goal.version, goal.step, newest=self._target.version)
+        if report is None and goal is not None:
+            self._events.newest = self._target.version
+            self._events.found_nothing(goal.version, goal.step, goal.digest)
         return report
 
     def _update(self, version: int | None) -> tuple[UpdateReport | None, Manifest | None]:
         """Return what was done, None if the server is there already, and the record that says which version that is."""
-        status = self.server.status()
-        self._is_torn = bool(status["broken"])
-        self._version = status["version"] if status["location"] == self.location else None
-        reader = RunReader(self._store, self._trust)
-        goal = None
-        if version is None:
-            goal = self._target.find(reader, None)
-            if goal is None:
-                raise reader.nothing_published()
+        try:
+            goal, whole = self._look(version)
+        except NothingPublishedError:  # it waits for a version; metrics do not count that as a failure
+            raise
+        except Exception as e:
+            self._events.newest = self._target.version
+            self._events.failed(e, self._version, torn=self._is_torn)
+            raise
+        if goal is not None:
             version = goal.version
-        whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
+        assert version is not None
         if version == self._version and whole:
             return None, goal
         report = self.server.update(self.location, version, **self._options)
         self._version = report.version
         return report, goal
+
+    def _look(self, version: int | None) -> tuple[Manifest | None, bool]:
+        """Return the record of the version to follow, None for a given one, and whether the server is consistent."""
+        status = self.server.status()
+        self._is_torn = bool(status["broken"])
+        self._version = status["version"] if status["location"] == self.location else None
+        whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
+        if version is not None:
+            return None, whole
+        reader = RunReader(self._store, self._trust)
+        goal = self._target.find(reader, None)
+        if goal is None:
+            raise reader.nothing_published()
+        return goal, whole
 
     def follow(
         self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None
