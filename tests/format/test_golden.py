@@ -90,8 +90,8 @@ def assert_expected(run: Path, flats: dict[str, np.ndarray]) -> None:
 
 RELEASED = {  # by release, the golden runs that it added, and the SHA-256 of their lines in v1.sha256
     "0.1.0": (
-        "bf16-history bundles dtypes extensions gap-and-dense sections signed-squash squash-levels two-parts",
-        "76c5a6bf2bdbf093ab0efe02ebb7221f29504ee4aff44ab8253071a7844b25aa",
+        "bf16-history bundles corners dtypes extensions gap-and-dense sections signed-squash squash-levels two-parts",
+        "26c3733201730ff24f9889e2145e1d4ce878c3704dfdc10ce7620e4c9abab5be",
     )
 }
 
@@ -115,6 +115,7 @@ def test_there_is_a_run_for_every_case() -> None:
 
 def test_together_the_runs_use_every_codec_every_dtype_and_every_kind_of_record() -> None:
     codecs, dtypes, kinds, places, counts, whole = set(), set(), set(), set(), set(), set()
+    uses: set[tuple[Codec, str]] = set()
     for run in RUNS:
         layout = layout_of(run)
         dtypes |= {spec.dtype for spec in layout.tensors}
@@ -124,12 +125,16 @@ def test_together_the_runs_use_every_codec_every_dtype_and_every_kind_of_record(
             _, sections = container.open_part(part_of(run, ref), ref.id)
             _, entries = index.parse(sections[0], len(layout.tiles), [len(section) for section in sections])
             codecs |= {entry.codec for entry in entries}
+            uses |= {(entry.codec, layout.tiles[entry.tile].tensor.dtype) for entry in entries}
             counts.add(min(len(sections), 3))
         for anchor in records(run, "anchors"):
             for _, sections in (container.open_part(part_of(run, ref)) for ref in anchor.parts):
                 _, entries = index.parse(sections[0], len(layout.tiles), [len(section) for section in sections])
                 whole.add(frozenset(entry.codec for entry in entries))
     assert codecs == set(Codec)
+    floats = [name for name, kind in DTYPES.items() if kind.exponent_shift is not None]
+    assert {(codec, dtype) for codec in (Codec.GAP, Codec.DENSE, Codec.XOR) for dtype in DTYPES} <= uses
+    assert {(codec, dtype) for codec in (Codec.STEP, Codec.CONTEXT, Codec.HISTORY) for dtype in floats} <= uses
     assert counts == {2, 3}  # two sections, and more
     assert frozenset({Codec.RAW}) in whole
     assert any(Codec.DENSE in some for some in whole)

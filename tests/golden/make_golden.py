@@ -380,7 +380,7 @@ def gap_and_dense(folder: Path) -> None:
     new["square"][400:800] ^= 0x8000  # long ways round, up and down
     new["square"][0:2], new["square"][800:802] = [0x7FFF, 0xFFFF], [0xFFFF, 0x7FFF]  # half the circle
     run.publish(new, "context")
-    new["flat"][5::70] += 1  # a thousand cold changes
+    new["flat"][5::70] += 1  # a thousand changes of 70,000 weights: enough to make them hot
     run.publish(new, "context")
     new["flat"][[0, 9, 68_000]] += 1
     run.publish(new, "auto")  # step
@@ -513,6 +513,54 @@ def extensions(folder: Path) -> None:
     run.finish()
 
 
+def corners(folder: Path) -> None:
+    """What the other runs do not have: many cold changes, half the circle, long steps back, every dtype as whole tiles.
+
+    Changes are cold where fewer than one of 1,024 weights of a class change.
+    """
+    floats = {name: kind for name, kind in DTYPES.items() if kind.exponent_shift is not None}
+    specs = [TensorSpec(f"cold.{name}", name, (128_000,)) for name in floats]
+    specs += [TensorSpec("far", "BF16", (70_000,))]
+    specs += [TensorSpec(f"layers.{n}.{name}.𝛼", name, (150,)) for n in range(2) for name in DTYPES]
+    small = {spec.name: spec.dtype for spec in specs if spec.size == 150}
+    flats = {spec.name: some(101 + i, spec.dtype, spec.size) for i, spec in enumerate(specs)}
+    flats["far"] = np.full(70_000, 0x3F80, np.uint16)
+    for name, kind in floats.items():
+        one, sign = 1 << (kind.exponent_shift or 0), 1 << 8 * kind.itemsize - 1
+        flats[f"cold.{name}"] = np.full(128_000, 5 * one, kind.bits)
+        flats[f"cold.{name}"][:3000] = 2 * one
+        flats[f"cold.{name}"][64_000:] |= kind.bits.type(sign)
+    run = Run(folder, specs, flats, bundled=True)
+
+    def turn_cold_(flat: Bits, number: int) -> None:
+        """Change 100 weights: most by a random step, some by half the circle, up and down; and some that are hot."""
+        at, half = 5000 + 1000 * np.arange(100) + number, 1 << 8 * flat.itemsize - 1
+        steps = 1 + (noise(200 + number, 100) % np.uint64(half)).astype(np.int64)
+        steps[::9] = half
+        flat[at] = move(flat[at], np.where(at % 2000 < 1000, steps, -steps))
+        flat[number:3000:5] = move(flat[number:3000:5], np.array(1))
+
+    codecs: tuple[patch.CodecName, ...] = ("context", "history", "history", "step")
+    for number, codec in enumerate(codecs):
+        new = run.flats
+        for name in floats:
+            turn_cold_(new[f"cold.{name}"], number)
+        new["far"][::7] = (0x3F80, 0x3C00, 0x3F80, 0x3C00)[number]  # a long step that the table lists, and back
+        for i, (name, dtype) in enumerate(small.items()):
+            if dtype in floats:
+                train_(new[name], dtype, 2000 + 100 * number + i)
+            else:
+                new[name][number::40] ^= 1
+        run.publish(new, codec)
+    whole: tuple[patch.CodecName, ...] = ("xor", "dense", "xor")
+    for number, codec in enumerate(whole):
+        new = run.flats
+        for name in small:
+            new[name][:] = np.arange(number, number + 150) // 50 % 2 if number else new[name][::-1]
+        run.publish(new, codec)
+    run.finish()
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "bf16-history": bf16_history,
     "two-parts": two_parts,
@@ -523,6 +571,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "sections": sections,
     "squash-levels": squash_levels,
     "extensions": extensions,
+    "corners": corners,
 }
 
 
