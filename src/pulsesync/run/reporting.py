@@ -123,9 +123,20 @@ class SyncEvents:
 
     def found_nothing(self, version: int, step: int, digest: str) -> None:
         """Emit a look that found the weights at the version to follow, where no subscriber is asked in that case."""
-        nothing = {"changed": 0, "fetched_bytes": 0, "replanned": 0}
-        times = {"fetch_s": 0.0, "prepare_s": 0.0, "apply_s": 0.0}
-        self.synced(SyncReport(version=version, step=step, path=(), digest=digest, **nothing, **times))
+        self.synced(
+            SyncReport(
+                version=version,
+                step=step,
+                path=(),
+                changed=0,
+                fetched_bytes=0,
+                replanned=0,
+                fetch_s=0.0,
+                prepare_s=0.0,
+                apply_s=0.0,
+                digest=digest,
+            )
+        )
 
     def failed(self, error: Exception, version: int | None, *, torn: bool | None = None) -> None:
         """Emit that a sync failed, with the version that the weights are at. It is not logged: the caller has it.
