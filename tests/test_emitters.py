@@ -305,7 +305,7 @@ def test_a_scrub_emits_every_recount(received: Received) -> None:
         _wait_until(lambda: len(of(received, events.Recounted)) >= 3)
         held["norm"][3] = 5.0
         _wait_until(lambda: not of(received, events.Recounted)[-1].equal)
-    with pytest.raises(VerificationError, match="another program wrote to tensor"):
+    with pytest.raises(VerificationError, match="something else has written to"):
         sub.sync(held)
 
 

@@ -34,9 +34,10 @@ def test_a_constructor_takes_a_message_and_fields_by_keyword_each_with_a_type(ki
 @pytest.mark.parametrize("kind", ALL)
 def test_every_field_can_be_read_whether_it_was_given_or_not(kind: type[PulseError]) -> None:
     given = fields_of(kind)
-    assert vars(kind("why", **given)) == {"failed_rank": None, **given}
+    later = {"failed_rank": None, "place": None, "advice": None}  # fields that are set after an error is made
+    assert vars(kind("why", **given)) == {**later, **given}
     assert vars(kind("why")) == {
-        "failed_rank": None,
+        **later,
         **{name: False if v is True else None for name, v in given.items()},
     }
 
@@ -70,8 +71,15 @@ def test_an_error_reads_as_its_message_alone(kind: type[PulseError]) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
+def test_an_error_names_its_object_and_what_to_do(kind: type[PulseError]) -> None:
+    error = kind("the record is damaged", **fields_of(kind)).at("head in runs/a").advise("Restore it")
+    assert str(error) == "head in runs/a: the record is damaged. Restore it"
+    assert error.reason == "head in runs/a: the record is damaged"
+
+
+@pytest.mark.parametrize("kind", ALL)
 def test_an_error_is_pickled_with_all_its_fields(kind: type[PulseError]) -> None:
-    error = kind("the disk is full", **fields_of(kind))
+    error = kind("the disk is full", **fields_of(kind)).at("head in runs/a").advise("Make room")
     error.failed_rank = 3
     error.add_note("while saving")
     again = pickle.loads(pickle.dumps(error))

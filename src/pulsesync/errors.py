@@ -30,9 +30,14 @@
 The message says what was expected, what was found and what to do. Facts that a program may need are also attributes:
 every class declares its own, and an attribute is None if its value was not known where the error was raised.
 
+Code that decodes bytes does not know which object they are from, and a store does not know what its caller wants to do.
+What such an error lacks is added once, where it is known: the object by `at`, the next step by `advise`.
+
 Attributes are set on the instance and have no defaults on the class: when Ray raises an error of a remote task, it
 derives a class from the error's class, and reads from the original error only what that class does not have.
 """
+
+from typing import Self
 
 
 class PulseError(Exception):
@@ -40,11 +45,34 @@ class PulseError(Exception):
 
     Attributes:
         failed_rank: The rank that failed, if it is another process of a group; None if this process failed.
+        place: The object that the error is about, and where it is, unless the message names it.
+        advice: What to do, unless the message says it.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.failed_rank: int | None = None
+        self.place: str | None = None
+        self.advice: str | None = None
+
+    def at(self, place: str) -> Self:
+        """Name the object that the error is about, and return the error."""
+        self.place = place
+        return self
+
+    def advise(self, advice: str) -> Self:
+        """Say what to do about the error, and return the error."""
+        self.advice = advice
+        return self
+
+    @property
+    def reason(self) -> str:
+        """The message without `advice`, for logs and for reports that give their own."""
+        message = super().__str__()
+        return f"{self.place}: {message}" if self.place else message
+
+    def __str__(self) -> str:
+        return f"{self.reason}. {self.advice}" if self.advice else self.reason
 
 
 class FormatError(PulseError):

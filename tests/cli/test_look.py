@@ -115,6 +115,33 @@ def test_a_companion_and_a_record_that_are_damaged_are_found(run: Path) -> None:
         assert done.code == 1
         assert done.out.rstrip().endswith("bad")
         assert "manifests/0000000000000033" in done.err
+        assert "Restore what is bad from a backup" in done.err
+
+
+def test_a_newest_version_that_is_damaged_does_not_hide_what_else_is(run: Path) -> None:
+    paths = [run / "manifests" / f"{version:016d}" for version in (33, 69)]
+    before = [path.read_bytes() for path in paths]
+    for path in paths:
+        damage(path)
+    try:
+        done = pulse("verify", run)
+    finally:
+        for path, data in zip(paths, before, strict=True):
+            path.write_bytes(data)
+    assert done.code == 1
+    for path in paths:
+        assert f"manifests/{path.name}: the record is damaged" in done.err
+
+
+def test_a_damaged_record_is_named_with_its_location_and_what_to_do(run: Path) -> None:
+    path = run / "manifests" / "0000000000000040"
+    before = damage(path)
+    try:
+        done = pulse("inspect", run, "--version", 40)
+    finally:
+        path.write_bytes(before)
+    assert done.refused(1, f"manifests/{path.name} in {run}: the record is damaged")
+    assert "pulse verify RUN lists everything that is damaged" in done.err
 
 
 def test_the_log_shows_a_bad_record_and_goes_on(run: Path) -> None:

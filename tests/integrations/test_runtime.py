@@ -808,7 +808,7 @@ def test_a_run_that_names_its_tensors_otherwise_is_refused(tmp_path: Path) -> No
     with Publisher(str(tmp_path)) as publisher:
         publisher.publish({f"module.{name}": tensor for name, tensor in whole.items()}, step=0)
         publisher.flush()
-        with pytest.raises(StateError, match="the run has no tensor"):
+        with pytest.raises(StateError, match="and the run does not"):
             follower.sync()
 
 

@@ -382,8 +382,8 @@ def test_what_does_not_fit_is_refused_by_name(place: Place) -> None:
             sub.sync(worker)
 
     where = {"device": place.where}
-    refused("the run has tensor 'norm.weight', and this worker does not", **{"norm.weight": None})
-    refused("has no tensor 'other'", other=torch.zeros(3, **where))
+    refused("the run has tensor 'norm.weight', and this model does not", **{"norm.weight": None})
+    refused("this model has tensor 'other', and the run does not", other=torch.zeros(3, **where))
     refused("scales of 'a.weight' must be a float32 tensor 'a.weight_scale_inv' of 2 × 1 numbers; it is missing",
             **{"a.weight_scale_inv": None})  # fmt: skip
     refused("it is torch.float32 \\(150, 1\\)", **{"a.weight_scale_inv": torch.zeros((150, 1), **where)})

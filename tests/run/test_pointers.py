@@ -247,7 +247,7 @@ def test_bytes_that_are_no_pointer_are_refused_and_leave_the_weights(data: bytes
 def test_a_move_under_the_key_of_another_is_refused(changes: dict[str, Any]) -> None:
     store, _ = run_of(3)
     store.put(keys.pointer_key("stable", 0), forged(store, **changes).build())
-    with pytest.raises(ChainError, match="pointers/stable/0000000000000000 is move"):
+    with pytest.raises(ChainError, match="pointers/stable/0000000000000000 in memory://: the record is move"):
         Subscriber(store, follow="stable").sync(worker())
 
 

@@ -225,7 +225,7 @@ def test_a_patch_for_another_state_is_refused(backend: HostBackend) -> None:
     before = run.facts
     with pytest.raises(BaseMismatchError):
         run.live.prepare(*second)
-    with pytest.raises(BaseMismatchError, match="another layout"):
+    with pytest.raises(BaseMismatchError, match="has the layout 000000000000, and the local weights have"):
         run.live.prepare(replace(first[0], layout="00" * 32), first[1])
     run.assert_at(0, before)
     apply(run.live, first)

@@ -7,7 +7,7 @@ import pytest
 from pulsesync.core.types import BLOCK, DTYPES, TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
-from pulsesync.state.views import new_tensors, read_published, torch_dtype, view_bits
+from pulsesync.state.views import new_tensors, other_names, read_published, torch_dtype, view_bits
 from pulsesync.testing import random_bits
 
 pytest.importorskip("torch")
@@ -303,3 +303,22 @@ def test_new_tensors_are_zeros_that_view_as_what_was_asked_for() -> None:
 def test_what_owns_a_tensor_is_known() -> None:
     views, _ = view_bits({"numpy": np.ones(3), "torch": torch.ones(3)})
     assert (views["numpy"].of_torch, views["torch"].of_torch) == (False, True)
+
+
+def test_names_that_differ_are_counted_and_the_first_are_listed() -> None:
+    error = other_names(["a", "b", "c", "d"], ["x"], "; if this process has a part of the model, pass slices=")
+    assert str(error) == (
+        "the run has 4 tensors ('a', 'b', 'c', …), and this model does not; this model has tensor 'x', and the run "
+        "does not. Pass the tensors that the trainer publishes, under the same names; if this process has a part of the "
+        "model, pass slices="
+    )
+    assert error.tensor == "a"
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.module."])
+def test_names_that_differ_only_by_a_prefix_are_recognised(prefix: str) -> None:
+    plain = ["norm.weight", "weight"]
+    longer = [prefix + name for name in plain]
+    assert f"The local names begin with {prefix!r}" in str(other_names(plain, [*longer, f"{prefix}tied.weight"]))
+    assert f"The names in the run begin with {prefix!r}" in str(other_names(longer, plain))
+    assert "begin with" not in str(other_names(plain, [*longer[:1], f"{prefix}other"]))

@@ -244,7 +244,7 @@ def test_a_home_folder_with_a_profile_is_enough_and_no_metadata_service_is_asked
 def test_wrong_keys_of_a_profile_are_refused_in_one_line_that_names_it(s3_server: Server, home: Home) -> None:
     home.write(f"[default]\naws_access_key_id={ACCESS_KEY}\naws_secret_access_key=mistaken\n")
     said = use(s3_server.fresh_url(), {"HOME": str(home.path), "AWS_ENDPOINT_URL": s3_server.endpoint})
-    assert said.endswith(f"(credentials from profile 'default' in {home.path}/.aws/credentials)")
+    assert f"(credentials from profile 'default' in {home.path}/.aws/credentials). Check what" in said
     assert "the server answered 403 Forbidden, SignatureDoesNotMatch: The request signature" in said
     assert "<" not in said
     assert "mistaken" not in said

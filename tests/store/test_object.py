@@ -128,7 +128,8 @@ def test_what_a_server_answers_is_told_in_one_line_and_not_as_xml(body: bytes, s
         for call in calls(store_at(endpoint)):
             with pytest.raises(StoreError) as caught:
                 call()
-            assert str(caught.value).endswith(f"in s3://bucket/run: the server answered {said}")
+            assert caught.value.reason.endswith(f"in s3://bucket/run: the server answered {said}")
+            assert "pulse doctor s3://bucket/run" in str(caught.value)
 
 
 def test_two_creates_that_crossed_are_no_conflict_yet() -> None:

@@ -67,7 +67,9 @@ def _run(records: RunReader, place: str, bars: ProgressBars) -> tuple[dict[str, 
             key="manifests/",
         )
     if bad := next((one for one in found if one.fault), None):
-        raise FormatError(f"{bad.key}: {bad.fault}", key=bad.key)
+        raise FormatError(
+            f"{bad.key} in {place}: {bad.fault}; pulse verify {place} lists everything that is damaged", key=bad.key
+        )
     whole = [one.record for one in found if one.record]
     newest = next(record for record in reversed(whole) if record.kind == RecordKind.VERSION)
     layout = records.layout(newest.layout)

@@ -42,7 +42,7 @@ def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
         try:
             audit = RunVerifier(open_place(run), trust=read_trust(trust), progress=bars.report)
         except NotFoundError as e:
-            raise NothingThereError(f"{run}: {e}") from e
+            raise NothingThereError(str(e)) from e
         for one in track(bars, "replaying", audit.run(), len(audit.found)):
             kind = "pointer" if isinstance(one.record, Pointer) else one.record.kind.value if one.record else "record"
             counted[kind] += 1
@@ -56,9 +56,15 @@ def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
     counts = ", ".join(f"{count} {kind if count == 1 else _PLURALS[kind]}" for kind, count in counted.items())
     text = f"{counts}: " + ("all good" if not bad else f"{bad} bad")
     printer.tell("summary", text, records=counted.total(), bad=bad, good=counted.total() - bad, **counted)
+    if bad and not as_json:
+        print(_ADVICE, file=sys.stderr)
     return 1 if bad else 0
 
 
+_ADVICE = (
+    "Workers take another path where there is one, and otherwise keep their version. Restore what is bad "
+    "from a backup, or publish on: the next anchor is a path around it."
+)
 _PLURALS = {
     "version": "versions",
     "anchor": "anchors",
@@ -79,8 +85,14 @@ def verify_folder(run: str, folder: Path, *, trust: str | None, as_json: bool) -
     good = version is not None and claimed in (None, version)
     text = f"{folder} is version {version}, bit for bit: digest {found.digest[:12]}"
     if version is None:
-        text = f"{folder} is not a published version of {run}: digest {found.digest[:12]}"
+        text = (
+            f"{folder} is not a published version of {run}: digest {found.digest[:12]}. Its version was pruned, or the "
+            "weights were changed; pulse follow into an empty folder writes a published version"
+        )
     elif not good:
-        text = f"{folder} is version {version}, but its pulse.json names version {claimed}"
+        text = (
+            f"{folder} is version {version}, but its pulse.json names version {claimed}: pulse follow into an empty "
+            "folder writes a published version"
+        )
     printer.tell("identified", text, ok=good, version=version, claimed=claimed, digest=found.digest)
     return 0 if good else 1

@@ -27,6 +27,7 @@ from pulsesync.group.messages import Bucket, Message, SyncTimes
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import Placed, Shards, local_tensors, shards_of
+from pulsesync.state.views import NOT_WRITABLE
 
 if TYPE_CHECKING:
     import torch
@@ -78,9 +79,7 @@ class LocalModel:
     def check_writable(self) -> None:
         """Check that all tensors can be written in place. Raises: StateError."""
         for name in self.copied:
-            raise StateError(
-                f"tensor {name!r} is not contiguous, or read-only: it cannot be written in place", tensor=name
-            )
+            raise StateError(f"tensor {name!r} {NOT_WRITABLE}", tensor=name)
         flats = {name: view.flat for name, view in self.shards.published.views.items()}
         state: type[AnyState] = HostState if self.device is None else devices.load("state").DeviceState
         state.check_apart(flats)

@@ -24,7 +24,7 @@ from pulsesync import device
 from pulsesync.core.threads import spread
 from pulsesync.errors import StateError, VerificationError
 from pulsesync.run.reporting import SyncReport
-from pulsesync.run.subscriber import Subscriber
+from pulsesync.run.subscriber import REPAIR, Subscriber
 from pulsesync.state.host import HostState
 from pulsesync.store import Location
 
@@ -146,7 +146,7 @@ class FrameworkSubscriber:
         digest = self.subscriber.verify()
         if differing := _differing(published_tensors(weights), self._copy):
             raise VerificationError(
-                f"the weights are not version {self.version}: something else has written to {differing[0]!r}",
+                f"the weights are not version {self.version}: something else has written to {differing[0]!r}. {REPAIR}",
                 tensor=differing[0],
             )
         return digest

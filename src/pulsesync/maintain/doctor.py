@@ -126,7 +126,7 @@ class StoreCheck:
         try:
             self.store.get(f"{self._folder}absent", 0, 1)
         except MissingBucketError as e:
-            return Finding("read", "fail", str(e), "create the bucket, or correct its name")
+            return Finding("read", "fail", e.reason, "create the bucket, or correct its name")
         except NotFoundError:
             took_s = time.perf_counter() - began
             return Finding("read", "ok", f"answers in {1e3 * took_s:.0f} ms", None, {"latency_s": took_s})
@@ -147,16 +147,16 @@ class StoreCheck:
             )
         if error.retryable:
             return Finding(
-                "read", "fail", str(error), "check the address or endpoint, the network, and that the server runs"
+                "read", "fail", error.reason, "check the address or endpoint, the network, and that the server runs"
             )
-        return Finding("read", "fail", str(error), f"check the credentials and what they may do; {_CREDENTIALS}")
+        return Finding("read", "fail", error.reason, f"check the credentials and what they may do; {_CREDENTIALS}")
 
     def _list(self, prefix: str) -> Finding:
         try:
             count = sum(1 for _ in self.store.list(prefix))
         except StoreError as e:
             advice = "pulse log, status, verify and prune need listings; syncs work without them, but for lost hints"
-            return Finding("list", "warn", str(e), advice)
+            return Finding("list", "warn", e.reason, advice)
         return Finding("list", "ok", f"{count:,} objects below {prefix}")
 
     # Writing
@@ -181,14 +181,14 @@ class StoreCheck:
             yield Finding("write", "ok", "an object was written")
         except StoreError as e:
             advice = f"a trainer needs credentials that may write; for a worker, check with --read-only; {_CREDENTIALS}"
-            yield Finding("write", "fail", str(e), advice)
+            yield Finding("write", "fail", e.reason, advice)
             return
         for check in (self._read_back, self._ranges, self._overwrite, self._create_once, self._create_at_once):
             try:
                 yield check(key)
             except StoreError as e:
                 name = check.__name__.strip("_").replace("_", " ")
-                yield Finding(name, "fail", str(e), "the store accepted a write and failed here: see its own log")
+                yield Finding(name, "fail", e.reason, "the store accepted a write and failed here: see its own log")
         yield from self._listing(key, before_s, after_s)
         yield from self._link()
 
@@ -260,7 +260,7 @@ class StoreCheck:
             entries = {entry.key: entry for entry in self.store.list(self._folder)}
         except StoreError as e:
             advice = "let these credentials list: pulse log, status, verify and prune need it"
-            yield Finding("list", "fail", str(e), advice)
+            yield Finding("list", "fail", e.reason, advice)
             yield Finding("clock", "skipped", "listings show the store's clock, and there are none")
             return
         if key not in entries:
@@ -287,7 +287,7 @@ class StoreCheck:
             down_s = max(time.perf_counter() - began, 1e-6)
         except StoreError as e:
             advice = "small objects were written, and a larger one was not: see the limits of the store and of proxies"
-            yield Finding("link", "fail", str(e), advice)
+            yield Finding("link", "fail", e.reason, advice)
             return
         if got != data:
             yield Finding("link", "fail", "a larger object came back altered", "something in between alters objects")
@@ -301,10 +301,10 @@ class StoreCheck:
         try:
             newest = reader.newest()
         except SignatureError as e:
-            yield Finding("run", "fail", str(e), "pass the publisher's public key as --trust")
+            yield Finding("run", "fail", e.reason, "pass the publisher's public key as --trust")
             return
         except (FormatError, ChainError, StoreError) as e:
-            yield Finding("run", "fail", str(e), "pulse verify shows which records are bad")
+            yield Finding("run", "fail", e.reason, "pulse verify shows which records are bad")
             return
         if newest is None:
             advice = "check the location, if a trainer has published there" if self._read_only else None
@@ -332,7 +332,7 @@ class StoreCheck:
             advice = "the first anchor is probably still being written; if not, publish again to write one"
             return Finding("joining", "warn", "no anchor leads to the newest version", advice)
         except PulseError as e:
-            return Finding("joining", "fail", str(e), "pulse verify shows which records are bad")
+            return Finding("joining", "fail", e.reason, "pulse verify shows which records are bad")
         size = sum(record.size_bytes for record in path)
         found = f"a worker that joins fetches {size:,} bytes: an anchor and {len(path) - 1} patches"
         return Finding("joining", "ok", found, None, {"bytes": float(size)})

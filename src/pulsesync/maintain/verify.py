@@ -16,7 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pulsesync.core.progress import Report, quietly
-from pulsesync.errors import ChecksumError, MissingLinkError, NotFoundError, PulseError, StoreError, VerificationError
+from pulsesync.errors import (
+    ChainError,
+    ChecksumError,
+    FormatError,
+    MissingLinkError,
+    NotFoundError,
+    PulseError,
+    SignatureError,
+    StoreError,
+    VerificationError,
+)
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
@@ -25,7 +35,7 @@ from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body, stream_bodies
 from pulsesync.run.planner import Position
 from pulsesync.run.pointers import check_target, list_moves
-from pulsesync.run.reader import RunReader
+from pulsesync.run.reader import RunReader, location_of
 from pulsesync.state.host import HostState
 from pulsesync.store import Location, Store, open_store
 
@@ -50,14 +60,24 @@ def find_records(records: RunReader, limit: int | None = None, progress: Report 
     A record that is bad, or that no trusted key signed, is among them with its fault.
 
     Raises:
-        StoreError; FormatError, SignatureError: the newest version cannot be read.
+        StoreError; SignatureError: no trusted key signed the newest version; FormatError, ChainError: it cannot be
+        read, and the store cannot list the others.
     """
-    newest = records.newest()
-    if newest is None:
-        return []
     listed = _listed(records.store)
+    try:
+        newest = records.newest()
+    except SignatureError:
+        raise
+    except (FormatError, ChainError):
+        if listed is None:
+            raise
+        newest = None
+    else:
+        if newest is None:
+            return []
     what = "reading records"
     if listed is None:
+        assert newest is not None
         versions = list(_counted(_walk_back(records, newest, limit), limit or newest.version + 1, what, progress))
     else:
         named = [key for key in listed if key.startswith("manifests/")]
@@ -87,7 +107,7 @@ def _look(records: RunReader, key: str) -> FoundRecord:
     except StoreError:
         raise
     except PulseError as e:
-        return FoundRecord(key, None, str(e))
+        return FoundRecord(key, None, _fault(e, key))
 
 
 def _order(found: FoundRecord) -> tuple[int, bool, str]:
@@ -158,7 +178,8 @@ class RunVerifier:
         progress: Called with how many records were read, of how many, and what is done, while they are read.
 
     Raises:
-        NotFoundError: there is no run; StoreError; FormatError: its newest version cannot be read.
+        NotFoundError: there is no run; StoreError; SignatureError: no trusted key signed its newest version;
+        FormatError, ChainError: that cannot be read, and the store cannot list the others.
     """
 
     def __init__(
@@ -175,7 +196,9 @@ class RunVerifier:
         self.found = find_records(self._records, progress=progress)  # all records that will be checked
         if not self.found:
             raise NotFoundError(
-                "there is no run at this location, or it has no version yet; check the location", key="manifests/"
+                f"there is no run at {location_of(self.store)}, or it has no version yet: check the location, or try "
+                "again later",
+                key="manifests/",
             )
         self._state: HostState | None = None
         self._position: Position | None = None
@@ -211,7 +234,7 @@ class RunVerifier:
         for name, numbers in list_moves(self.store).items():
             for number in numbers:
                 move = None
-                with _told() as faults:
+                with _noted(keys.pointer_key(name, number)) as faults:
                     move = self._records.move(name, number)
                     goal = self._records.version(move.version) if move else None
                     if move and (goal or number == numbers[-1]):
@@ -226,7 +249,7 @@ class RunVerifier:
         onward = (
             self._position is not None and record.base is not None and self._position.version == record.base.version
         )
-        with _told() as faults:
+        with _noted(found.key) as faults:
             if onward:
                 self._replay(record)
             elif record.base is not None and not anchors:
@@ -242,14 +265,14 @@ class RunVerifier:
             self._check_files(record)
         checked = [CheckedRecord(found.key, record, faults[0] if faults else None)]
         for one in anchors:
-            with _told() as faults:
+            with _noted(one.key) as faults:
                 self._check_anchor(one.record, record)
             checked.append(CheckedRecord(one.key, one.record, faults[0] if faults else None))
         if self._position is None and anchors and not checked[0].fault:
             checked[0] = CheckedRecord(found.key, record, "it can be reached only from its anchor, which is bad")
         yield from checked
         for one in squashes:
-            with _told() as faults:
+            with _noted(one.key) as faults:
                 self._check_squash(one.record)
             yield CheckedRecord(one.key, one.record, faults[0] if faults else None)
 
@@ -265,7 +288,12 @@ class RunVerifier:
         """Check an anchor against its version; if no patch has led to that version, continue from the anchor."""
         assert anchor is not None
         if (anchor.run, anchor.digest, anchor.layout) != (record.run, record.digest, record.layout):
-            raise VerificationError("the anchor's digest differs from that of its version")
+            raise VerificationError(
+                f"the anchor has digest {anchor.digest[:12]}; its version {record.version} has {record.digest[:12]}",
+                version=record.version,
+                expected=record.digest,
+                actual=anchor.digest,
+            )
         if self._state is None or self._state.layout.id != anchor.layout:
             layout = self._records.layout(anchor.layout)
             check_room(self.store, anchor, layout)
@@ -287,25 +315,36 @@ class RunVerifier:
         self._state.prepare(squash, bodies)
         version = self._records.version(squash.version)
         if version is not None and version.digest != squash.digest:
-            raise VerificationError(f"its result differs from version {version.version}")
+            raise VerificationError(
+                f"it leads to digest {squash.digest[:12]}; version {version.version} has {version.digest[:12]}",
+                version=version.version,
+                expected=version.digest,
+                actual=squash.digest,
+            )
 
     def _check_files(self, record: Manifest) -> None:
         for file in record.files:
             if file.id not in self._files:
                 data = self.store.get(keys.file_key(file.id), 0, file.size + 1)
                 same = len(data) == file.size and hashlib.sha256(data).hexdigest() == file.id
-                self._files[file.id] = None if same else f"its file {file.name} is damaged"
+                self._files[file.id] = None if same else f"its file {file.name} ({keys.file_key(file.id)}) is damaged"
             if fault := self._files[file.id]:
                 raise ChecksumError(fault, expected=file.id)
 
 
 @contextmanager
-def _told() -> Iterator[list[str]]:
-    """Collect the faults of a record, and continue; that a store does not answer is raised instead."""
+def _noted(key: str) -> Iterator[list[str]]:
+    """Collect the faults of the record under a key, and continue; that a store does not answer is raised instead."""
     faults: list[str] = []
     try:
         yield faults
     except PulseError as e:
         if isinstance(e, StoreError) and not isinstance(e, NotFoundError):
             raise
-        faults.append(str(e))
+        faults.append(_fault(e, key))
+
+
+def _fault(error: PulseError, key: str) -> str:
+    """Return the reason why the record under a key is bad; it names an object only if that is another one."""
+    named = getattr(error, "key", None)
+    return f"{named}: {error.args[0]}" if error.place and named != key else str(error.args[0])

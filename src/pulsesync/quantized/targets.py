@@ -12,7 +12,7 @@ from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
 from pulsesync.quantized.recipes import Recipe
-from pulsesync.state.views import dtype_name, mapping_of, torch_dtype, view_bits
+from pulsesync.state.views import dtype_name, mapping_of, other_names, torch_dtype, view_bits
 
 FLOATS = ("BF16", "F16", "F32")  # dtypes of a run that are quantised
 
@@ -79,15 +79,16 @@ class Targets:
                 first_groups[number], groups = groups, groups + tensors[scales].numel()
             quantized.append(replace(target, scales=number, first_group=first_groups[number]))
         if extra := sorted(tensors.keys() - used):
-            raise StateError(
-                f"the run has no tensor {extra[0]!r} ({len(extra)} local tensors are not in the run)", tensor=extra[0]
-            )
+            raise other_names([], extra)
         if not quantized:
             raise StateError(
                 f"no local tensor is {recipe.dtype}, so there is nothing to quantise; use Subscriber instead"
             )
         if len(dtypes) > 1:
-            raise StateError(f"the weights to quantise must have one dtype in the run; they have {sorted(dtypes)}")
+            raise StateError(
+                f"the weights to quantise must have one dtype in the run; they have {sorted(dtypes)}: publish "
+                "them with one dtype"
+            )
         flats = {name: tensors[name].detach().view(-1) for name in views}
         return cls(layout, flats, copied, quantized, groups, torch_dtype(dtypes.pop()))
 
@@ -109,19 +110,26 @@ def _check_all_there(tensors: Mapping[str, torch.Tensor], run: Layout) -> None:
     aliases: dict[str, set[str]] = {}
     for alias, name in run.ties.items():
         aliases.setdefault(name, set()).add(alias)
-    for spec in run.tensors:
-        if spec.name not in tensors and not aliases.get(spec.name, set()) & tensors.keys():
-            raise StateError(f"the run has tensor {spec.name!r}, and this worker does not", tensor=spec.name)
+    missing = [
+        spec.name
+        for spec in run.tensors
+        if spec.name not in tensors and not aliases.get(spec.name, set()) & tensors.keys()
+    ]
+    if missing:
+        raise other_names(missing, [])
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, spec: TensorSpec, where: torch.device) -> None:
     if tuple(tensor.shape) != spec.shape:
         raise StateError(
-            f"tensor {name!r} has shape {tuple(tensor.shape)} in this worker and {spec.shape} in the run", tensor=name
+            f"tensor {name!r} has shape {tuple(tensor.shape)} in this worker and {spec.shape} in the run; pass the "
+            "complete tensor of the model that the trainer publishes",
+            tensor=name,
         )
     if tensor.device != where:
         raise StateError(
-            f"tensor {name!r} must be on {where}, where the others are; it is on {tensor.device}", tensor=name
+            f"tensor {name!r} must be on {where}, where the others are; it is on {tensor.device}: move it there",
+            tensor=name,
         )
 
 
@@ -129,14 +137,25 @@ def _check_memory(name: str, ties: Mapping[str, str], sources: Mapping[str, int]
     """Check that tensors share memory only if they have the same tensor of the run and the same scales."""
     other = ties.get(name, name)
     if sources.get(other) != sources[name]:
-        raise StateError(f"{name!r} and {other!r} share memory in this worker, but not in the run", tensor=name)
+        raise StateError(
+            f"{name!r} and {other!r} share memory in this worker, but not in the run; give each its own memory",
+            tensor=name,
+        )
     if scale_suffix is None:
         return
     scales, others = (ties.get(one + scale_suffix, one + scale_suffix) for one in (name, other))
     if scales != others:
-        raise StateError(f"{name!r} and {other!r} share memory in this worker, but their scales do not", tensor=scales)
+        raise StateError(
+            f"{name!r} and {other!r} share memory in this worker, but their scales do not; let both scales share "
+            "memory, or neither tensor",
+            tensor=scales,
+        )
     if taken := {scales, name + scale_suffix} & sources.keys():
-        raise StateError(f"the scales of {name!r} are {min(taken)!r}, which is a tensor of the run", tensor=min(taken))
+        raise StateError(
+            f"the scales of {name!r} are {min(taken)!r}, which is a tensor of the run; rename the run's tensor, or "
+            f"leave {name!r} unquantised",
+            tensor=min(taken),
+        )
 
 
 def _check_quantized(name: str, tensors: Mapping[str, torch.Tensor], spec: TensorSpec, recipe: Recipe) -> None:
@@ -149,7 +168,11 @@ def _check_quantized(name: str, tensors: Mapping[str, torch.Tensor], spec: Tenso
             tensor=name,
         )
     if len(spec.shape) != 2:
-        raise StateError(f"tensor {name!r} has shape {spec.shape}; only matrices are quantised", tensor=name)
+        raise StateError(
+            f"tensor {name!r} has shape {spec.shape}; only matrices are quantised: keep it as {spec.dtype} "
+            "in this worker",
+            tensor=name,
+        )
     scales = tensors.get(called := name + recipe.scale_suffix)
     down, across = recipe.scale_shape(spec.shape)
     shape = [n for n in scales.shape if n != 1] if scales is not None else []

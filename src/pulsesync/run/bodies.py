@@ -13,7 +13,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_INLINE_BYTES, Manifest, PartRef, inline_part
 from pulsesync.format.patch import EncodedPart
 from pulsesync.run import keys
-from pulsesync.run.reader import read_again
+from pulsesync.run.reader import locate, read_again
 from pulsesync.store import Store, origin_of
 
 SMALL_PART = 1 << 20  # bytes up to which the entire part is fetched, even if only some sections are needed
@@ -94,7 +94,8 @@ def fetch_part(store: Store, ref: PartRef) -> bytes:
     """Fetch the bytes of a part and check only their number. Raises: StoreError; FormatError."""
     data = store.get(keys.part_key(ref.id), 0, ref.size + 1)
     if len(data) != ref.size:
-        raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
+        found = len(data) if len(data) < ref.size else "more"
+        raise FormatError(f"the part must have {ref.size} bytes; it has {found}", part=ref.id)
     return data
 
 
@@ -127,7 +128,9 @@ def check_room(store: Store, anchor: Manifest, layout: Layout) -> None:
     for ref in anchor.parts:
         key = keys.part_key(ref.id)
         if ref.data is None and ref.size and not origin_of(store).get(key, ref.size - 1, ref.size):
-            raise FormatError(f"part {ref.id[:12]} is shorter than {ref.size} bytes", part=ref.id, key=key)
+            fault = FormatError(f"the part is shorter than {ref.size} bytes", part=ref.id)
+            locate(fault, key, store)
+            raise fault
 
 
 def _fetch_sections(store: Store, key: str, ref: PartRef, layout: Layout, wanted: Collection[int]) -> tuple[Body, int]:
@@ -136,7 +139,7 @@ def _fetch_sections(store: Store, key: str, ref: PartRef, layout: Layout, wanted
         front = store.get(key, 0, min(need, ref.size))
     header = container.parse_header(front, ref.id)
     if header.file_size != ref.size:
-        raise FormatError(f"part {ref.id[:12]} has other than {ref.size} bytes", part=ref.id)
+        raise FormatError(f"the part must have {ref.size} bytes; by its header it has {header.file_size}", part=ref.id)
     sections: dict[int, memoryview] = {}
     fetched = len(front)
 

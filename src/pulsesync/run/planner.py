@@ -47,7 +47,7 @@ def accept(position: Position | None, record: Manifest) -> None:
             not follow the position.
     """
     if position is not None and record.run != position.run:
-        raise ChainError("the version belongs to another run", expected=position.run, actual=record.run)
+        raise _another_run(position, record)
     if record.kind == RecordKind.ANCHOR:
         return
     if record.base is None or position is None:
@@ -57,10 +57,11 @@ def accept(position: Position | None, record: Manifest) -> None:
         )
     if (record.base.version, record.base.digest) != (position.version, position.digest):
         raise MissingLinkError(
-            f"version {record.version} is a patch to version {record.base.version}; the local version is "
-            f"{position.version}",
+            f"version {record.version} is a patch to version {record.base.version} with digest "
+            f"{record.base.digest[:12]}, but the version before it is {position.version} with digest "
+            f"{position.digest[:12]}",
             version=record.version,
-        )
+        ).advise(CHECK)
     if record.kind == RecordKind.SQUASH:
         in_place = position.at_start and record.at_start and record.starts > position.starts
     elif record.index == 1:
@@ -68,9 +69,22 @@ def accept(position: Position | None, record: Manifest) -> None:
     else:
         in_place = (record.epoch, record.index) == (position.epoch, position.index + 1)
     if not in_place:
-        raise ChainError(f"version {record.version} has the wrong position in its epoch", version=record.version)
+        raise ChainError(
+            f"version {record.version} has the wrong position in its epoch", version=record.version
+        ).advise(CHECK)
 
 
+def _another_run(position: Position, record: Manifest) -> ChainError:
+    return ChainError(
+        f"version {record.version} belongs to run {record.run}, but the version before it, {position.version}, to run "
+        f"{position.run}",
+        version=record.version,
+        expected=position.run,
+        actual=record.run,
+    ).advise(CHECK)
+
+
+CHECK = "pulse verify RUN shows which records of the run do not fit together"
 START_OVER = "follow_replaced=True (pulse follow --follow-replaced) starts over from an anchor of the current run"
 
 
@@ -135,9 +149,16 @@ def find_path(position: Position | None, goal: Manifest, look: Look) -> list[Man
         ChainError: the position belongs to another run; MissingLinkError: no published path leads to the version.
     """
     if position is not None and position.run != goal.run:
-        raise ChainError("the version belongs to another run", expected=position.run, actual=goal.run)
+        raise _another_run(position, goal)
     paths: list[list[Manifest]] = []
-    fault: ChainError = MissingLinkError(f"no published path leads to version {goal.version}", version=goal.version)
+    fault: ChainError = MissingLinkError(
+        f"no published path leads to version {goal.version}"
+        + (f" from the local version {position.version}" if position else "")
+        + ": a record on every path was pruned, is lost or cannot be read",
+        version=goal.version,
+    ).advise(
+        "Restore it from a backup, or publish on: the next anchor is a new path. pulse verify RUN names what is bad"
+    )
     if position is not None and position.version <= goal.version:
         try:
             paths.append(_onward(position, goal, look))
@@ -198,12 +219,21 @@ def _walk(position: Position, goal: Manifest, look: Look, squashed: bool) -> lis
     while at.version < goal.version:
         record = (_squash(at, last, look) if squashed else None) or look(manifest_key(at.version + 1))
         if record is None:
-            raise MissingLinkError(f"version {at.version + 1} is no longer published", version=at.version + 1)
+            raise MissingLinkError(
+                f"version {at.version + 1}, on the path to version {goal.version}, is no longer published",
+                version=at.version + 1,
+            )
         accept(at, record)
         path.append(record)
         at = Position.of(record)
     if (at.version, at.digest) != (goal.version, goal.digest):
-        raise ChainError(f"the path to version {goal.version} leads to another state", version=goal.version)
+        raise ChainError(
+            f"the path to version {goal.version} leads to version {at.version} with digest {at.digest[:12]}; expected "
+            f"{goal.digest[:12]}",
+            version=goal.version,
+            expected=goal.digest,
+            actual=at.digest,
+        ).advise(CHECK)
     return path
 
 

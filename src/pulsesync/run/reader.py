@@ -18,6 +18,7 @@ from pulsesync.errors import (
     RunChangedError,
     SignatureError,
     StoreError,
+    UnsupportedError,
     VerificationError,
 )
 from pulsesync.format import layout as layouts
@@ -30,6 +31,11 @@ from pulsesync.format.pointer import Pointer
 from pulsesync.run import keys, planner
 from pulsesync.store import Store, forget
 
+DAMAGED = (
+    "Nothing of it was applied. Restore it from a backup, or publish on: the next anchor is a path around it. pulse "
+    "verify RUN lists everything that is damaged"
+)
+DIFFERS = "pulse verify RUN, on another machine, shows whether the version is bad or this machine is"
 HINT_BYTES = 32
 LOOK_AGAIN_S = 1.5  # a relay remembers for a second what was missing; after this time it asks the store again
 CACHE_BYTES = 1 << 34  # bytes of bodies that a cache keeps: those not used for longest are removed first
@@ -77,7 +83,8 @@ class RunReader:
             return None
         if record.kind == RecordKind.VERSION and keys.manifest_key(record.version) != key:
             raise ChainError(
-                f"the record {key} is that of version {record.version}, which has another key",
+                f"{key} in {location_of(self.store)} must be the record of its own version, but is that of version "
+                f"{record.version}; restore it from a backup",
                 key=key,
                 version=record.version,
             )
@@ -88,7 +95,7 @@ class RunReader:
         self.fetched_bytes += len(data)
         record = manifests.parse(data, self.trust, self._epoch_patches)
         if record.kind != _KINDS[key.partition("/")[0]]:
-            raise FormatError(f"the record {key} has the kind {record.kind}, which has another folder")
+            raise FormatError(f"the record is of the kind {record.kind}, which belongs into another folder")
         return record
 
     def key_of(self, record: Manifest) -> str:
@@ -125,10 +132,11 @@ class RunReader:
             pointer = pointers.parse(data, self.trust)
             if (pointer.name, pointer.number) != (name, number):
                 raise ChainError(
-                    f"the record {key} is move {pointer.number} of pointer {pointer.name!r}, which has another key"
+                    f"the record is move {pointer.number} of pointer {pointer.name!r}, which has another key; restore "
+                    "it from a backup"
                 )
         except (FormatError, ChainError) as e:
-            locate(e, key)
+            locate(e, key, self.store)
             raise
         return pointer
 
@@ -185,7 +193,9 @@ class RunReader:
         except (FormatError, ChainError) as e:
             if (key := keys.manifest_key(version)) not in self.avoid:  # it is read once more
                 raise
-            logger.warning("Could not check that the run is still the same, because %s cannot be read: %s.", key, e)
+            logger.warning(
+                "Could not check that the run is still the same, because %s cannot be read: %s.", key, e.reason
+            )
             return
         newest = None
         if published is None:
@@ -265,20 +275,25 @@ def location_of(store: Store) -> str:
     return without_credentials(str(next((place for place in named if place), type(inner).__name__)))
 
 
-def locate(error: FormatError | ChainError | StoreError | VerificationError, key: str) -> None:
-    """Set the key of the object that an error is about, unless the error has one already."""
+def locate(error: FormatError | ChainError | StoreError | VerificationError, key: str, store: Store) -> None:
+    """Name the object that an error is about, unless the error names one already, and what to do."""
     if error.key is None:
         error.key = key
+        error.at(f"{key} in {location_of(store)}")
+    if isinstance(error, FormatError) and not isinstance(error, SignatureError | UnsupportedError):
+        error.advise(DAMAGED)
+    elif isinstance(error, VerificationError):
+        error.advise(DIFFERS)
 
 
 @contextmanager
 def forgetting(store: Store, key: str) -> Iterator[None]:
-    """Set the key of an error about bad bytes, and have caches drop the object."""
+    """Name the object of an error about bad bytes, and have caches drop the object."""
     try:
         yield
     except FormatError as e:
         forget(store, key)
-        locate(e, key)
+        locate(e, key, store)
         raise
 
 
@@ -294,7 +309,7 @@ def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
         with forgetting(store, key):
             return read()
     except FormatError as e:
-        logger.warning("The bytes read for %s are bad (%s). Reading the object once more.", key, e)
+        logger.warning("Reading an object once more, because its bytes are bad: %s.", e.reason)
     with forgetting(store, key):
         return read()
 

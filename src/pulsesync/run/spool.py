@@ -115,7 +115,9 @@ class AnchorSpool:
             yield
         except OSError as e:
             raise StoreError(
-                f"cannot store the parts of an anchor in {self.folder}: {e.strerror}", key=str(self.folder)
+                f"cannot store the parts of an anchor in {self.folder}: {e.strerror}; make room there, or use "
+                "another folder",
+                key=str(self.folder),
             ) from e
 
     def keep_only(self, record: Manifest | None) -> None:

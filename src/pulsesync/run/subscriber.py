@@ -67,6 +67,10 @@ TOGETHER = 16  # patches decoded together, so that the weights are copied and co
 # decoded patch takes several times its own bytes, so this is less memory than one decoded patch needs.
 AHEAD_BYTES = 1 << 24
 AHEAD_SHARE = 32
+REPAIR = (
+    "Stop using the weights and sync with verify=True, which loads them again from an anchor; then find the program "
+    "that writes to them"
+)
 INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first and the longest pause between checks of a store with nothing new
 
 logger = logging.getLogger(__name__)
@@ -123,7 +127,7 @@ class _Progress:
         except PulseError as e:
             self.failed_record = records.key_of(record)
             if isinstance(e, FormatError | ChainError | StoreError | VerificationError):
-                locate(e, self.failed_record)
+                locate(e, self.failed_record, records.store)
             raise
 
 
@@ -464,8 +468,8 @@ class Subscriber:
             if not progress.torn:
                 raise
             raise VerificationError(
-                f"loading an anchor failed halfway ({e}): the weights are between two versions; do not use them until "
-                "a sync succeeds",
+                f"loading an anchor failed halfway ({_reason(e)}): the weights are between two versions; do not "
+                "use them until a sync succeeds",
                 torn=True,
             ) from e
 
@@ -495,7 +499,8 @@ class Subscriber:
                 if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
                     self._forget()  # the local weights are not the version that was assumed
                 if attempt < REPLANS:
-                    logger.warning("Planning the sync again, because %s failed: %s.", about or "it", e)
+                    reason = e.args[0] if e.key == about else e.reason
+                    logger.warning("Planning the sync again, because %s failed: %s.", about or "it", reason)
             progress.replanned = attempt + 1
             progress.fetched_bytes += records.fetched_bytes
         assert first is not None
@@ -607,7 +612,8 @@ class Subscriber:
             return None
         if local and goal.run != local.run:
             raise ChainError(  # a bad read, or the run was replaced after the check: the next attempt shows which
-                f"version {goal.version} belongs to run {goal.run}, but the local version belongs to run {local.run}",
+                f"version {goal.version} belongs to run {goal.run}, but the local version belongs to run {local.run}; "
+                "sync again to check which run is there",
                 key=keys.manifest_key(goal.version),
                 expected=local.run,
                 actual=goal.run,
@@ -929,7 +935,7 @@ class Subscriber:
         if actual != expected:
             tiles, now = self._state.layout.tiles, self._state.sums
             first = next(tiles[n].tensor.name for n in sorted(now) if now[n] != before[n])
-            self._damage = f"the weights are not version {version}: something else has written to {first!r}"
+            self._damage = f"the weights are not version {version}: something else has written to {first!r}. {REPAIR}"
             self._check_scrub(expected, actual)
         return actual
 
@@ -947,8 +953,9 @@ class Subscriber:
                 if version is not None:
                     self.events.recounted(version, tile is None, began)
                 if tile is not None:
-                    self._damage = f"another program wrote to tensor {tile.tensor.name!r}"
-                    logger.warning("A recount found that %s.", self._damage)
+                    found = f"the weights are not version {version}: something else has written to {tile.tensor.name!r}"
+                    self._damage = f"{found}. {REPAIR}"
+                    logger.warning("A recount found that %s.", found)
 
         thread = threading.Thread(target=work, name="pulse-scrub", daemon=True)
         thread.start()
@@ -972,6 +979,10 @@ def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = Fal
         return HostState.attach(source, layout, slices, widen)
     state: AnyState = device.load("state").DeviceState.attach(source, layout, slices, widen)
     return state
+
+
+def _reason(error: Exception) -> str:
+    return error.reason if isinstance(error, PulseError) else str(error)
 
 
 def _pauses(first_s: float, longest_s: float) -> Iterator[float]:

@@ -31,7 +31,7 @@ from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.patch import HistoryLookup, WholeBlock
 from pulsesync.state.slices import Slices, TileStorage, place_tile, windows
 from pulsesync.state.staging import StagedBlocks
-from pulsesync.state.views import SourceMarks
+from pulsesync.state.views import NOT_WRITABLE, SourceMarks, dtype_in_torch, other_names
 
 Flat = TypeVar("Flat")  # a tensor as a backend reads and writes it
 Delta = TypeVar("Delta")  # changes of weights: positions, old bits and new bits
@@ -221,14 +221,15 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         wide = {name for name, spec in specs.items() if (dtypes.get(name), spec.dtype) == ("F32", "BF16")}
         if not (widen and cls.widens):
             wide = set()
+        missing, extra = [name for name in specs if name not in everything], sorted(everything.keys() - wanted.keys())
+        if missing or extra:
+            raise other_names(missing, extra, "; if this process has a part of the model, pass slices=")
         for name, spec in wanted.items():
+            if name not in everything:
+                continue  # it is tied to one that is there
             tied_to = layout.ties.get(name)
-            advice = _advice(everything.get(name), spec.dtype, tied_to, widen, cls.widens)
-            _fits(name, everything.get(name), spec, (tied_to or name) in wide, tied_to is not None, advice)
-        if extra := sorted(set(everything) - set(wanted)):
-            raise StateError(
-                f"the run has no tensor {extra[0]!r} ({len(extra)} local tensors are not in the run)", tensor=extra[0]
-            )
+            advice = _advice(everything[name].spec, spec, tied_to, widen, cls.widens)
+            _check_fits(name, everything[name], spec, (tied_to or name) in wide, advice)
         flats = {name: everything[name].flat for name in specs}
         copies: dict[str, list[Flat]] = {}
         for alias, name in layout.ties.items():
@@ -250,7 +251,8 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         for (_, end, name), (begin, _, other) in pairwise(s for s in spans if s[0] < s[1]):
             if begin < end:
                 raise StateError(
-                    f"{name!r} and {other!r} share memory in this model, but not in the run; give each its own memory",
+                    f"{name!r} and {other!r} share memory in this model, but not in the run; give each its own memory, "
+                    "or publish the model with both tied",
                     tensor=other,
                 )
 
@@ -298,7 +300,8 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         self.untied = self.find_untied()
         if self.untied:
             raise VerificationError(
-                f"a tensor tied to {self.untied!r} has other weights than it; sync again to get all weights",
+                f"a tensor tied to {self.untied!r} has other weights than it: something else has written to one of "
+                "them. Do not use the weights; sync again to load all of them from an anchor",
                 tensor=self.untied,
             )
         self.sums = self.count()
@@ -441,7 +444,8 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             )
         if manifest.layout != self.layout.id:
             raise BaseMismatchError(
-                "the version has another layout than the local weights; a full resync from an anchor is required",
+                f"version {manifest.version} has the layout {manifest.layout[:12]}, and the local weights have "
+                f"{self.layout.id[:12]}; a full resync from an anchor is required",
                 expected=manifest.layout,
                 actual=self.layout.id,
             )
@@ -464,7 +468,8 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         assert manifest.base is not None
         if self.whole and manifest.base.digest != (actual := self._digest(sums)):
             raise BaseMismatchError(
-                f"version {manifest.version} does not apply to the local weights: their digest is not that of its base",
+                f"version {manifest.version} applies to weights with digest {manifest.base.digest[:12]}; the local "
+                f"weights have {actual[:12]}: a full resync from an anchor is required",
                 expected=manifest.base.digest,
                 actual=actual,
             )
@@ -604,7 +609,10 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """
         if manifest.layout != self.layout.id:
             raise BaseMismatchError(
-                "the anchor has another layout than the local weights", expected=manifest.layout, actual=self.layout.id
+                f"the anchor of version {manifest.version} has the layout {manifest.layout[:12]}, and the local "
+                f"weights have {self.layout.id[:12]}",
+                expected=manifest.layout,
+                actual=self.layout.id,
             )
         sums = self._zero_sums()
         seen: set[int] = set()
@@ -683,29 +691,34 @@ def find_places(layout: Layout, slices: Slices, wide: Collection[str] = ()) -> d
     return {ordinal: place for ordinal, place in found.items() if place}
 
 
-def _fits(name: str, view: Any | None, spec: TensorSpec, wide: bool, optional: bool, advice: str) -> None:
-    """Check that a local tensor can take a tensor of the run; wide: FP32 for BF16. Raises: StateError."""
-    if view is None:
-        if optional:
-            return
-        raise StateError(f"the run has tensor {name!r}, and this model does not", tensor=name)
+def _check_fits(name: str, view: Any, spec: TensorSpec, wide: bool, advice: str) -> None:
+    """Check that a tensor of the run can be written to a local one; wide: FP32 for BF16. Raises: StateError."""
     if (view.spec.dtype, view.spec.shape) != ("F32" if wide else spec.dtype, spec.shape):
         raise StateError(
             f"tensor {name!r} is {view.spec.dtype} {view.spec.shape} in this model and {spec.dtype} {spec.shape} in "
-            f"the run{advice}",
+            f"the run; {advice}",
             tensor=name,
         )
     if not view.shared:
-        raise StateError(f"tensor {name!r} is not contiguous, or read-only: it cannot be written in place", tensor=name)
+        raise StateError(f"tensor {name!r} {NOT_WRITABLE}", tensor=name)
 
 
-def _advice(view: Any | None, dtype: str, tied_to: str | None, widen: bool, widens: bool) -> str:
-    """Advice for a tensor whose dtype differs from the run's, or from that of the tensor it is tied to."""
-    here = view.spec.dtype if view is not None else dtype
-    if (here, dtype) == ("F32", "BF16") and not widen:
-        return "; pass widen=True to Subscriber to have each BF16 value written as the FP32 number that it is"
-    if (here, dtype) == ("F32", "BF16") and not widens:
-        return "; tensors on a GPU cannot be widened: give the model BF16 weights, or widen a copy in host memory"
-    if widen and dtype == "BF16" and tied_to:
-        return f"; {tied_to!r}, to which it is tied, has another dtype in this model: give both the same"
-    return "; widen=True is for tensors that are BF16 in the run" if widen and here == "F32" != dtype else ""
+def _advice(here: TensorSpec, spec: TensorSpec, tied_to: str | None, widen: bool, widens: bool) -> str:
+    """Advice for a tensor whose shape or dtype differs from the run's, or from that of the tensor it is tied to."""
+    if here.shape != spec.shape:
+        return (
+            "sync into the model that the trainer publishes, made with the same configuration, or pass slices= if this "
+            "process has a part of it"
+        )
+    if (here.dtype, spec.dtype) == ("F32", "BF16") and not widen:
+        return (
+            "pass widen=True to Subscriber to have each BF16 value written as the FP32 number that it is, or convert "
+            "the model: model.to(torch.bfloat16)"
+        )
+    if (here.dtype, spec.dtype) == ("F32", "BF16") and not widens:
+        return "tensors on a GPU cannot be widened: give the model BF16 weights, or widen a copy in host memory"
+    if widen and spec.dtype == "BF16" and tied_to:
+        return f"{tied_to!r}, to which it is tied, has another dtype in this model: give both the same"
+    return f"convert it: model.to(torch.{dtype_in_torch(spec.dtype)})" + (
+        "; widen=True is for tensors that are BF16 in the run" if widen and here.dtype == "F32" else ""
+    )

@@ -73,7 +73,10 @@ def tensor_parallel(
             out[name] = Placed(tensor, whole, rows=(shape[0] * rank, shape[0] * (rank + 1)))
         elif any(fnmatchcase(name, pattern) for pattern in columns):
             if len(shape) < 2:
-                raise StateError(f"tensor {name!r} has shape {shape}, so it cannot be split by columns", tensor=name)
+                raise StateError(
+                    f"tensor {name!r} has shape {shape}, so it cannot be split by columns: split it by rows",
+                    tensor=name,
+                )
             whole = (shape[0], shape[1] * size, *shape[2:])
             width = TensorSpec(name, "", shape).columns
             out[name] = Placed(tensor, whole, columns=(width * rank, width * (rank + 1)))
@@ -143,7 +146,7 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = r
         if window.local.size != view.spec.size:
             raise StateError(
                 f"tensor {name!r} has {view.spec.size} local weights; rows {window.rows} and columns {window.columns} "
-                f"of {spec.shape} have {window.local.size}",
+                f"of {spec.shape} have {window.local.size}: correct the shard's rows and columns",
                 tensor=name,
             )
         windows[name], views[name] = window, replace(view, spec=window.local)
@@ -179,7 +182,7 @@ def _part(name: str, value: Any) -> Placed | None:
     if shape[2:] != whole[2:]:
         raise StateError(
             f"tensor {name!r} is split along dimension 2 or later ({value.placements}); only dimensions 0 and 1 are "
-            "supported",
+            "supported: redistribute it first",
             tensor=name,
         )
     local = value.to_local()

@@ -36,7 +36,8 @@ class Slice:
         for (begin, end), size in ((rows, spec.rows), (columns, spec.columns)):
             if not 0 <= begin <= end <= size:
                 raise StateError(
-                    f"tensor {spec.name!r} has no slice {begin}:{end}: its size is {size}", tensor=spec.name
+                    f"tensor {spec.name!r} has no slice {begin}:{end}: its size is {size}; give one inside 0:{size}",
+                    tensor=spec.name,
                 )
         return Window(spec, rows, columns)
 

@@ -124,7 +124,9 @@ class StagedBlocks:
             yield
         except OSError as e:
             raise StoreError(
-                f"cannot write an anchor's temporary file in {self._folder}: {e.strerror}", key=str(self._folder)
+                f"cannot write an anchor's temporary file in {self._folder}: {e.strerror}; make room there, "
+                "or use another disk (cache= of the Subscriber, or TMPDIR)",
+                key=str(self._folder),
             ) from e
 
     def close(self) -> None:

@@ -149,15 +149,60 @@ def dtype_name(name: str, tensor: Any) -> str:
     """The format's name for the dtype of a torch tensor. Raises: StateError, if it has none."""
     dtype = _NUMPY_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
-        raise StateError(f"tensor {name!r} has dtype {tensor.dtype}, which the format does not support", tensor=name)
+        raise StateError(
+            f"tensor {name!r} has dtype {tensor.dtype}, which the format does not support: convert it, or leave it out",
+            tensor=name,
+        )
     return dtype
+
+
+NOT_WRITABLE = (
+    "is not contiguous, or read-only: it cannot be written in place. parameter.data = parameter.data.contiguous() "
+    "makes a parameter contiguous; of a read-only array, pass a copy"
+)
+
+
+def other_names(missing: Sequence[str], extra: Sequence[str], hint: str = "") -> StateError:
+    """Return the error for tensors whose names differ from the run's.
+
+    missing: tensors of the run without a local one; extra: local tensors that are not in the run; hint: what else
+    to do.
+    """
+    found = [f"the run has {_list_names(missing)}, and this model does not"] if missing else []
+    if extra:
+        found.append(f"this model has {_list_names(extra)}, and the run does not")
+    prefix, other = _find_prefix(missing, extra), _find_prefix(extra, missing)
+    if prefix:
+        advice = f"the local names begin with {prefix!r}, which those of the run lack: pass the tensors without it"
+    elif other:
+        advice = f"the names in the run begin with {other!r}, which the local ones lack: pass the tensors with it"
+    else:
+        advice = f"pass the tensors that the trainer publishes, under the same names{hint}"
+    return StateError(f"{'; '.join(found)}. {advice[0].upper()}{advice[1:]}", tensor=(*missing, *extra)[0])
+
+
+def _list_names(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+    return f"tensor {shown}" if len(names) == 1 else f"{len(names)} tensors ({shown})"
+
+
+def _find_prefix(short: Sequence[str], long: Sequence[str]) -> str | None:
+    """Return the prefix with which the short names are long ones, such as 'module.'; None if there is none."""
+    names = set(long)
+    prefixes = (name.removesuffix(short[0]) for name in long if name.endswith(f".{short[0]}")) if short else ()
+    return next((prefix for prefix in prefixes if all(prefix + name in names for name in short)), None)
 
 
 def torch_dtype(dtype: str) -> Any:
     """The torch dtype with this name in the format."""
     import torch
 
-    return getattr(torch, next(name for name, label in _NUMPY_NAMES.items() if label == dtype))
+    return getattr(torch, dtype_in_torch(dtype))
+
+
+def dtype_in_torch(dtype: str) -> str:
+    """The name in torch of the dtype with this name in the format."""
+    return next(name for name, label in _NUMPY_NAMES.items() if label == dtype)
 
 
 @dataclass(frozen=True)
@@ -265,7 +310,8 @@ def zeros(spec: TensorSpec, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> n
     except (MemoryError, ValueError) as e:  # ValueError: more than an array can have on any machine
         size = spec.size * spec.kind.itemsize
         raise LimitError(
-            f"tensor {spec.name!r} needs {size} bytes of memory, which this machine does not have",
+            f"tensor {spec.name!r} needs {size} bytes of memory, which this machine does not have: free some, or "
+            "use a larger one",
             tensor=spec.name,
             value=size,
         ) from e
@@ -292,10 +338,13 @@ def _as_numpy(name: str, tensor: Any) -> np.ndarray[Any, Any]:
         try:
             bits: np.ndarray[Any, Any] = tensor.view(getattr(torch, f"uint{8 * tensor.element_size()}")).numpy()
         except (RuntimeError, TypeError) as e:  # sparse, lazily negated, or otherwise not plain memory
-            raise StateError(f"tensor {name!r} is not a plain, dense tensor: {e}", tensor=name) from e
+            raise StateError(
+                f"tensor {name!r} is not a plain, dense tensor: {e}. Pass a dense copy of it, or leave it out",
+                tensor=name,
+            ) from e
         return bits.view(_numpy_dtype(label))
     if not isinstance(tensor, np.ndarray):
-        raise StateError(f"{name!r} must be a tensor; got {type(tensor).__name__}", tensor=name)
+        raise StateError(f"{name!r} must be a tensor; got {type(tensor).__name__}: leave it out", tensor=name)
     return tensor
 
 
@@ -348,7 +397,10 @@ class _LaterViews(Mapping[str, BitView]):
 def _view(name: str, array: np.ndarray[Any, Any], of_torch: bool) -> BitView:
     dtype = _NUMPY_NAMES.get(_name_of(array.dtype))
     if dtype is None or array.dtype.byteorder == ">":
-        raise StateError(f"array {name!r} has dtype {array.dtype}, which the format does not support", tensor=name)
+        raise StateError(
+            f"array {name!r} has dtype {array.dtype}, which the format does not support: convert it, or leave it out",
+            tensor=name,
+        )
     shared = bool(array.flags.c_contiguous and array.flags.writeable)
     flat = np.ascontiguousarray(array).reshape(-1).view(DTYPES[dtype].bits)
     return BitView(TensorSpec(name, dtype, tuple(int(n) for n in array.shape)), flat, shared, of_torch)

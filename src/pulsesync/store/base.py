@@ -76,6 +76,18 @@ class ReadOnlyStore:
         raise NotImplementedError
 
 
+def unreachable(address: str) -> str:
+    """Return what to do if a store does not answer."""
+    return f"Check that the address is right and that the server runs; pulse doctor {address} checks each step"
+
+
+def refused(address: str) -> str:
+    """Return what to do if a store refuses a request."""
+    return (
+        f"Check what these credentials may do: pulse doctor {address} (--read-only for a worker) names what is missing"
+    )
+
+
 def forget(store: Store, key: str) -> None:
     """Make every cache between here and the origin replace an object that turned out to be bad.
 

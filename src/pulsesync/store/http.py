@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.store.base import ObjectEntry, ReadOnlyStore, is_content_addressed
+from pulsesync.store.base import ObjectEntry, ReadOnlyStore, is_content_addressed, unreachable
 from pulsesync.store.deadlines import PIECE_BYTES, Connection, Deadline, Response
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
 
@@ -232,7 +232,9 @@ class HttpStore(ReadOnlyStore):
 
     def _cannot_list(self, prefix: str) -> StoreError:
         return StoreError(
-            f"{self.url} cannot list objects, which needs pulse serve or pulse relay as the server", key=prefix
+            f"{self.url} cannot list objects: serve the run with pulse serve or pulse relay, or give the "
+            "address of the store itself",
+            key=prefix,
         )
 
     @contextmanager
@@ -253,13 +255,14 @@ class HttpStore(ReadOnlyStore):
         except ssl.SSLCertVerificationError as e:
             raise StoreError(
                 f"the certificate of {self.url} is not trusted: {e.verify_message}; pass the certificates to trust as "
-                "cafile=",
+                "cafile= (pulse relay --cafile), or set SSL_CERT_FILE to their file",
                 key=key,
             ) from e
         except (OSError, http.client.HTTPException) as e:
             cause = str(e) or type(e).__name__
             verb = "send {} to" if body is not None else "read {} from"
-            raise StoreError(f"cannot {verb.format(key)} {self.url}: {cause}", key=key, retryable=True) from e
+            error = StoreError(f"cannot {verb.format(key)} {self.url}: {cause}", key=key, retryable=True)
+            raise error.advise(unreachable(self.url)) from e
 
     def _send(
         self, method: str, path: str, headers: dict[str, str], body: bytes | None
@@ -308,7 +311,8 @@ class HttpStore(ReadOnlyStore):
             )
         if status not in (200, 206, 416):
             retryable = status in _BUSY or 500 <= status < 600
-            raise StoreError(f"{self.url} answers {status} for {key}", key=key, retryable=retryable)
+            answer = StoreError(f"{self.url} answers {status} for {key}", key=key, retryable=retryable)
+            raise answer.advise(f"See the log of the server or proxy; pulse doctor {self.url} checks each step")
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise StoreError(
                 f"{self.url} sends {key} with a Content-Encoding, which was not requested; turn compression off in the "
@@ -321,7 +325,7 @@ def _trust(cafile: str | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=cafile)
     except OSError as e:  # ssl.SSLError is one
-        raise StoreError(f"cannot read certificates from {cafile}: {e}") from e
+        raise StoreError(f"cannot read certificates from {cafile}: {e}; give a file in PEM format") from e
 
 
 def _close(connections: list[Connection]) -> None:
@@ -342,7 +346,10 @@ def _range_size(response: http.client.HTTPResponse, begin: int, end: int | None,
         good = stop == (size if end is None else min(end, size))
     if not good:
         asked = f"{begin}-{'' if end is None else end - 1}"
-        raise StoreError(f"the request was for bytes {asked} of {key}, but the answer has {said[:80]!r}", key=key)
+        raise StoreError(
+            f"the request was for bytes {asked} of {key}, but the answer has {said[:80]!r}; check the server or proxy",
+            key=key,
+        )
     return stop - first
 
 

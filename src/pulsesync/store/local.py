@@ -24,6 +24,16 @@ _MAX_WARNED = 1000  # links that are logged
 # Errors of the system that mean that there is no object: a path below a file, a name that is too long, a cycle of
 # links, a socket or a device without a driver.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENODEV)
+_NO_ROOM = "Make room on its disk: pulse prune removes old versions of a run"
+_NO_RIGHT = "Let this user read and write the folder, or give another one"
+_ADVICE = {
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    errno.EACCES: _NO_RIGHT,
+    errno.EPERM: _NO_RIGHT,
+    errno.EROFS: _NO_RIGHT,
+    errno.ENOTDIR: "Give a folder, or a path at which there is nothing yet",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +135,7 @@ class LocalStore:
         try:
             self._settle(target.parent)
         except FileExistsError as e:  # must not be mistaken for the object itself
-            raise NotADirectoryError(f"{target.parent} is below a file") from e
+            raise NotADirectoryError(errno.ENOTDIR, "a file is in the place of a folder", str(target.parent)) from e
         path = target.parent / f"{_SPOOL}{secrets.token_hex(8)}"
         try:
             with path.open("xb") as file:
@@ -163,7 +173,8 @@ class LocalStore:
         except OSError as e:
             if verb == "read" and e.errno in _ABSENT:
                 raise NotFoundError(f"there is no {key} in {self.folder}: {e.strerror}", key=key) from e
-            raise StoreError(f"cannot {verb} {key} in {self.folder}: {e}", key=key) from e
+            failure = StoreError(f"cannot {verb} {key} in {self.folder}: {e}", key=key)
+            raise failure.advise(_ADVICE.get(e.errno or 0, "Check the disk and the file system")) from e
 
 
 class ServedFolder(ReadOnlyStore, LocalStore):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pulsesync.errors import ConflictError, MissingBucketError, NotFoundError, StoreError
-from pulsesync.store.aws import ENDPOINT_VARIABLES, Credentials, find_credentials
-from pulsesync.store.base import ObjectEntry
+from pulsesync.store.aws import ENDPOINT_VARIABLES, find_credentials
+from pulsesync.store.base import ObjectEntry, refused, unreachable
 from pulsesync.store.keys import check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class ObjectStore:
                 retryable = _status(e) is not None and _is_passing(e)
                 raise StoreError(f"cannot {what}: {said}", key=key, retryable=retryable) from e
             self._has_credentials |= not _is_about_metadata(e)
-            raise _store_error(e, what, key, self._credentials) from e
+            raise _store_error(e, what, key, self.url, self.credentials_from) from e
         self._has_credentials = True
 
 
@@ -206,20 +206,24 @@ def _is_about_metadata(error: Exception) -> bool:
     return _METADATA.search(str(error)) is not None
 
 
-def _store_error(error: Exception, what: str, key: str, credentials: Credentials | None) -> StoreError:
+def _store_error(error: Exception, what: str, key: str, url: str, credentials_from: str) -> StoreError:
     from obstore.exceptions import AlreadyExistsError
 
     code = _CODE.search(str(error))
     if code and code[1] in _PASSING_CODES:
-        return StoreError(f"cannot {what}: {_said(error)}", key=key, retryable=True)
+        return StoreError(f"cannot {what}: {_said(error)}", key=key, retryable=True).advise("Try again")
     if isinstance(error, AlreadyExistsError):
         return ConflictError(f"cannot {what}: it exists already", key=key)
     no_bucket = code is not None and code[1] in _NO_BUCKET_CODES
     if isinstance(error, FileNotFoundError) and not no_bucket:
         return NotFoundError(f"cannot {what}: there is no such object", key=key)
-    source = f" (credentials from {credentials.source})" if credentials and _status(error) in (401, 403) else ""
-    kind = MissingBucketError if no_bucket else StoreError
-    return kind(f"cannot {what}: {_said(error)}{source}", key=key, retryable=_is_passing(error))
+    if no_bucket:
+        missing = MissingBucketError(f"cannot {what}: {_said(error)}", key=key)
+        return missing.advise("Create the bucket, or correct its name, the region or the endpoint")
+    denied = _status(error) in (401, 403)
+    source = f" (credentials from {credentials_from})" if denied else ""
+    failure = StoreError(f"cannot {what}: {_said(error)}{source}", key=key, retryable=_is_passing(error))
+    return failure.advise(refused(url) if denied else unreachable(url))
 
 
 def _is_passing(error: Exception) -> bool:

@@ -103,7 +103,9 @@ class RetryStore:
             except StoreError as e:
                 if not e.retryable:
                     raise
-                logger.info("Attempt %d of %d at a request failed; trying again: %s.", attempt, self._attempts, e)
+                logger.info(
+                    "Attempt %d of %d at a request failed; trying again: %s.", attempt, self._attempts, e.reason
+                )
             self._sleep(self._random() * min(longest, self._longest_wait_s))
             longest *= 2
         return call()
