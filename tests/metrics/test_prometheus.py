@@ -1,5 +1,7 @@
 """Events as Prometheus metrics, and the exporter, asked over loopback."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -120,6 +122,21 @@ def test_a_closed_exporter_is_gone() -> None:
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(exporter.url, timeout=5)
     metrics.export(port=exporter.port).close()  # and its port is free
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_keep_the_port() -> None:
+    exporter = metrics.export(port=0)
+    if (child := os.fork()) == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert scrape(exporter.url).value("pulse_events_dropped_total") == 0
+        exporter.close()
+        metrics.export(port=exporter.port).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_port_that_is_taken_is_named_and_nothing_is_left_behind() -> None:

@@ -4,6 +4,8 @@ Needs `pip install 'pulsesync[metrics]'`.
 """
 
 import logging
+import os
+import weakref
 from collections.abc import Collection, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -128,6 +130,7 @@ class MetricsExporter:
             raise PulseError(
                 f"cannot serve metrics on {host} port {port}: {cause}; give another port, or 0 for a free one"
             ) from e
+        _servers.add(self._server)
         self._listening = metrics.listen()
         self.port = int(self._server.server_port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
@@ -147,6 +150,21 @@ class MetricsExporter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_servers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the ports in a forked child, such as a DataLoader's worker.
+
+    It has no thread that answers there, and may outlive this process: scrapes would wait, and the port stay taken.
+    """
+    for server in list(_servers):
+        server.socket.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def export(
