@@ -136,9 +136,9 @@ class Manifest:
         """Write the record, without a signature.
 
         Raises:
-            FormatError: no reader would accept it.
+            FormatError: the name of a file is not valid. Its other fields are those of the library's own making.
         """
-        _check(self)
+        check_file_names([file.name for file in self.files])
         fields = b"".join(
             (
                 bytes([(_BASE if self.base else 0) | (_HISTORY if self.history else 0)]),
