@@ -49,12 +49,14 @@ class CountingStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         super().put("head", b"4")
-        self.puts, self.refuses = 0, False
+        self.puts, self.refuses, self.is_away = 0, False, False
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self.puts += 1
         if self.refuses:
             raise StoreError("403 Forbidden", key=key)
+        if self.is_away:
+            raise StoreError("no answer", key=key, retryable=True)
         super().put(key, data)
 
     def heartbeat(self) -> Heartbeat:
@@ -374,6 +376,16 @@ def test_a_store_that_refuses_is_logged_once(caplog: pytest.LogCaptureFixture) -
         "The heartbeat of rollout-3 cannot be written, so pulse status will not show this worker; syncs go on: "
         "403 Forbidden"
     ]
+
+
+def test_a_worker_is_seen_soon_after_its_store_was_away() -> None:
+    store = CountingStore()
+    store.is_away = True
+    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.05)) as writer:
+        writer.synced(4, 40, newest=4)
+        wait_until(lambda: store.puts >= 9)  # to wait twice as long after each would now be 25 s
+        store.is_away = False
+        wait_until(lambda: read(store) is not None, 5)
 
 
 def test_a_store_that_hangs_keeps_no_event_waiting() -> None:

@@ -190,7 +190,7 @@ class HeartbeatWriter:
 
     The first record is written when there is something to show, later ones soon after something has changed, and every
     30 s in any case, until `close`; none while there is no run at the location. A store that refuses is logged once,
-    and asked again less and less often.
+    and asked again less and less often; one that does not answer is asked at the same interval.
 
     Args:
         store: The store of the run.
@@ -234,6 +234,7 @@ class HeartbeatWriter:
         self._thread: threading.Thread | None = None
         self._ended = False  # apart from the fields: a handler may set it while a sync replaces them
         self._refused = 0  # attempts in a row
+        self._is_away = False  # whether the last of them may succeed when it is repeated
 
     @property
     def record(self) -> Heartbeat:
@@ -335,7 +336,8 @@ class HeartbeatWriter:
             self._write(record)
             if record.ended:
                 return
-            wait_s = min(self._every_s * 2 ** min(self._refused, 10), max(LONGEST_S, self._every_s))
+            refused = 0 if self._is_away else min(self._refused, 10)  # a worker must not look silent after an outage
+            wait_s = min(self._every_s * 2**refused, max(LONGEST_S, self._every_s))
             if self._refused:
                 self._wait_for_end(wait_s)
             elif self._gate.acquire(timeout=wait_s):
@@ -361,6 +363,7 @@ class HeartbeatWriter:
                     e,
                 )
             self._refused += 1
+            self._is_away = bool(getattr(e, "retryable", False))
         else:
             self._refused = 0
 
