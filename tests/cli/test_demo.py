@@ -307,7 +307,7 @@ def test_a_folder_goes_on_only_with_the_settings_it_was_begun_with(tmp_path: Pat
     replace(DemoSettings(steps=7), store=str(tmp_path / "store"), port=5, secret="x").save(tmp_path)
     (tmp_path / "steps.jsonl").write_text("{}\n{}\n{")
     assert open_folder(tmp_path, DemoSettings(steps=7)) == (tmp_path, 2)
-    with pytest.raises(UsageError, match="begun with steps 7"):
+    with pytest.raises(UsageError, match="was started with steps 7"):
         open_folder(tmp_path, DemoSettings(steps=8))
     (tmp_path / "settings.json").write_text('{"pace": 3}')
     with pytest.raises(UsageError, match="cannot be read"):

@@ -129,7 +129,7 @@ def test_following_nothing_once_is_exit_code_3(tmp_path: Path) -> None:
     assert pulse("follow", tmp_path / "run", tmp_path / "f", "--once").refused(3, "no run")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").touch()
-    assert pulse("follow", tmp_path / "run", tmp_path / "mine", "--once").refused(1, "something else")
+    assert pulse("follow", tmp_path / "run", tmp_path / "mine", "--once").refused(1, "contains other files")
 
 
 def test_following_a_run_without_its_first_anchor_once_is_exit_code_3(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -394,7 +394,7 @@ def test_tensors_on_other_hardware_are_refused(others: dict[str, torch.Tensor], 
 
 @pytest.mark.parametrize("keep", ["device", "hook"])
 def test_a_base_on_a_device_is_for_tensors_there(keep: Any) -> None:
-    with pytest.raises(ValueError, match="for tensors on a GPU"):
+    with pytest.raises(ValueError, match="applies to tensors on a GPU"):
         Publisher(MemoryStore(), keep=keep).publish({"a": torch.zeros(3)})
 
 
@@ -407,7 +407,7 @@ def test_tensors_that_came_or_went_are_refused(device: str) -> None:
     weights = model(device)
     with on(device), Publisher(MemoryStore()) as pub:
         pub.publish(weights)
-        with pytest.raises(StateError, match="was added, removed, cast, reshaped or tied"):
+        with pytest.raises(StateError, match="was added, removed"):
             pub.publish({**weights, "new": weights["b"].clone()})
         assert keys.manifest_key(1) not in {entry.key for entry in pub.store.list("manifests/")}
 

@@ -100,13 +100,13 @@ def test_slices_of_whole_tiles_are_followed(device: str, many_lanes: None) -> No
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
-    "missing": lambda model: {"b": model["b"]},
+    "and this model does not": lambda model: {"b": model["b"]},
     "is not contiguous": lambda model: {**model, "a": model["a"].t().contiguous().t()},
     "is F16": lambda model: {**model, "a": model["a"].half()},
     "in the run": lambda model: {**model, "a": model["a"][:4]},
     "no tensor": lambda model: {**model, "z": model["a"].clone()},
     "share memory": lambda model: {"a": model["a"], "b": model["a"].view(-1)[:9].view(3, 3)},
-    "not a tensor": lambda model: {**model, "a": 3},
+    "must be a tensor": lambda model: {**model, "a": 3},
 }
 
 

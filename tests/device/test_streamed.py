@@ -556,7 +556,7 @@ def test_weights_that_something_else_writes_meanwhile_are_not_published(times: i
         weights["b"][3] += 1  # by no optimizer that is held
         gate.open()
         assert isinstance(error := future.exception(PATIENCE_S), StateError)
-        assert "hold every optimizer" in str(error)
+        assert "call hold() with every optimizer" in str(error)
         held.step()
         assert pub.publish(weights, step=times + 1).version == times
 

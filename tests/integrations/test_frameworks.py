@@ -158,8 +158,9 @@ def test_a_failure_while_watching_leaves_the_weights_and_a_sync_completes() -> N
 
 
 def test_the_program_of_the_page_runs_and_its_class_passes_the_suite_that_the_page_shows(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "integrations" / "frameworks.md").read_text()
     program, suite = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}

@@ -12,7 +12,8 @@ from pulsesync.quantized import QuantizedSubscriber  # noqa: E402
 from tests.quantized.test_subscriber import Place, Trainer  # noqa: E402
 
 
-def test_a_sync_is_emitted_once_with_the_pause_of_the_workers_tensors() -> None:
+def test_a_sync_is_emitted_once_with_the_pause_of_the_workers_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.run.reporting.IDLE_S", 0.0)  # a sync that finds nothing new is emitted each time
     received: list[events.Event] = []
     trainer = Trainer(Place("cpu"))
     worker = trainer.worker("vllm-fp8-block")

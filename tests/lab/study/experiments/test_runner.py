@@ -249,7 +249,7 @@ def test_the_command_runs_and_lists(small: None, tmp_path: Path) -> None:
     done = commands.pulse("study", "experiment", "small", "--out", tmp_path, "--seeds", "3", "--steps", "2")
     assert done.code == 0
     assert (tmp_path / "small" / "one-seed3.jsonl").exists()
-    commands.pulse("study", "experiment", "large").refused(2, "unknown experiment large")
+    commands.pulse("study", "experiment", "large").refused(2, "no experiment large")
     commands.pulse("study", "experiment", "small", "--seeds", "x").refused(2, "must be integers such as 0,1,2")
 
 
