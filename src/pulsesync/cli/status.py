@@ -17,6 +17,7 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    no_run,
     open_place,
     read_trust,
     size,
@@ -77,7 +78,7 @@ def status(
             found = read_fleet(store, trust=keys, max_lag=max_lag, max_age_s=max_age_s)
         except NothingPublishedError as e:
             if not watch:
-                raise NothingThereError(f"there is no run at {run}, or no version in it yet") from e
+                raise NothingThereError(no_run(run)) from e
             printer.note("waits", f"there is no version at {run} yet")
         except StoreError as e:
             if not (watch and e.retryable):

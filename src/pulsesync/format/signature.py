@@ -153,7 +153,9 @@ def check(record: bytes, found: Signature | None, trust: Collection[str], squash
         )
     if not _verify(found.key, found.signature, record):
         raise SignatureError(
-            "the signature is not valid for this record: one of them was changed", public_key=found.key
+            "the signature is not valid for this record: one of them was changed; restore the record from a "
+            "backup, and find what changed it",
+            public_key=found.key,
         )
     if found.key in trust:
         return
@@ -166,7 +168,9 @@ def check(record: bytes, found: Signature | None, trust: Collection[str], squash
         )
     if squashed_run is None or not _verify(said.by, said.signature, _statement(squashed_run, found.key)):
         raise SignatureError(
-            "the delegated key that signed this record was not allowed to write it", public_key=found.key
+            "the delegated key that signed this record was not allowed to write it: it may sign squashed "
+            "patches of its own run only",
+            public_key=found.key,
         )
 
 

@@ -113,7 +113,8 @@ def agree(notes: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
     for rank, windows in enumerate(everyones):
         if notes[rank][:4] == b"all " and (missing := sorted(names - windows.keys())):
             raise StateError(
-                f"rank {rank} does not have tensor {missing[0]!r} of the sources ({len(missing)} tensors are missing)",
+                f"rank {rank} does not have tensor {missing[0]!r} of the sources ({len(missing)} tensors are "
+                "missing); give every rank the model of the sources",
                 tensor=missing[0],
             )
     for holders, pieces in zip(wire.holders, wire.pieces, strict=True):
@@ -141,7 +142,8 @@ def _untied(
         apart, tied = windows[alias], windows.get(ties[alias])
         if tied is None or replace(apart, tensor=replace(apart.tensor, name=ties[alias])) != tied:
             raise StateError(
-                f"rank {rank} has another shard of {alias!r} than of {ties[alias]!r}, to which the sources tie it",
+                f"rank {rank} has another shard of {alias!r} than of {ties[alias]!r}, to which the sources tie "
+                "it; shard both alike",
                 tensor=alias,
             )
         if sends and apart.local.size:
@@ -167,7 +169,8 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
             if owner is None and holders:
                 raise StateError(
                     f"rank {min(holders)} has rows {piece.row} to {piece.row + piece.rows} of tensor "
-                    f"{piece.tensor!r}, and no source has them",
+                    f"{piece.tensor!r}, and no source has them: place them on a source, or leave the tensor out "
+                    "on that rank",
                     tensor=piece.tensor,
                 )
             if owner is not None:

@@ -256,7 +256,9 @@ class Collective:
         """Begin an operation, and wait for its end."""
         work = self._begin(begin)
         if work is None:
-            raise GroupError("this process is not in the group", rank=self.rank)
+            raise GroupError(
+                "this process is not in the group; call this on the ranks of the group only", rank=self.rank
+            )
         self._end(work)
 
     def _move(self, moves: Sequence[Any]) -> None:

@@ -546,7 +546,9 @@ def identify(records: RunReader, path: str | Path) -> Identity:
     newest = records.newest()
     if newest is None:
         raise NotFoundError(
-            "there is no run at this location, or it has no version yet; check the location", key="manifests/"
+            f"there is no run at {location_of(records.store)}, or it has no version yet: check the location, "
+            "or try again later",
+            key="manifests/",
         )
     name = _current(path)
     folder = path / name if name else path

@@ -338,10 +338,15 @@ def place(model: ModelShape, rank: EngineRank, runtime: Mapping[str, Any]) -> di
 
 def _checked(one: Fused, tensor: Any) -> Any:
     if tensor is None:
-        raise StateError(f"the runtime has no tensor {one.name!r}, which the map of this model needs", tensor=one.name)
+        raise StateError(
+            f"the runtime has no tensor {one.name!r}, which the map of this model needs; check that the "
+            "configuration is that of the engine's model",
+            tensor=one.name,
+        )
     if (shape := tuple(tensor.shape)) != one.shape:
         raise StateError(
-            f"runtime tensor {one.name!r} has shape {shape}; for this rank of this model it must be {one.shape}",
+            f"runtime tensor {one.name!r} has shape {shape}; for this rank of this model it must be {one.shape}: "
+            "check the rank and the number of ranks",
             tensor=one.name,
         )
     if not _contiguous(tensor):

@@ -164,7 +164,7 @@ class _Preparation:
                     "weights are unchanged; update again"
                 )
         if self.cancelled:
-            raise GroupError("the update was aborted; the weights are unchanged")
+            raise GroupError("the update was aborted; the weights are unchanged; update again")
 
 
 class EngineFollower:
@@ -332,7 +332,7 @@ class EngineFollower:
         if thread.name != "pulse-update":
             return
         if pending is None or pending.thread is not thread:
-            raise GroupError("the update was aborted; the weights are as they were")
+            raise GroupError("the update was aborted; the weights are as they were; update again")
         pending.wait_for_decision()
 
     # Deciding
@@ -408,7 +408,7 @@ class EngineFollower:
 
     def _load_checkpoint(self, fresh: bool) -> None:
         if not fresh:
-            raise ChainError("there is no earlier version to roll back to")
+            raise ChainError("there is no earlier version to roll back to; update to a version instead")
         self._engine.load_weights(self._engine.checkpoint())
         self._engine.refresh_packed()
 

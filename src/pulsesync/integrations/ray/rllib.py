@@ -216,7 +216,7 @@ def _in_dtypes_of(subscriber: Subscriber, version: int, tensors: Mapping[str, An
     records = RunReader(subscriber.store, subscriber.trust)
     manifest = records.version(version)
     if manifest is None:
-        raise StateError(f"version {version} is not published, or was pruned")
+        raise StateError(f"version {version} is not published, or was pruned; pulse log lists the versions of a run")
     specs = {spec.name: spec for spec in records.layout(manifest.layout).tensors}
     found = {}
     for name, tensor in tensors.items():

@@ -146,7 +146,11 @@ class RayStore:
         except PulseError:
             raise
         except (errors.GetTimeoutError, errors.ObjectFetchTimedOutError) as e:
-            raise StoreError(f"{verb} {key}: no answer in {self.timeout_s:g} s", key=key, retryable=True) from e
+            raise StoreError(
+                f"{verb} {key}: no answer in {self.timeout_s:g} s; check that the Ray cluster is not overloaded",
+                key=key,
+                retryable=True,
+            ) from e
         except errors.ObjectLostError as e:
             raise NotFoundError(f"{key} is lost, because the node that had it is gone", key=key) from e
         except errors.RayError as e:
