@@ -1,5 +1,6 @@
 """`check_location`: stores that are well, and each of the ways in which one can be wrong."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,23 @@ class ReadOnly(MemoryStore):
         raise StoreError("403 Forbidden", key=key)
 
     create = put
+
+
+def test_a_writer_without_an_answer_is_found_and_what_it_may_leave_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.maintain.doctor.WRITERS_S", 0.2)
+    release = threading.Event()
+
+    class Hanging(MemoryStore):
+        def create(self, key: str, data: bytes) -> None:
+            if data == b"writer 3":
+                release.wait(30)
+            super().create(key, data)
+
+    finding = findings(Hanging())["create at once"]
+    release.set()
+    assert finding.status == "fail"
+    assert "1 of 8 writers at once got no answer" in finding.found
+    assert "/contended may appear there later" in str(finding.advice)
 
 
 def test_a_store_that_refuses_writes_fails_unless_only_reading_is_asked_for() -> None:

@@ -38,6 +38,7 @@ Status: TypeAlias = Literal["ok", "warn", "fail", "skipped"]
 
 PREFIX = "doctor/"
 WRITERS = 8  # threads that create the same object at once
+WRITERS_S = 120.0  # for all of them to get an answer
 FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 22  # of the objects by which the link is measured
 LINK_S = 5.0  # that sending or fetching one of them may take
 CLOCK_WARN_S, CLOCK_FAIL_S = 5.0, 60.0
@@ -241,8 +242,13 @@ class StoreCheck:
         threads = [threading.Thread(target=create, args=(number,), daemon=True) for number in range(WRITERS)]
         for thread in threads:
             thread.start()
+        until = time.monotonic() + WRITERS_S
         for thread in threads:
-            thread.join(120)
+            thread.join(max(0.0, until - time.monotonic()))
+        if waiting := sum(thread.is_alive() for thread in threads):
+            advice = f"see the log of the store; {self._folder}contended may appear there later: remove it by hand"
+            found = f"{waiting} of {WRITERS} writers at once got no answer within {WRITERS_S:.0f} s"
+            return Finding(name, "fail", found, advice)
         winners = [one for one in results if isinstance(one, int)]
         errors = [one for one in results if isinstance(one, Exception) and not isinstance(one, ConflictError)]
         if errors and not all(getattr(one, "retryable", False) for one in errors):
