@@ -175,7 +175,7 @@ def test_verify_checks_every_move(run: Path) -> None:
     store.put(other, store.get(keys.pointer_key("stable", 0)))
     done = pulse("verify", run)
     assert done.code == 1
-    assert f"{other}: the record {other} is move 0 of pointer 'stable'" in done.err
+    assert f"{other}: the record is move 0 of pointer 'stable'" in done.err
 
 
 def test_verify_finds_a_pointer_that_leads_nowhere(run: Path) -> None:
