@@ -255,6 +255,14 @@ def test_the_board_is_bounded_in_number_and_time() -> None:
         board.put("heartbeats/w6", b"{}")
 
 
+def test_a_clock_that_is_set_back_drops_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = HeartbeatBoard(MemoryStore())
+    board.put("heartbeats/w", record("w"))
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s - 2)
+    assert [entry.key for entry in board.list("heartbeats/", [])] == ["heartbeats/w"]
+
+
 def test_a_newer_record_of_the_store_counts() -> None:
     board = HeartbeatBoard(MemoryStore())
     board.put("heartbeats/w", record("w"))

@@ -96,7 +96,7 @@ class HeartbeatBoard:
         now_s = time.time()
         while self._kept:
             key, (_, came_s) = next(iter(self._kept.items()))
-            if len(self._kept) <= self._max_workers and 0 <= now_s - came_s <= self._keep_s:
+            if len(self._kept) <= self._max_workers and abs(now_s - came_s) <= self._keep_s:
                 return
             del self._kept[key]
 
