@@ -296,7 +296,7 @@ def unmatched(rank: int, size: int, folder: str) -> None:
 
 def test_a_wait_over_nccl_ends_and_a_new_group_works(tmp_path: Path) -> None:
     (got,) = run("late", 1, tmp_path)
-    assert "rank 0 waited 0.5 s for the others" in got["error"]
+    assert "rank 0 waited 0.5 s for the other ranks" in got["error"]
     assert 0.5 <= got["waited_s"] < 30
     assert "rank 0" in got["again"]  # what was aborted is of no use
     assert got["new group"] == "still here"

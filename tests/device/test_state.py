@@ -104,7 +104,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "is not contiguous": lambda model: {**model, "a": model["a"].t().contiguous().t()},
     "is F16": lambda model: {**model, "a": model["a"].half()},
     "in the run": lambda model: {**model, "a": model["a"][:4]},
-    "no tensor": lambda model: {**model, "z": model["a"].clone()},
+    "and the run does not": lambda model: {**model, "z": model["a"].clone()},
     "share memory": lambda model: {"a": model["a"], "b": model["a"].view(-1)[:9].view(3, 3)},
     "must be a tensor": lambda model: {**model, "a": 3},
 }
@@ -122,7 +122,7 @@ def test_tensors_that_do_not_fit_are_refused(why: str, device: str) -> None:
 def test_fp32_tensors_for_a_bf16_run_are_refused_and_the_fix_is_named(device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (5, 6))])
     wide = {"a": torch.zeros(5, 6, device=device)}
-    with pytest.raises(StateError, match="pass widen=True"):
+    with pytest.raises(StateError, match="Pass widen=True"):
         DeviceState.attach(wide, layout)
     with pytest.raises(StateError, match="cannot be widened"):
         DeviceState.attach(wide, layout, widen=True)

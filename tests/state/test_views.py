@@ -309,8 +309,8 @@ def test_names_that_differ_are_counted_and_the_first_are_listed() -> None:
     error = other_names(["a", "b", "c", "d"], ["x"], "; if this process has a part of the model, pass slices=")
     assert str(error) == (
         "the run has 4 tensors ('a', 'b', 'c', …), and this model does not; this model has tensor 'x', and the run "
-        "does not. Pass the tensors that the trainer publishes, under the same names; if this process has a part of "
-        "the model, pass slices="
+        "does not. Nothing was written. Pass tensors with the names that the trainer publishes; if this process has a "
+        "part of the model, pass slices="
     )
     assert error.tensor == "a"
 

@@ -63,7 +63,7 @@ def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
 
 _ADVICE = (
     "Workers take another path where there is one, and otherwise keep their version. Restore what is bad "
-    "from a backup, or publish on: the next anchor is a path around it."
+    "from a backup, or keep publishing: the next anchor is a path around it."
 )
 _PLURALS = {
     "version": "versions",

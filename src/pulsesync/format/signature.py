@@ -162,8 +162,8 @@ def check(record: bytes, found: Signature | None, trust: Collection[str], squash
     said = found.delegation
     if not said or said.by not in trust:
         raise SignatureError(
-            f"the record is signed by {found.key[:16]}…, which is not trusted: add it to trust= if it is the "
-            "publisher's",
+            f"the record is signed by the key {found.key}, which is not trusted; nothing of it was applied. If the "
+            "publisher confirms that this is its key, add it to trust=; if not, another program writes to this run",
             public_key=found.key,
         )
     if squashed_run is None or not _verify(said.by, said.signature, _statement(squashed_run, found.key)):

@@ -146,7 +146,8 @@ class FrameworkSubscriber:
         digest = self.subscriber.verify()
         if differing := _differing(published_tensors(weights), self._copy):
             raise VerificationError(
-                f"the weights are not version {self.version}: something else has written to {differing[0]!r}. {REPAIR}",
+                f"the weights in memory are not version {self.version}: something else has written to "
+                f"{differing[0]!r}. {REPAIR}",
                 tensor=differing[0],
             )
         return digest

@@ -133,8 +133,9 @@ def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None
     except (ConflictError, NotFoundError) as e:
         found = "already exists" if isinstance(e, ConflictError) else "cannot be created, because its base was pruned"
         raise AnotherPublisherError(
-            f"version {manifest.version} {found}: another publisher is writing to this run. Its versions are "
-            "unchanged; stop one of the two, or create a new Publisher to resume the run from its newest version",
+            f"version {manifest.version} {found}: another publisher is writing to this run. What it published "
+            "is unchanged, and these weights were not published. Stop the other publisher, then create a new Publisher "
+            "to continue the run from its newest version; or publish to another location",
             key=key,
             version=manifest.version,
         ) from e

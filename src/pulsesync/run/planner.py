@@ -157,7 +157,8 @@ def find_path(position: Position | None, goal: Manifest, look: Look) -> list[Man
         + ": a record on every path was pruned, is lost or cannot be read",
         version=goal.version,
     ).advise(
-        "Restore it from a backup, or publish on: the next anchor is a new path. pulse verify RUN names what is bad"
+        "Restore it from a backup, or keep publishing: the next anchor is a new path. pulse verify RUN names what is "
+        "bad"
     )
     if position is not None and position.version <= goal.version:
         try:

@@ -32,8 +32,8 @@ from pulsesync.run import keys, planner
 from pulsesync.store import Store, forget
 
 DAMAGED = (
-    "Nothing of it was applied. Restore it from a backup, or publish on: the next anchor is a path around it. pulse "
-    "verify RUN lists everything that is damaged"
+    "Nothing of it was applied: the worker keeps its version. Restore the object from a backup, or keep publishing: "
+    "the next full checkpoint (anchor) is a path around it. pulse verify RUN lists all that is damaged"
 )
 DIFFERS = "pulse verify RUN, on another machine, shows whether the version is bad or this machine is"
 HINT_BYTES = 32
@@ -211,7 +211,8 @@ class RunReader:
         place = location_of(self.store)
         return NothingPublishedError(
             f"there is no run at {place}: neither {keys.HEAD} nor anything below manifests/ was found{more}. Check "
-            "the location; if the trainer has not published the first version yet, pass wait_s= to wait for it",
+            "the location; if the trainer has not published the first version yet, wait for it with "
+            "sync(model, wait_s=600)",
             key="manifests/",
             location=place,
         )

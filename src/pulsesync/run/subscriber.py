@@ -68,8 +68,8 @@ TOGETHER = 16  # patches decoded together, so that the weights are copied and co
 AHEAD_BYTES = 1 << 24
 AHEAD_SHARE = 32
 REPAIR = (
-    "Stop using the weights and sync with verify=True, which loads them again from an anchor; then find the program "
-    "that writes to them"
+    "Stop using the weights and sync with verify=True, which loads them again from an anchor; then find the code or "
+    "program that writes to them"
 )
 INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first and the longest pause between checks of a store with nothing new
 
@@ -935,7 +935,7 @@ class Subscriber:
         if actual != expected:
             tiles, now = self._state.layout.tiles, self._state.sums
             first = next(tiles[n].tensor.name for n in sorted(now) if now[n] != before[n])
-            self._damage = f"the weights are not version {version}: something else has written to {first!r}. {REPAIR}"
+            self._damage = f"{_written_by_another(version, first)}. {REPAIR}"
             self._check_scrub(expected, actual)
         return actual
 
@@ -953,7 +953,7 @@ class Subscriber:
                 if version is not None:
                     self.events.recounted(version, tile is None, began)
                 if tile is not None:
-                    found = f"the weights are not version {version}: something else has written to {tile.tensor.name!r}"
+                    found = _written_by_another(version, tile.tensor.name)
                     self._damage = f"{found}. {REPAIR}"
                     logger.warning("A recount found that %s.", found)
 
@@ -983,6 +983,10 @@ def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = Fal
 
 def _reason(error: Exception) -> str:
     return error.reason if isinstance(error, PulseError) else str(error)
+
+
+def _written_by_another(version: int | None, tensor: str) -> str:
+    return f"the weights in memory are not version {version}: something else has written to {tensor!r}"
 
 
 def _pauses(first_s: float, longest_s: float) -> Iterator[float]:

@@ -707,18 +707,18 @@ def _advice(here: TensorSpec, spec: TensorSpec, tied_to: str | None, widen: bool
     """Advice for a tensor whose shape or dtype differs from the run's, or from that of the tensor it is tied to."""
     if here.shape != spec.shape:
         return (
-            "sync into the model that the trainer publishes, made with the same configuration, or pass slices= if this "
-            "process has a part of it"
+            "nothing was written. Build the model with the trainer's configuration; if this process has only a part "
+            "of it, pass slices= to Subscriber"
         )
     if (here.dtype, spec.dtype) == ("F32", "BF16") and not widen:
         return (
-            "pass widen=True to Subscriber to have each BF16 value written as the FP32 number that it is, or convert "
-            "the model: model.to(torch.bfloat16)"
+            "nothing was written. Pass widen=True to Subscriber to have each BF16 value written as the FP32 number "
+            "that it is, or convert the model: model.to(torch.bfloat16)"
         )
     if (here.dtype, spec.dtype) == ("F32", "BF16") and not widens:
         return "tensors on a GPU cannot be widened: give the model BF16 weights, or widen a copy in host memory"
     if widen and spec.dtype == "BF16" and tied_to:
         return f"{tied_to!r}, to which it is tied, has another dtype in this model: give both the same"
-    return f"convert it: model.to(torch.{dtype_in_torch(spec.dtype)})" + (
+    return f"nothing was written. Convert the model: model.to(torch.{dtype_in_torch(spec.dtype)})" + (
         "; widen=True is for tensors that are BF16 in the run" if widen and here.dtype == "F32" else ""
     )

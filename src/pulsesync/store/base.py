@@ -78,7 +78,7 @@ class ReadOnlyStore:
 
 def unreachable(address: str) -> str:
     """Return what to do if a store does not answer."""
-    return f"Check that the address is right and that the server runs; pulse doctor {address} checks each step"
+    return f"Check the address, and that the server is running; pulse doctor {address} tests the connection"
 
 
 def refused(address: str) -> str:
