@@ -230,7 +230,7 @@ def test_a_trainer_that_is_killed_leaves_a_run_that_is_served(server: Server, tm
         follower = pulse("follow", str(run), "--vllm", server.url, "--interval", "0.05", output=output)
     client = VllmServer(server.url)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300  # the trainer may have to compile its kernels, on a busy machine
         while client.status()["location"] != str(run) or (client.status()["version"] or 0) < 3:
             assert trainer.poll() is None
             assert time.monotonic() < end
