@@ -174,7 +174,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (process.returncode, err) == (130, "")
     shown = [first, *map(json.loads, out.splitlines())]
     assert commands.pulse("demo", "--replay", "--workers", 2, "--out", tmp_path / "run").refused(
-        2, "begun with workers 1"
+        2, "was started with workers 1"
     )
     done = commands.pulse(*arguments)
     assert (done.code, done.err) == (0, "")
