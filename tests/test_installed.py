@@ -172,9 +172,9 @@ def test_the_quickstart_without_torch_runs(installed: Path, tmp_path: Path) -> N
         b.text for b in blocks_of("docs/quickstart.md") if b.language == "python" and "runs/numpy" in b.text
     )
     published = run(installed / "python", "-c", trainer, cwd=tmp_path).splitlines()
-    assert [line.split(":")[0] for line in published] == [f"version {n}" for n in range(5)]
+    assert [line.split(":")[0] for line in published] == [f"version {n}, step {n}" for n in range(5)]
     synced = run(installed / "python", "-c", worker, cwd=tmp_path)
-    assert synced.startswith("version 4 by anchor, patch, patch, patch, patch: ")
+    assert synced.startswith("version 4, step 4: 1 anchor + 4 patches, ")
     assert "5 versions, 1 anchor: all good" in run(installed / "pulse", "verify", "runs/numpy", cwd=tmp_path)
 
 
