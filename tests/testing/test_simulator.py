@@ -419,7 +419,7 @@ def forget_that_what_waits_was_compared_with_the_base_before(
     return ADVANCE(self, draft, last, record, [])
 
 
-def never_begin_an_epoch(
+def begin_an_epoch_too_early(
     last: Manifest,
     step: int,
     parts: tuple[PartRef, ...],
@@ -429,7 +429,7 @@ def never_begin_an_epoch(
     files: tuple[FileRef, ...],
 ) -> Manifest:
     record = NEXT_RECORD(last, step, parts, state_digest, history, anchor, files)
-    return replace(record, epoch=last.epoch, index=last.index + 1)
+    return replace(record, epoch=last.epoch + 1, index=1)
 
 
 def put_what_must_be_created(self: CachedStore, key: str, data: bytes) -> None:
@@ -639,7 +639,7 @@ FAULTS = [
     PlantedFault(
         RunWriter, "_advance", forget_that_what_waits_was_compared_with_the_base_before, Invariant.PUBLISHED_STATE
     ),
-    PlantedFault(writer, "next_record", never_begin_an_epoch, Invariant.VERSION_ORDER),
+    PlantedFault(writer, "next_record", begin_an_epoch_too_early, Invariant.VERSION_ORDER),
     PlantedFault(CachedStore, "create", put_what_must_be_created, Invariant.IMMUTABLE_OBJECTS),
     PlantedFault(Subscriber, "_commit", report_before_the_commit, Invariant.WORKER_WEIGHTS),
     PlantedFault(Subscriber, "verify", verify_without_counting, Invariant.VERIFIED_WEIGHTS),
