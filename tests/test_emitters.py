@@ -412,7 +412,7 @@ def test_a_location_names_the_run_and_no_credential(store: Callable[[], Any], lo
 
 
 class _Foreign(Watched):
-    """A store of somebody's own, with credentials in its address and in its errors."""
+    """A store of the user's own class, with credentials in its address and in its errors."""
 
     def __init__(self, url: str) -> None:
         super().__init__()

@@ -199,7 +199,7 @@ def test_no_object_of_a_run_is_hidden_by_the_paths_of_the_server(tmp_path: Path)
 
 
 class Sick(MemoryStore):
-    """A store that answers as it is told, and counts how often it was asked."""
+    """A store whose answers a test sets, and which counts its requests."""
 
     def __init__(self) -> None:
         super().__init__()
