@@ -9,7 +9,7 @@ from typing import Any
 
 from pulsesync.cli.options import Count, Json, NothingThereError, Printer, Trust, no_run, open_place, read_trust
 from pulsesync.cli.progress import show_progress
-from pulsesync.errors import PulseError
+from pulsesync.errors import FormatError, PulseError
 from pulsesync.maintain.verify import FoundRecord, find_records
 from pulsesync.run import keys
 from pulsesync.run.pointers import read_pointers
@@ -28,13 +28,17 @@ def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = Fal
 
     Raises:
         NothingThereError: there is no run, or no version in it yet.
-        PulseError: the run cannot be read.
+        FormatError: none of its records can be read; PulseError: the store does not answer, or no trusted key signed
+            the newest version.
     """
     store, trusted = open_place(run), read_trust(trust)
     with show_progress(as_json) as bars:
         found = find_records(RunReader(store, trusted), limit or None, bars.report)[::-1]
     if not found:
         raise NothingThereError(no_run(run))
+    if not any(one.record for one in found):
+        first = found[0]
+        raise FormatError(f"{run}: {len(found)} records were read, all of them bad; {first.key}: {first.fault}")
     pointed = _pointed(store, trusted)
     if as_json:
         for one in found:
