@@ -306,11 +306,11 @@ def test_what_owns_a_tensor_is_known() -> None:
 
 
 def test_names_that_differ_are_counted_and_the_first_are_listed() -> None:
-    error = other_names(["a", "b", "c", "d"], ["x"], "; if this process has a part of the model, pass slices=")
+    error = other_names(["a", "b", "c", "d"], ["x"], "; a process that has a part of the model passes slices=")
     assert str(error) == (
         "the run has 4 tensors ('a', 'b', 'c', …), and this model does not; this model has tensor 'x', and the run "
-        "does not. Nothing was written. Pass tensors with the names that the trainer publishes; if this process has a "
-        "part of the model, pass slices="
+        "does not. The weights are unchanged. Pass tensors with the names that the trainer publishes; a process that "
+        "has a part of the model passes slices="
     )
     assert error.tensor == "a"
 

@@ -162,8 +162,9 @@ def check(record: bytes, found: Signature | None, trust: Collection[str], squash
     said = found.delegation
     if not said or said.by not in trust:
         raise SignatureError(
-            f"the record is signed by the key {found.key}, which is not trusted; nothing of it was applied. If the "
-            "publisher confirms that this is its key, add it to trust=; if not, another program writes to this run",
+            f"the record is signed by the key {found.key}, which is not trusted; nothing of it was applied. "
+            "Compare it with the public key on the trainer's machine: if they are the same, correct trust=; if not, "
+            "another program writes to this run",
             public_key=found.key,
         )
     if squashed_run is None or not _verify(said.by, said.signature, _statement(squashed_run, found.key)):

@@ -134,8 +134,9 @@ def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None
         found = "already exists" if isinstance(e, ConflictError) else "cannot be created, because its base was pruned"
         raise AnotherPublisherError(
             f"version {manifest.version} {found}: another publisher is writing to this run. What it published "
-            "is unchanged, and these weights were not published. Stop the other publisher, then create a new Publisher "
-            "to continue the run from its newest version; or publish to another location",
+            "is unchanged, and these weights were not published. Decide which trainer's weights the workers should "
+            "have, and stop the other one; a new Publisher then adds its weights after the newest version. Or publish "
+            "to another location",
             key=key,
             version=manifest.version,
         ) from e

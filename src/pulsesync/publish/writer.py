@@ -392,7 +392,9 @@ class RunWriter:
         key = self.options.signing_key
         if last is not None and key is None and last.signed_by:
             raise SignatureError(
-                "this run is signed; pass signing_key= to resume it", key=keys.manifest_key(last.version)
+                "this run is signed; pass signing_key= to resume it, with the key that signed it, or publish to "
+                "another location. Nothing was published",
+                key=keys.manifest_key(last.version),
             )
         if self.options.continues:
             check_continues(self.options.continues, reader, last)

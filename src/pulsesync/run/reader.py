@@ -210,8 +210,8 @@ class RunReader:
         """Return the error for a location without a version."""
         place = location_of(self.store)
         return NothingPublishedError(
-            f"there is no run at {place}: neither {keys.HEAD} nor anything below manifests/ was found{more}. Check "
-            "the location; if the trainer has not published the first version yet, wait for it with "
+            f"there is no run at {place}: manifests/ has no version{more}. Check the location, and that its "
+            "disk or bucket is there; if the trainer has not published the first version yet, wait for it with "
             "sync(model, wait_s=600)",
             key="manifests/",
             location=place,

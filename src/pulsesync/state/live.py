@@ -223,7 +223,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             wide = set()
         missing, extra = [name for name in specs if name not in everything], sorted(everything.keys() - wanted.keys())
         if missing or extra:
-            raise other_names(missing, extra, "; if this process has a part of the model, pass slices=")
+            raise other_names(missing, extra, "; a process that has a part of the model passes slices=")
         for name, spec in wanted.items():
             if name not in everything:
                 continue  # it is tied to one that is there
@@ -707,18 +707,18 @@ def _advice(here: TensorSpec, spec: TensorSpec, tied_to: str | None, widen: bool
     """Advice for a tensor whose shape or dtype differs from the run's, or from that of the tensor it is tied to."""
     if here.shape != spec.shape:
         return (
-            "nothing was written. Build the model with the trainer's configuration; if this process has only a part "
-            "of it, pass slices= to Subscriber"
+            "the weights are unchanged. Build the model with the trainer's configuration; a process that has only its "
+            "share of each tensor (tensor parallelism) passes slices= to Subscriber"
         )
     if (here.dtype, spec.dtype) == ("F32", "BF16") and not widen:
         return (
-            "nothing was written. Pass widen=True to Subscriber to have each BF16 value written as the FP32 number "
-            "that it is, or convert the model: model.to(torch.bfloat16)"
+            "the weights are unchanged. Pass widen=True to Subscriber to have each BF16 value written as the FP32 "
+            "number that it is, or convert the model: model.to(torch.bfloat16)"
         )
     if (here.dtype, spec.dtype) == ("F32", "BF16") and not widens:
         return "tensors on a GPU cannot be widened: give the model BF16 weights, or widen a copy in host memory"
     if widen and spec.dtype == "BF16" and tied_to:
         return f"{tied_to!r}, to which it is tied, has another dtype in this model: give both the same"
-    return f"nothing was written. Convert the model: model.to(torch.{dtype_in_torch(spec.dtype)})" + (
+    return f"the weights are unchanged. Convert the model: model.to(torch.{dtype_in_torch(spec.dtype)})" + (
         "; widen=True is for tensors that are BF16 in the run" if widen and here.dtype == "F32" else ""
     )

@@ -177,7 +177,7 @@ def other_names(missing: Sequence[str], extra: Sequence[str], hint: str = "") ->
     elif other:
         advice = f"the names in the run begin with {other!r}, which the local ones lack: pass the tensors with it"
     else:
-        advice = f"nothing was written. Pass tensors with the names that the trainer publishes{hint}"
+        advice = f"the weights are unchanged. Pass tensors with the names that the trainer publishes{hint}"
     return StateError(f"{'; '.join(found)}. {advice[0].upper()}{advice[1:]}", tensor=(*missing, *extra)[0])
 
 
