@@ -474,6 +474,7 @@ def test_a_version_of_all_ranks_is_that_from_host_memory(
                 group.publish(weights, step=step)
                 states.append({name: tensor.bfloat16() for name, tensor in kept(weights).items()})
                 train_shards_(weights, step)
+            group.flush()  # the anchor, too, which a thread writes
     assert objects(stores[0]) == objects(stores[1])
     held = {name: torch.zeros_like(tensor) for name, tensor in states[-1].items()}
     Subscriber(stores[1]).sync(held)
