@@ -17,7 +17,7 @@ PULSE = [sys.executable, "-c", "from pulsesync.cli import main; main()"]
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left behind."""
+    """The exit code and the output of a command that has ended."""
 
     code: int
     out: str
@@ -25,11 +25,11 @@ class Done:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What it told with --json; every line must parse."""
+        """The events that it printed with --json; every line must parse."""
         return [json.loads(line) for line in self.out.splitlines()]
 
     def refused(self, code: int, saying: str) -> bool:
-        """Whether it failed as it should: with this code, one line on stderr, and nothing else."""
+        """Whether it failed as it should: with this exit code, one line on stderr, and no other output."""
         assert self.code == code, self
         assert len(self.err.splitlines()) == 1, self.err
         assert saying in self.err, self.err

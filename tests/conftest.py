@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# A shell has what it starts in the background ignore Ctrl-C, and so would every process that a test interrupts.
+# A process that a shell starts in the background ignores SIGINT (Ctrl-C), and so do its children. Tests interrupt the
+# processes that they start, so the default is restored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Many containers tell Python to keep no bytecode. Then pytest rewrites every assertion of every file anew, each time
-# and in each of its processes, and every process that a test starts compiles the package again.
+# Many containers set PYTHONDONTWRITEBYTECODE. Then each process of pytest rewrites the assertions of every file in
+# every run, and every process that a test starts compiles the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # Two test processes share the machine, and their tensors are small: torch's threads would mostly wait for each other,
 # and burn a core while they do (measured: the tests of the lab take 25 CPU seconds with two threads, 11 with one).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Ray gives its workers a low priority: beside tests that use all cores they would miss their time limits.
+# Ray gives its workers a low priority: while tests use all cores, they would miss their time limits.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # No deadline: the first example of a test may wait for numba to compile a kernel.

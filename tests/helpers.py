@@ -179,13 +179,13 @@ class Writer:
         return digest.state_digest(self.layout.tables, self.sums.values())
 
     def root(self) -> Manifest:
-        """The state as it is, as a version that nothing leads to: it begins an epoch."""
+        """The current state as a root: a version without a base, which begins an epoch."""
         if self.history.index:
             self.history, self.epoch = History(), self.epoch + 1
         return self._manifest(None, (), 0)
 
     def anchor(self, pieces: int = 1) -> tuple[Manifest, list[bytes]]:
-        """The state as it is, whole, in so many parts; `load` brings it in. An epoch begins here, as with a root."""
+        """An anchor of the current state, in the given number of parts. It begins an epoch, as a root does."""
         root = self.root()
         parts = [
             patch.encode_whole(self.layout, self.layout.tiles[first::pieces], self.state, self.sums)
@@ -239,12 +239,12 @@ def reader(layout: Layout, state: Mapping[str, Bits]) -> HostState:
 
 
 def apply(state: AnyState, version: tuple[Manifest, list[bytes]]) -> AnyTransition:
-    """Bring a patch, squashed or not, into a state; returns the way back."""
+    """Apply a patch, squashed or not, to a state; returns the transition that rolls it back."""
     return state.commit(state.prepare(*version))
 
 
 def load(state: AnyState, anchor: tuple[Manifest, list[bytes]]) -> None:
-    """Check an anchor and bring it into a state."""
+    """Check an anchor and load it into a state."""
     record, parts = anchor
     bodies = [Body.of(data, state.layout, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
     with StagedBlocks() as staged:

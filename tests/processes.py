@@ -96,7 +96,7 @@ class Fleet:
         return int(self.zygote.stdout.readline()), out
 
     def run(self, case: Callable[..., Any], ranks: int, killed: Sequence[int] = (), **args: Any) -> list[Any]:
-        """Run a function as so many ranks; return what each returned. Those killed, and no others, return nothing."""
+        """Run a function on this many ranks; return what each returned. Exactly those in `killed` return nothing."""
         folder = self.folder / f"group-{self.count}"
         folder.mkdir()
         started = [self.start(case, rank=r, size=ranks, folder=str(folder), **args) for r in range(ranks)]

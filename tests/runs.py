@@ -112,7 +112,7 @@ def down(key: str) -> None:
 
 
 def publish_steps(location: Any, steps: int, training: Training | None = None, **options: Any) -> list[dict[str, Any]]:
-    """Publish so many versions of a training, anchors and all, and return the weights of each."""
+    """Publish this many versions of a training, wait for their anchors, and return the weights of each."""
     training = training or Training()
     states = []
     with Publisher(location, **options) as pub:

@@ -17,7 +17,7 @@ import pytest
 BUCKET = "tests"
 ACCESS_KEY, SECRET_KEY = "access", "secret"
 START_S = 20.0
-# The kernel ends the server if the test process is killed, which no fixture would live to see.
+# The kernel ends the server if the test process is killed, because no fixture would run then.
 START = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -33,7 +33,7 @@ class Server:
 
     @property
     def options(self) -> dict[str, str]:
-        """What ObjectStore is to be told."""
+        """The options of ObjectStore."""
         return {"endpoint": self.endpoint, "access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY}
 
     @property

@@ -2,7 +2,8 @@
 
 The project once had a dialect of its own. Each row of `ROWS` is a word of it, and what to write instead. What is looked
 at is every string literal with a space in it, every docstring and every comment of the package and the examples, and
-every page; names in the code, and `code` inside a sentence, are not.
+every page; names in the code, and `code` inside a sentence, are not. Of the tests it is every docstring, comment,
+message of an assertion or error, and reason to skip: other literals there are data, such as programs and ids.
 """
 
 import ast
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
 
 
 @dataclass(frozen=True)
@@ -188,12 +190,13 @@ def check_text(text: str, first_line: int = 1) -> list[Finding]:
     ]
 
 
-def check_python(source: str, first_line: int = 1) -> list[Finding]:
-    """The findings in string literals and comments."""
+def check_python(source: str, first_line: int = 1, *, is_test: bool = False) -> list[Finding]:
+    """The findings in string literals and comments; of a test, in those literals alone that are no data."""
     tree = ast.parse(source)
+    roots = _texts_of_a_test(tree) if is_test else [tree]
     pieces = {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
     found = []
-    for node in ast.walk(tree):
+    for node in (node for root in roots for node in ast.walk(root)):
         if isinstance(node, ast.JoinedStr):
             text = "".join(str(piece.value) if isinstance(piece, ast.Constant) else "``" for piece in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
@@ -206,6 +209,20 @@ def check_python(source: str, first_line: int = 1) -> list[Finding]:
     found += [finding for line, text in _comments(source) for finding in check_text(text, line)]
     moved = [Finding(first_line - 1 + finding.line, finding.word, finding.write) for finding in found]
     return sorted(moved, key=lambda finding: finding.line)
+
+
+def _texts_of_a_test(tree: ast.AST) -> Iterator[ast.AST]:
+    """The docstrings, the messages of assertions and errors, and the reasons to skip."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(ast.Constant(str()) as text):
+                yield text
+            case ast.Assert(msg=ast.expr() as text) | ast.Raise(exc=ast.expr() as text):
+                yield text
+            case ast.keyword("reason", text):
+                yield text
+            case ast.Call(ast.Attribute(ast.Name("pytest"), "skip" | "fail")):
+                yield from node.args
 
 
 def _comments(source: str) -> Iterator[tuple[int, str]]:
@@ -241,17 +258,23 @@ def _check_block(source: str, first_line: int) -> list[Finding]:
 
 
 def read_by_people() -> list[Path]:
+    """The README, the pages, and the Python files of the package, the examples and the tests, except this one."""
     files = [ROOT / "README.md"]
     for folder in ("src/pulsesync", "docs", "examples"):
         files += [path for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)]
+    files += [path for path in TESTS.rglob("*.py") if path.name != Path(__file__).name]
     return sorted(path for path in files if "__pycache__" not in path.parts)
+
+
+def check_file(path: Path) -> list[str]:
+    text = path.read_text()
+    found = check_page(text) if path.suffix == ".md" else check_python(text, is_test=path.is_relative_to(TESTS))
+    return [f"{path.relative_to(ROOT)}:{one.line}: {one.word!r}; write: {one.write}" for one in found]
 
 
 @pytest.mark.parametrize("path", read_by_people(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_people_read_is_in_plain_english(path: Path) -> None:
-    check = check_page if path.suffix == ".md" else check_python
-    name = path.relative_to(ROOT)
-    findings = [f"{name}:{one.line}: {one.word!r}; write: {one.write}" for one in check(path.read_text())]
+    findings = check_file(path)
     assert not findings, "\n".join(["words of a private dialect:", *findings])
 
 
@@ -277,6 +300,18 @@ print(f"{'so many' if held else ''}", "`held` is a name")
     assert found == [(4, "held"), (7, "told"), (9, "folded"), (10, "so many")]
 
 
+def test_of_a_test_the_words_are_found_in_what_is_no_data() -> None:
+    source = """def test_it() -> None:
+    "It is held."
+    program = "held = 1"  # it is folded
+    assert run(program) == "is held", f"{program} was told"
+    pytest.skip("so many", reason="it lies beside it")
+    raise ValueError("whoever calls it")
+"""
+    found = [(finding.line, finding.word) for finding in check_python(source, is_test=True)]
+    assert found == [(2, "held"), (3, "folded"), (4, "told"), (5, "so many"), (5, "beside"), (6, "whoever")]
+
+
 def test_words_are_found_in_pages_with_their_lines() -> None:
     page = "# Told\n\n```python\nheld = 1\n# held\n```\n\n```sh\npulse log  # beside\n```\nHe came\nto it. `told`\n"
     found = [(finding.line, finding.word) for finding in check_page(page)]
@@ -289,5 +324,5 @@ if __name__ == "__main__":  # python tests/test_words.py [FOLDER]: all findings,
     below = [ROOT / folder for folder in sys.argv[1:]] or [ROOT]
     for path in read_by_people():
         if any(path.is_relative_to(folder) for folder in below):
-            for one in (check_page if path.suffix == ".md" else check_python)(path.read_text()):
-                print(f"{path.relative_to(ROOT)}:{one.line}: {one.word!r}; write: {one.write}")  # noqa: T201 (a list for people)
+            for finding in check_file(path):
+                print(finding)  # noqa: T201 (a list for people)

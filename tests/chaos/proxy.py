@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback between a real client and a real server, which can be told to misbehave.
+"""A TCP proxy on loopback between a real client and a real server, which misbehaves on request.
 
 Modes: `pass` (bytes go through), `hang` (connections stay open and nothing moves), `trickle` (one byte every 0.4 s from
 the server), `refuse` (every request is answered with 403), `drop` (connections are closed).

@@ -71,11 +71,12 @@ def killed(transport: str, kills: int, seed: int = 5) -> Trial:
             for name in followers:
                 assert zoo.witness.wait_for("finished", 10, pid=zoo.pids[name])["step"] == last
             assert "Traceback" not in zoo.errors(), zoo.errors()
-            # A worker that joins now loads an anchor through the temporary folder, and removes what the killed left.
+            # A worker that joins now loads an anchor through the temporary folder, and removes what the killed
+            # processes left there.
             zoo.start("joiner", role="follower", location=read, cache=None, done=str(done))
             zoo.wait_until(lambda: not zoo.alive("joiner"), DEADLINE_S, "a late joiner")
             assert zoo.exit_code("joiner") == 0, zoo.errors()
-            assert not list((folder / "tmp").glob("pulse-*")), "killed processes left temporary folders behind"
+            assert not list((folder / "tmp").glob("pulse-*")), "temporary folders of killed processes were not removed"
             return balance(f"kill -9, {transport}", zoo, write)
 
     return trial
@@ -273,7 +274,7 @@ def _transport(name: str, folder: Path, s3: Server) -> Iterator[tuple[Zoo, str, 
 
 
 def _publish_some(zoo: Zoo, folder: Path, steps: int, first: int = 0, again: bool = False) -> None:
-    """Publish a few versions into the folder `run` by a process that ends; again: go on from its checkpoint."""
+    """Publish a few versions into the folder `run` from a process that ends; again: resume from its checkpoint."""
     checkpoint = folder / f"checkpoint{first}"
     name = f"publisher{len(zoo.pids)}"
     zoo.start(

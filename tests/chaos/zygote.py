@@ -30,13 +30,13 @@ from pulsesync.store import ObjectEntry, Store, open_store
 from tests.chaos.training import STEPS, hash_of, state_after
 from tests.chaos.witness import WitnessHandler, say
 
-EPOCH_PATCHES = 4  # so that epochs, squashed patches and anchors are many
+EPOCH_PATCHES = 4  # short epochs: a trial has many of them, and many squashed patches and anchors
 
 # The trainer
 
 
 class Trainer:
-    """Publishes states and reports to the witness what each publish came to."""
+    """Publishes states and reports the outcome of each publish to the witness."""
 
     def __init__(self, publisher: Publisher, mode: str) -> None:
         self.publisher = publisher
@@ -144,7 +144,7 @@ def publish_until_it_raises(location: str, mode: str, steps: int, fails_at: int,
     """Publish in the pattern of the README while the store fails for good from some step on.
 
     disk_is_full: the limit on file sizes of this process is set to nothing, so that every write to a folder fails.
-    Otherwise the process says when it reaches the step and waits until the store was made to fail.
+    Otherwise the process reports when it reaches the step, and waits until the store is made to fail.
     """
     trainer = Trainer(Publisher(location, epoch_patches=EPOCH_PATCHES), mode)
     for step in range(steps):

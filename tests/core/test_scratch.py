@@ -62,7 +62,7 @@ from pulsesync.store import MemoryStore
 
 store, get = MemoryStore(), MemoryStore.get
 publisher = Publisher(store)
-publisher.publish({"w": np.random.default_rng(0).integers(0, 1 << 62, 1000)})  # so many that its part is an object
+publisher.publish({"w": np.random.default_rng(0).integers(0, 1 << 62, 1000)})  # so large that its part is an object
 publisher.flush()
 
 def stall(self, key, *given):

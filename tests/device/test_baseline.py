@@ -36,7 +36,7 @@ Model = dict[str, torch.Tensor]
 
 
 def on(device: str) -> AbstractContextManager[None]:
-    """Where tensors are taken for ones on a GPU: there they are, and elsewhere the interpreter plays it."""
+    """A context in which tensors count as tensors on a GPU; without one, Triton's interpreter runs the kernels."""
     return nullcontext() if device == "cuda" else host_as_device()
 
 
@@ -300,19 +300,19 @@ def test_training_on_during_a_publish_cannot_change_what_is_published(keep: Keep
         stream.synchronize()
     assert max(number or 0 for number in versions) > 1
     there, worker = {"a": torch.zeros_like(weights["a"])}, Subscriber(store)
-    for version, state in sorted(versions.items()):  # of steps that were folded into one, the last
+    for version, state in sorted(versions.items()):  # of steps that were coalesced into one version, the last
         worker.sync(there, version=version)
         assert torch.equal(there["a"].view(torch.int16), state)
 
 
 def find_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take no tensor in which a base is kept in host memory for one on a GPU: there it would not be one."""
+    """Treat the tensors of a base that is kept in host memory as host tensors, as on a GPU; `on` alone does not."""
     own, find, in_host = DeviceBaseline._own, devices.find, []
 
     def noted(baseline: DeviceBaseline, flat: torch.Tensor) -> torch.Tensor:
         out = own(baseline, flat)
         if baseline.keep == "host":
-            in_host.append(out)  # and held, so that nothing else comes to lie there
+            in_host.append(out)  # and kept, so that no other tensor reuses its address
         return out
 
     def by_place(source: Any) -> torch.device | None:
@@ -352,11 +352,11 @@ def test_the_host_takes_up_a_run_from_here(device: str) -> None:
     assert equal(read(store, 2, weights), weights)
 
 
-# Bytes of the host in special cases
+# Special cases in which the bytes must be those of the host
 
 
 def test_without_a_history_what_an_epoch_remembers_goes_on(device: str, many_lanes: None) -> None:
-    """The cut stays the same, so that the hot weights that were found on the way are those to remember."""
+    """The cut stays the same, so the hot weights that encoding has found are the ones that the history records."""
     layout = layouts.make([TensorSpec("a", "BF16", (150,))])
     weights = (torch.randn(150, generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16()
     bits = weights.view(torch.int16).numpy().view(np.uint16)
@@ -427,7 +427,7 @@ def train_shards_(weights: Model, step: int) -> None:
 
 
 def by_both(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """Columns of a matrix each; the rest is held whole by everybody, and is the first rank's."""
+    """Each rank has some columns of a matrix; every rank has all other tensors, which the first rank owns."""
     out = dict(weights)
     a = weights["a"]
     out["a"] = Placed(a[:, 8 * rank : 8 * rank + 8].contiguous(), tuple(a.shape), columns=(8 * rank, 8 * rank + 8))
@@ -435,13 +435,13 @@ def by_both(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
 
 
 def by_leftovers(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """The first rank holds some columns, the second all: its own begin elsewhere there than where it keeps them."""
+    """The first rank has some columns, the second has all and owns the rest, which do not begin at its first column."""
     a = weights["a"]
     return {**weights, "a": Placed(a[:, :5], tuple(a.shape), columns=(0, 5))} if rank == 0 else dict(weights)
 
 
 def all_of_it(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """Everything, on every rank; the first owns it."""
+    """Every rank has all tensors; the first rank owns them."""
     return dict(weights)
 
 

@@ -393,7 +393,7 @@ def test_nothing_keeps_the_weights_of_a_source_alive(keep: Keep, device: str) ->
 
 
 def launches_for(layers: int, device: str, launches: list[str]) -> list[str]:
-    """What it takes to publish and sync a version of so many layers of small tensors."""
+    """The kernels that are launched to publish and sync a version of this many layers of small tensors."""
     torch.manual_seed(1)
     names = [f"layers.{n}.{name}" for n in range(layers) for name in ("a", "b")]
     weights = {name: (torch.randn(40) * 0.02).bfloat16().to(device) for name in names}

@@ -188,7 +188,7 @@ def test_a_receiver_gets_every_bit_and_can_return(method: Method, memories: tupl
 
 @pytest.mark.parametrize("method", TABLES)
 def test_a_message_that_comes_on_the_device_is_read_there(method: Method, device: str) -> None:
-    """As over NCCL; a part comes to the host first."""
+    """The message arrives in device memory, as over NCCL. Coded parts, in the next test, are copied to the host."""
     old = random_model()
     pair = Joined(old, old, ("device", "device"), device)
     new = changed(old, 2)

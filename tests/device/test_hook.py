@@ -143,7 +143,7 @@ def test_waiting_is_the_same(trainer: Trainer) -> None:
 
 
 def test_a_version_goes_before_the_next_is_compared(trainer: Trainer) -> None:
-    """Nothing is folded: what is handed over is the version before, so that one is committed first."""
+    """Versions are not coalesced: `old` is the previous version, so that version must be committed first."""
     store, arrived, go = Watched(), Event(), Event()
 
     def hold(verb: str, key: str) -> None:
@@ -180,7 +180,7 @@ def test_old_weights_that_are_not_the_last_version_are_refused(trainer: Trainer)
             with pytest.raises(StateError, match="old weights"):
                 pub.publish(trainer.masters, old=old, step=1, wait=False)
         assert (store.writes, pub.version) == ([], 0)
-        assert pub.publish(trainer.masters, old=trainer.model, step=1).version == 1  # and goes on with the right ones
+        assert pub.publish(trainer.masters, old=trainer.model, step=1).version == 1  # the right ones are accepted
         trainer.follow_()
     assert equal(read_on_host(store, 1, trainer.model), kept(trainer.model))
 
@@ -462,7 +462,7 @@ def test_old_weights_are_for_teams_that_keep_none(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("side", [False, True], ids=["default stream", "side stream"])
 def test_training_on_at_once_cannot_change_what_is_published(side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work is queued before and after every call, the store is slow, and anchors are written on the way."""
+    """Work is queued before and after every call, the store is slow, and anchors are written meanwhile."""
     store, futures, states = Watched(), [], []
     store.before = lambda verb, key: time.sleep(0.02)
     stream = torch.cuda.Stream() if side else torch.cuda.current_stream()

@@ -41,7 +41,7 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def launches_for(tensors: int, device: str, launches: list[str]) -> list[str]:
-    """What it takes to compare, encode, decode and apply a version of so many small tensors."""
+    """The kernels that are launched to compare, encode, decode and apply a version of this many small tensors."""
     layout, state = small(1, tuple(TensorSpec(f"t{i:04}", "BF16", (40,)) for i in range(tensors)))
     pair = Pair(layout, state, device, "history")
     worker = DeviceState(layout, to_flats(state, device))

@@ -53,7 +53,7 @@ def trainer(exchange: Any, who: int, on: str, **options: Any) -> Trainer:
 
 
 def summary(one: Trainer) -> dict[str, Any]:
-    """All that a trainer has come to, as bytes."""
+    """The state, digests and reports of a trainer, in a form that can be compared byte for byte."""
     state = one.loco.state_dict()
     private = [v.numpy().tobytes() for key in ("residuals", "momenta", "weights") for v in state["private"][key]]
     return {

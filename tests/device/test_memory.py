@@ -1,4 +1,4 @@
-"""What is taken for tensors on a device, and what those who hand over something else are told."""
+"""Which tensors are accepted as tensors on a device, and the errors that are raised for others."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from tests.device.test_baseline import on
 
 
 class Wrapper(torch.Tensor):
-    """A tensor whose weights are elsewhere, in another tensor, as those of quantized and sharded ones are."""
+    """A tensor whose weights are in another tensor, as those of quantized and sharded tensors are."""
 
     weights: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Weights of an inference engine on a device: parts of the run's tensors, held against a checkpoint and synced."""
+"""Weights of an inference engine on a device: parts of the run's tensors, compared with a checkpoint and synced."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Weights that are compared while the trainer computes, with a base that comes to the device piece by piece.
+"""Weights that are compared while the trainer computes, with a base that is copied to the device piece by piece.
 
-What is found is what one comparison finds, and an optimizer that is held does not step before it is over.
+The result is that of a single comparison, and an optimizer passed to `hold` does not step before the comparison ends.
 """
 
 import threading
@@ -185,7 +185,7 @@ def test_pieces_yield_what_one_comparison_yields(layout_from: Any, moves: int, d
 
 
 def test_masters_are_cast_in_pieces(device: str, small_pieces: None) -> None:
-    """Masters of BF16 are rounded as they are read, beside tensors that are not cast; those of FP16 in a copy."""
+    """Masters are rounded to BF16 as they are read, along with tensors that are not cast, and to FP16 in a copy."""
     torch.manual_seed(3)
     old = {"a": torch.randn(300), "b": torch.randn(30).bfloat16(), "c": torch.randn(7, 5), "d": torch.randn(9).half()}
     old = {name: tensor.to(device) for name, tensor in old.items()}
@@ -545,7 +545,7 @@ def test_a_version_that_fails_in_the_store_is_in_the_next(device: str, small_pie
 def test_weights_that_something_else_writes_meanwhile_are_not_published(times: int, device: str, gate: Gate) -> None:
     weights, held = model(device), optimizer()
     if times > 1:
-        del weights["turned"]  # then a source is known by where its tensors are
+        del weights["turned"]  # then a source is recognized by the addresses of its tensors
     with on(device), Publisher(MemoryStore(), codec="gap", keep="host") as pub:
         pub.hold(held)
         for step in range(times):
@@ -553,7 +553,7 @@ def test_weights_that_something_else_writes_meanwhile_are_not_published(times: i
         gate.close()
         future = pub.publish(weights, step=times, wait=False)
         assert gate.reached.wait(PATIENCE_S)
-        weights["b"][3] += 1  # by no optimizer that is held
+        weights["b"][3] += 1  # not by an optimizer that was passed to hold()
         gate.open()
         assert isinstance(error := future.exception(PATIENCE_S), StateError)
         assert "call hold() with every optimizer" in str(error)
@@ -696,13 +696,13 @@ def test_training_on_cannot_change_what_is_published(side: bool, monkeypatch: py
 
 @pytest.mark.gpu
 def test_publish_returns_before_the_base_has_come_over_the_bus(gate: Gate) -> None:
-    """The comparison runs beside the work of the trainer's own stream, and waits for what was launched before."""
+    """The comparison runs concurrently with the trainer's own stream, and waits for what was launched before it."""
     weights = {"a": torch.nn.Parameter((torch.randn(1 << 26, device="cuda") * 0.02).bfloat16())}
     held = torch.optim.SGD(list(weights.values()), lr=1.0)
     with Publisher(MemoryStore(), keep="host") as pub:
         pub.hold(held)
         pub.publish(weights)
-        pub.publish(weights, step=1, wait=False).result(60)  # what is compiled and made once
+        pub.publish(weights, step=1, wait=False).result(60)  # compiles kernels and allocates buffers
         gate.close()
         future = pub.publish(weights, step=2, wait=False)
         busy = torch.cuda.Event()

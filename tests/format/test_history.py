@@ -1,4 +1,4 @@
-"""The history, held against a simulation of format.md's rules that looks at one weight at a time."""
+"""The history, compared with a simulation of format.md's rules that goes through the weights one by one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from tests.helpers import (
 
 @dataclass
 class Simulation:
-    """For each remembered tile its cut, and for weights that were changed and are hot: which patch, whether down."""
+    """The cut of each tile in the history; for each hot weight that was changed, the patch and whether it went down."""
 
     index: int = 0
     cuts: dict[int, int] = field(default_factory=dict)

@@ -112,7 +112,7 @@ def test_large_positions_of_a_block_stay_apart() -> None:
 
 
 def read(layout: Layout, weights: "FlatWeights | Overlay") -> dict[str, Bits]:
-    """A whole state, read block by block."""
+    """The full state, read block by block."""
     out = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in layout.tensors}
     for tile in layout.tiles:
         for number in range(tile.block_count):

@@ -72,13 +72,13 @@ class Run:
         return {name: flat.copy() for name, flat in self.state.flats.items()}
 
     def publish_root(self, flats: Mapping[str, Bits], pieces: int = 1) -> None:
-        """Publish a state that follows from nothing, in an epoch of its own, and an anchor for it."""
+        """Publish a state without a base, as the root of a new epoch, and an anchor for it."""
         self.state = HostState(self.layout, {name: flat.copy() for name, flat in flats.items()}, {})
         self._add((), 0 if self.last is None else self.last.epoch + 1, 0, base=None)
         self.publish_anchor(pieces)
 
     def publish_anchor(self, pieces: int = 1) -> None:
-        """Attach the whole state to the version that was published last, which must be an epoch's start."""
+        """Write an anchor (the full state) for the version that was published last, which must be an epoch's start."""
         last, state = self.last, self.state
         assert last is not None
         assert last.at_start
@@ -93,7 +93,7 @@ class Run:
         self._write(keys.anchor_key(self.newest), self._sign(record))
 
     def publish(self, new: Mapping[str, Bits], codec: patch.CodecName, *, pieces: int = 1) -> None:
-        """Publish what takes the state to new, in so many parts over disjoint tiles."""
+        """Publish a patch from the current state to `new`, in the given number of parts over disjoint tiles."""
         state, last = self.state, self.last
         assert last is not None
         epoch, index = last.next_patch
@@ -215,7 +215,7 @@ def some(seed: int, dtype: str, count: int) -> Bits:
 
 
 def move(bits: Bits, steps: np.ndarray) -> Bits:
-    """Move float weights by so many places in the order of their values."""
+    """Move each float weight by its number of steps in the order of the values."""
     sign = 1 << 8 * bits.itemsize - 1
     wide = bits.astype(np.int64)
     order = (wide ^ np.where(wide & sign, 2 * sign - 1, sign)) + steps & 2 * sign - 1
@@ -224,7 +224,7 @@ def move(bits: Bits, steps: np.ndarray) -> Bits:
 
 
 def train_(flat: Bits, dtype: str, seed: int) -> None:
-    """Change weights as training does: the smaller, the likelier and the further; a rare one by a lot."""
+    """Change weights as training does: smaller weights change more often and further, and a few weights by a lot."""
     kind, z = DTYPES[dtype], noise(seed, flat.size)
     assert kind.exponent_shift is not None
     magnitude = flat.astype(np.int64) & (1 << 8 * kind.itemsize - 1) - 1

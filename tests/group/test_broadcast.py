@@ -1,4 +1,4 @@
-"""Broadcast over real processes and gloo: whoever holds what, however it changed, whoever dies when."""
+"""Broadcast over real processes and gloo: shards, kinds of changes, and processes that die at various moments."""
 
 import os
 import socket
@@ -379,7 +379,7 @@ def killed(rank: int, size: int, folder: str, victim: int, message: int) -> Any:
     rank, size = rank - (rank > victim), size - 1
     join_group(folder, "two", rank, size)
     if victim == 0 and rank == 0:
-        model = {name: tensor.clone() for name, tensor in model.items()}  # the new trainer goes on from these
+        model = {name: tensor.clone() for name, tensor in model.items()}  # the new trainer continues from these
         cast = Broadcast(timeout_s=TIMEOUT_S, method="coded", bucket_weights=1 << 16)
         change_(model, rng, 0.01)
     else:
@@ -746,7 +746,7 @@ def test_the_example_in_the_documentation_runs(tmp_path: Any) -> None:
 
 
 def takes_over(rank: int, size: int, folder: str, method: Any) -> Any:
-    """The source leaves; a receiver goes on from the weights it holds, with the object it has."""
+    """The source leaves; a receiver becomes the source, with its current weights and the same Broadcast object."""
     rng = np.random.default_rng(0)
     model = weights(rng)
     model = zeros(model) if rank else model
@@ -785,7 +785,7 @@ def test_a_receiver_that_becomes_the_source_sends_everything_first_and_then_what
 
 
 def steps_down(rank: int, size: int, folder: str) -> Any:
-    """Two replicas are sources; then one of them only takes, and then the other has gone and it is the source."""
+    """Two replicas are sources; then one of them only receives; then the other leaves and that one is the source."""
     rng = np.random.default_rng(0)
     model = weights(rng)
     model = zeros(model) if rank == 2 else model

@@ -1,4 +1,4 @@
-"""Which cost a sync goes: rules on what was measured."""
+"""The cost model: which method a sync uses, given measured speeds."""
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +21,7 @@ GBIT = 1e9 / 8
 
 
 def costs(link: float) -> CostModel:
-    """Ends of the speed that two cores have, and a link of so many bytes a second."""
+    """The costs of endpoints with two cores each, over a link of this many bytes per second."""
     return CostModel(byte_s=1 / link)
 
 

@@ -1,6 +1,6 @@
 """Versions that can be taken apart into every field they are made of, and put together again with some of them wrong.
 
-Hashes, ids and sizes are made anew on the way out, so that a checksum does not hide the check that an attack is about.
+Hashes, ids and sizes are recomputed on writing, so that a checksum does not hide the check that an attack is about.
 `read_part` and the `write` methods follow docs/format.md, not the library's encoder; `Victim` is a reader to attack.
 """
 
@@ -260,7 +260,7 @@ class Dense:
 
 @dataclass
 class Part:
-    """A whole file. `bodies` holds the payloads of each section from 1 on; `fit` tells the index how long they are."""
+    """A whole file. `bodies` holds the payloads of each section from 1 on; `fit` writes their sizes to the index."""
 
     layout: bytes
     index: Index
@@ -274,7 +274,7 @@ class Part:
         return self
 
     def place(self, payloads: list[tuple[int, int, bytes, Any]], sections: int = 1) -> "Part":
-        """List these payloads (tile, codec, sum, body), spread over so many sections."""
+        """List these payloads (tile, codec, sum, body), spread over the given number of sections."""
         per = -(-len(payloads) // sections) if payloads else 1
         tiles = [-1, *(tile for tile, *_ in payloads)]
         places = [1, *(1 + i // per for i in range(len(payloads)))]
@@ -541,7 +541,7 @@ class Run:
         self.latest.beside["manifests/0000000000000000"] = records.table_of(self.manifest)
 
     def anchor(self) -> Version:
-        """The whole state of the version published last."""
+        """An anchor of the version published last."""
         part = patch.encode_whole(self.layout, self.layout.tiles, self.state.flats, self.state.sums)
         record = replace(self.manifest, kind=RecordKind.ANCHOR, base=None, history=None)
         return self._version(f"anchors/{record.starts:016d}", record, [read_part(part.data, self.layout)])
@@ -576,7 +576,7 @@ class Run:
         return self.latest
 
     def squash(self, base: Manifest, flats: Flats) -> Version:
-        """One patch from an epoch's start to the version published last, by whoever was allowed to write it."""
+        """One patch from an epoch's start to the version published last, signed by a delegate if the run is signed."""
         old = HostState(self.layout, flats, {})
         with mock.patch.object(tables, "choose_cuts", low_cuts), mock.patch.object(tables, "lanes_for", many_lanes):
             made = patch.encode(self.layout, self.layout.tiles, old.flats, self.state.flats, old.sums, codec="context")
@@ -782,17 +782,17 @@ class Victim:
 
     @property
     def forgot(self) -> bool:
-        """It holds nothing, though it did: it will have to find its way anew."""
+        """Whether the reader no longer knows which version its weights are, although it did before."""
         return self.kept is not None and self.subscriber._position is None
 
     @property
     def untouched(self) -> bool:
-        """No weight differs from before, and no sum or byte of history, unless all of it was forgotten."""
+        """Whether no weight has changed, and no sum or byte of history either, unless it forgot its version."""
         same = self.memory.tobytes() == self.held
         return same and (self.subscriber._position is None or self._remembered() == self.remembered)
 
     def accepted_the_right_state(self) -> bool:
-        """The weights are those published, and what the reader counted of them is true."""
+        """Whether the weights are the published ones, and match the sums that the reader keeps."""
         try:
             self.subscriber.verify()
         except PulseError:

@@ -61,8 +61,8 @@ class Fuzzer:
 
 
 def work(seed: int, job: int, jobs: int, seconds: float, at: Any, queue: Any) -> None:
-    """Run every jobs-th input; tell the queue what became of them, and `at` which one is being read."""
-    if hasattr(os, "sched_setaffinity"):  # a core each: the library then starts no threads for such small tiles
+    """Run every jobs-th input; put the outcomes into the queue, and the number of the current input into `at`."""
+    if hasattr(os, "sched_setaffinity"):  # one core each: the library then starts no threads for such small tiles
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[job % len(cores)]})
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

@@ -383,11 +383,11 @@ def _written(part: Part | bytes) -> bytes:
 
 
 class MisreadError(AssertionError):
-    """A reader did what it must never do."""
+    """A reader accepted or refused an input in a way that it never may."""
 
 
 def judge(victim: Victim, objects: dict[str, bytes]) -> str:
-    """Feed an input to a reader and say what became of it; the reader is then as before.
+    """Feed an input to a reader and return the outcome; afterwards the reader is as before.
 
     Raises:
         MisreadError: another exception than a PulseError, a trace of what was refused, or a state that is not right.
@@ -404,7 +404,7 @@ def judge(victim: Victim, objects: dict[str, bytes]) -> str:
         return type(error).__name__
     if not victim.accepted_the_right_state():
         raise MisreadError("accepted a wrong state")
-    # Whoever writes the manifest may begin an epoch: then nothing is remembered, and the manifest says so.
+    # The writer of the manifest may begin an epoch: then the history is empty, and the manifest shows it.
     data, good = objects.get(victim.target.version.key), victim.target.version.manifest
     manifest = records.table_of(manifests.parse(data)) if data else {}
     same_place = all(manifest.get(key) == good[key] for key in ("base", "epoch", "index"))

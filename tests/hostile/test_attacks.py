@@ -1,6 +1,6 @@
 """Each function below spoils a good record in one way; a reader must refuse it by name, at once, and change nothing.
 
-A few lie where a reader does not have to believe: it then goes on to the right state, or goes on holding nothing.
+A few attacks forge what a reader does not have to trust: it still reaches the right state, or forgets its version.
 Whatever an attack does, hashes, ids and sizes are made to fit again, unless they are what it is about.
 `pytest --collect-only -q` lists every attack with the error it expects.
 """
@@ -65,7 +65,7 @@ MAX_BYTES = 64 << 20
 
 Spoil = Callable[[Version], dict[str, bytes] | None]  # changes the version, or returns what the store will hold
 
-RIGHT = "the right state"  # what attacks come to that a reader does not have to refuse
+RIGHT = "the right state"  # the outcome of attacks that a reader does not have to refuse
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Attack:
     end: type[PulseError] | str
     spoil: Spoil
     on: str  # which good version
-    fit: bool  # whether the index is told the new sizes of payloads
-    fresh: bool  # whether the reader has the weights of the base, and does not know it yet
+    fit: bool  # whether the new sizes of payloads are written to the index
+    fresh: bool  # whether the reader has the weights of the base and has not identified their version yet
 
     @property
     def name(self) -> str:
@@ -1703,7 +1703,7 @@ def a_history_where_none_is_kept(v: Version) -> None:
     v.manifest["history"] = "0" * 64
 
 
-# -- files beside the weights --------------------------------------------------------------------------------------
+# -- files published with the weights ------------------------------------------------------------------------------
 
 
 def a_file(**fields: object) -> dict[str, object]:
@@ -2608,7 +2608,7 @@ def test_a_bit_flipped_under_a_good_checksum_is_refused_or_changes_only_what_no_
 
 @pytest.mark.parametrize("version", [None, 3])
 def test_a_version_that_cannot_be_read_is_the_same_error_every_time(version: int | None) -> None:
-    """There is no other way to it: a reader that said nothing would stay behind, and nobody would know."""
+    """There is no other path to the version: a reader that raised nothing would silently stay at an old one."""
     target = forge.Victim(forge.sample("history"))
     objects = target.target.version.objects()
     (part,) = (key for key in objects if key.startswith("parts/"))
@@ -2772,7 +2772,7 @@ first = patch.encode(*run, {"w": old}, {"w": new}, state.sums, codec="history", 
 history = History().after(first.patches, {"w": old})
 second = patch.encode(*run, {"w": new}, {"w": newer}, first.sums, codec="history", history=history)
 live = new.copy()
-live[400_000:] = 0x1000  # somebody else wrote the weights: many more of them are hot than are remembered
+live[400_000:] = 0x1000  # other code wrote the weights: many more of them are hot than the history has
 try:
     patch.decode(second.data, state.layout, {"w": live}, history=history)
 except PulseError:

@@ -1,7 +1,7 @@
 """Each function below spoils a good payload of a trainer in one way; another must refuse it by name, and at once.
 
-Whatever an attack does, the hash is made to fit again, unless it is what the attack is about: trainers are not
-strangers to each other, but their disks and networks are. `pytest --collect-only -q` lists every attack with the error
+Whatever an attack does, the hash is made to fit again, unless it is what the attack is about: trainers trust each
+other, but not their disks and networks. `pytest --collect-only -q` lists every attack with the error
 it expects.
 """
 
@@ -39,7 +39,7 @@ INTEGERS = ("begin", "coded", "count", "end", "fragment", "round", "scale", "ter
 
 @dataclass
 class Letter:
-    """A payload in pieces that are there to be spoilt."""
+    """A payload in pieces, which attacks change."""
 
     head: dict[str, Any]
     coded: bytes
@@ -54,19 +54,19 @@ class Letter:
         return self.text(self.head) + b"\n" + self.coded + self.rest
 
     def say(self, **fields: Any) -> None:
-        """Say something else in the head, under a hash that fits."""
+        """Change fields of the head, and recompute the hash."""
         self.sealed = False
         told = canonical(self.head | fields | {"sha256": ""}) + b"\n"
         self.head |= fields | {"sha256": hashlib.sha256(told + self.coded + self.rest).hexdigest()}
 
     def recode(self, new: np.ndarray, **options: Any) -> None:
-        """Replace the coded part by one that leads from what everybody knows to something else."""
+        """Replace the coded part by one that leads from the values that all trainers know to other values."""
         assert self.described is not None
         old, sums = {"fired": self.described}, {0: count_tile(LAYOUT.tiles[0], self.described)}
         self.coded = bytes(patch.encode(LAYOUT, LAYOUT.tiles, old, {"fired": new}, sums, **options).data)
 
     def moved(self, steps: dict[int, int]) -> np.ndarray:
-        """What everybody knows, moved by so many places of the order of values."""
+        """The values that all trainers know, some of them moved by a number of steps in the order of the values."""
         assert self.described is not None
         out = self.described.copy()
         for place, by in steps.items():
@@ -426,7 +426,7 @@ def a_payload_of_no_updates(it: Letter) -> None:
     it.head["terms"] = 0
 
 
-# -- the bytes behind it -------------------------------------------------------------------------------------------
+# -- the bytes after the head --------------------------------------------------------------------------------------
 
 
 @attack(ChecksumError)

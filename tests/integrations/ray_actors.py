@@ -23,14 +23,14 @@ SHAPES: dict[str, tuple[type[np.uint16] | type[np.uint32], tuple[int, ...]]] = {
 }
 DTYPES: dict[Any, Any] = {np.uint16: ml_dtypes.bfloat16, np.uint32: np.float32}
 GRID = {"up": (4, 1), "down": (1, 4)}
-Slices = dict[str, Slice | None]  # of the tensors that are not held as a whole; None: not at all
+Slices = dict[str, Slice | None]  # of the tensors that a process does not have in full; None: it has none of it
 HALVES: Slices = {"up": Slice(rows=(0, 32)), "down": Slice(columns=(0, 12))}  # as rank 0 of 2 trainers has them
 QUARTERS: Slices = {"up": Slice(rows=(16, 32)), "down": Slice(columns=(18, 24))}
 ACROSS: Slices = {"up": Slice(columns=(5, 40)), "down": Slice(rows=(3, 30)), "norm": None}  # on no border of any tile
 
 
 def state_at(step: int, seed: int = 0) -> dict[str, Any]:
-    """Weights of every kind after so many steps: NaNs with payloads, both zeros."""
+    """Weights of every kind after this many steps: NaNs with payloads, both zeros."""
     rng = np.random.default_rng(seed)
     bits: dict[str, Bits] = {name: random_bits(rng, dtype, shape) for name, (dtype, shape) in SHAPES.items()}
     for _ in range(step):

@@ -782,13 +782,13 @@ else:
 
 
 def kill_at(write: int, *arguments: str) -> None:
-    """Run an export or import in a process that dies after so many writes have reached the disk."""
+    """Run an export or import in a process that is killed after this many writes have reached the disk."""
     command = [sys.executable, "-c", KILLED, *arguments[:3], str(write), *arguments[3:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-# A process a kill, and each imports numpy and the kernels: two seconds each.
+# Each kill needs its own process, which imports numpy and the kernels: two seconds each.
 @pytest.mark.parametrize("write", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5, 7))])
 def test_an_export_that_was_killed_leaves_only_whole_folders_and_is_continued(tmp_path: Path, write: int) -> None:
     states = make_states(4)

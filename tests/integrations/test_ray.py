@@ -164,7 +164,7 @@ def spilled() -> list[Path]:
 def wait_until(true: Callable[[], bool], within_s: float = 30.0) -> None:
     end = time.monotonic() + within_s
     while not true():
-        assert time.monotonic() < end, "it did not come to pass"
+        assert time.monotonic() < end, f"the condition was still false after {within_s} s"
         time.sleep(0.1)
 
 

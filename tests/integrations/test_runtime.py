@@ -1,4 +1,4 @@
-"""The map from checkpoints to engines, held against tensors that are fused and split here in another way."""
+"""The map from checkpoints to engines, compared with tensors that are fused and split here by independent code."""
 
 import json
 import math
@@ -248,7 +248,7 @@ def rectangle(whole: Any, one: Placed) -> Any:
 
 
 def mapped(c: Config, ranks: list[EngineRank]) -> bool:
-    """Whether a rank has one rectangle of each tensor, and no copies beside it."""
+    """Whether a rank has exactly one rectangle of each tensor, and no further copies of its rows or columns."""
     if c["model_type"] == "phi3":
         return ranks[0].tp_size == 1
     return ranks[0].latent or "kv_lora_rank" not in c

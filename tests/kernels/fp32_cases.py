@@ -32,7 +32,7 @@ def weights(rng: np.random.Generator, size: int) -> F32:
 
 
 def updates(rng: np.random.Generator, theta: F32) -> F32:
-    """Updates of every kind, many of them to a border of theta's BF16 value or just beside it, or zero."""
+    """Updates of every kind; many are zero, or move theta to a rounding border of its BF16 value or next to it."""
     border = floats(
         (theta.view(np.uint32) & np.uint32(0xFFFF0000)) + rng.integers(0x7FFE, 0x8003, theta.size).astype("u4")
     )

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the GPU path is NOT tested: pip install triton (Linux only)")
 
-# What each kernel takes, beside constants; "bits" is the unsigned integer of a weight.
+# The arguments of each kernel, except constants; "bits" is the unsigned integer of a weight.
 ARGUMENTS = {
     "compare": "*i64 *i64 *i64 *i32 *i64 *u32 *i32",
     "collect": "*i64 *i64 *i32 *i64 *u32 *i64 *u32 bits bits",

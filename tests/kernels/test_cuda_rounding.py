@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the GPU path is NOT tested: pip install tr
 
 from tests.kernels.test_cuda_compiles import TARGET, run, sources
 
-# The operations that each kernel must have, beside sums
+# The operations that each kernel must have, besides sums
 KERNELS = {
     "advance": "mul",
     "flag_visible": "mul",

@@ -637,7 +637,7 @@ def test_runs_are_gathered_from_their_addresses_and_written_there(
     kernel: Any, seed: int, lengths: list[int], count: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    runs = [random_bits(rng, np.uint16, (size + 2,)) for size in lengths]  # with a weight before it and one behind
+    runs = [random_bits(rng, np.uint16, (size + 2,)) for size in lengths]  # with one weight before it and one after it
     addresses = np.array([run[1:].ctypes.data for run in runs], np.uint64)
     starts = np.cumsum([0, *lengths])
     before, after = (np.full(starts[-1], 7, np.uint16) for _ in range(2))

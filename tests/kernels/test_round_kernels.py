@@ -16,7 +16,7 @@ from tests.kernels.fp32_cases import F32, NOT_FINITE, updates, weights
 
 KERNELS = (reference, cpu)
 FULL = 1 << 18
-GUARD = 5  # entries before and behind an array that nobody may write
+GUARD = 5  # entries before and after an array that no kernel may write
 LR, MU, REACH = np.float32(0.7), np.float32(0.9), np.float32(1.5)
 
 sizes = st.one_of(st.sampled_from([0, 1, 2, 63, 64, 65, 4095, 4096, 4097, 12289]), st.integers(0, 3000))

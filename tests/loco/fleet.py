@@ -70,7 +70,7 @@ def first_weights(state: Any, fragment: int) -> np.ndarray:
 
 
 def update_of(state: Any, fragment: int, outer: SGD) -> list[np.ndarray]:
-    """What a trainer with this state would tell now, and its next momentum if it has one."""
+    """The update that a trainer with this state would send now, and its next momentum if it has one."""
     theta, private = state["shared"][fragment]["theta"].numpy(), state["private"]
     e, x = private["residuals"][fragment].numpy(), private["weights"][fragment].numpy()
     with np.errstate(over="ignore", invalid="ignore"):
@@ -81,10 +81,10 @@ def update_of(state: Any, fragment: int, outer: SGD) -> list[np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """An update that was offered: what was sent of it, and what the trainer holds if that is taken."""
+    """An update that was offered: what was sent of it, and the trainer's residual and momentum once a round uses it."""
 
     sent: np.ndarray
-    residual: np.ndarray | None = None  # None: not known, because steps went on meanwhile
+    residual: np.ndarray | None = None  # None: not known, because training continued meanwhile
     momentum: np.ndarray | None = None
 
 
@@ -103,7 +103,7 @@ class Ledger:
         return self.outer.reach if state["private"]["momenta"] else 1.0
 
     def holds(self, state: Any, fragment: int) -> np.ndarray:
-        """What a trainer has still to tell, momentum and all."""
+        """All that a trainer has not sent yet, including what its momentum will still add."""
         private, outer = state["private"], self.outer
         x = private["weights"][fragment].double().numpy()
         held: np.ndarray = private["residuals"][fragment].double().numpy()
@@ -114,7 +114,7 @@ class Ledger:
         return held
 
     def balance(self, loco: Any, took: Took) -> float:
-        """How far, at most, an entry is from being accounted for, as a share of the furthest that one was moved."""
+        """The largest unaccounted difference of any entry, as a fraction of the largest movement of any entry."""
         state = loco.state_dict()
         worst = 0.0
         for fragment, shared in enumerate(state["shared"]):
@@ -311,7 +311,7 @@ class Trainer:
 
     @property
     def update(self) -> np.ndarray:
-        """What it would tell now."""
+        """The update that it would send now."""
         return update_of(self.loco.state_dict(), 0, self.ledger.outer)[0]
 
     @property
@@ -353,7 +353,7 @@ def alone(**options: Any) -> StoreExchange:
 
 
 class Turns:
-    """A clock that only moves when somebody sleeps, and what happens meanwhile: no threads, no waiting."""
+    """A clock that only advances when a trainer sleeps, and calls to make meanwhile: no threads, no waiting."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -380,7 +380,7 @@ class Turns:
 
 
 def together(*calls: Callable[[], Any], timeout_s: float = 40.0) -> list[Any]:
-    """Call all at once, in threads; raise what one raises."""
+    """Make all calls at the same time, in threads; raise the first exception of any."""
     results: list[Any] = [None] * len(calls)
     faults: list[BaseException] = []
 
@@ -398,12 +398,12 @@ def together(*calls: Callable[[], Any], timeout_s: float = 40.0) -> list[Any]:
         thread.join(max(0.0, end - time.monotonic()))
     if faults:
         raise faults[0]
-    assert not any(thread.is_alive() for thread in threads), "somebody hangs"
+    assert not any(thread.is_alive() for thread in threads), "a call did not return within the timeout"
     return results
 
 
 def load() -> None:
-    """Have every kernel loaded that rounds use."""
+    """Load every kernel that rounds use."""
     choices: list[dict[str, Any]] = [{}, {"compact": 2}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"}]
     for options in choices:
         with Trainer(alone(), 0, sync_every=1, **options) as trainer:

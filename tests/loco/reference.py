@@ -1,4 +1,4 @@
-"""PULSELoCo in plain numpy, from docs/loco.md and not from the library: what every round must come to, bit for bit."""
+"""PULSELoCo in plain numpy, from docs/loco.md and not from the library: the exact bits that every round must yield."""
 
 from collections.abc import Callable, Iterator
 

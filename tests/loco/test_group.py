@@ -1,4 +1,4 @@
-"""Real processes over gloo: whatever way updates go, and whoever dies when, replicas agree and nothing is lost."""
+"""Real processes over gloo: with all options, and whichever process dies, replicas agree and nothing is lost."""
 
 import random
 import threading
@@ -367,7 +367,7 @@ def test_finite_updates_that_diverge_make_an_empty_round_for_all_and_the_next_on
 
 
 def parted(rank: int, size: int, folder: str) -> str:
-    """Rank 1 comes to other weights in a round."""
+    """Rank 1 computes other weights than the others in a round."""
     with group(folder, "parted", rank, size):
         trainer = Trainer(GroupExchange(), rank, "DiLoCo")
         with trainer:

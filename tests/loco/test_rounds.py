@@ -51,7 +51,7 @@ def test_a_failure_out_of_step_changes_nothing_and_the_next_step_tries_again(
     verb: str, error: BaseException, options: dict[str, Any]
 ) -> None:
     if options.get("delay") and isinstance(error, KeyboardInterrupt):
-        return  # interrupts come to the training thread alone
+        return  # only the training thread receives interrupts
     with Trainer(alone(), 0, sync_every=3, **options) as t:
         t.step(3)
         before, reports = t.everything(), len(t.reports)
@@ -429,7 +429,7 @@ def test_the_callback_is_called_once_a_round_in_the_training_thread_with_the_nex
                 p.grad = torch.full_like(p, float(i - 3))
             optimizer.step()
             assert len(seen) == (i + 1) // 2
-    assert seen == [1, 2, 3] + [4] * delay  # one that is on its way at the end is waited for
+    assert seen == [1, 2, 3] + [4] * delay  # a round still in progress at the end is waited for
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

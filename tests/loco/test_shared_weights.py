@@ -114,7 +114,7 @@ def test_masters_are_named_as_they_were_given_or_as_a_model_names_them() -> None
 
 
 def test_a_model_that_lacks_what_is_trained_is_refused_rather_than_returned_as_it_is() -> None:
-    """A BF16 model beside its masters has other tensors, which are this trainer's own."""
+    """Tensors of a BF16 model with FP32 masters are not trained; their values are this trainer's own, not shared."""
     model = Weights().bfloat16()
     masters = {name: p.detach().float() for name, p in model.named_parameters()}
     loco = trained(masters, sync_every=2)

@@ -40,7 +40,7 @@ __all__ = ["fleet", "s3_server"]
 
 @dataclass
 class Told:
-    """What a trainer had to tell when it prepared to send, and its momentum then."""
+    """The update of a trainer when it prepared to send, and its momentum at that time."""
 
     s: np.ndarray
     momentum: np.ndarray | None
@@ -62,7 +62,7 @@ def offers(trainer: Trainer, offered: list[Told]) -> Iterator[None]:
 
 @dataclass
 class Own:
-    """What is a trainer's own, and where it stands."""
+    """What only one trainer has: its residual and momentum, the start of its round, and its weights."""
 
     e: np.ndarray
     m: np.ndarray | None
@@ -965,9 +965,9 @@ def test_one_that_restarts_with_a_saved_state_of_which_nothing_was_taken_since_g
 def test_what_a_restart_has_left_is_cleared_if_the_rounds_that_took_of_an_earlier_life_are_gone(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A restart with a saved state, when only a shared state tells that rounds took something: it is as if new.
+    """A trainer restarts from a saved state, and only a shared state still shows that rounds used its updates.
 
-    e = 0 and x = theta, and its momentum is that of the last round, which it can follow.
+    It begins like a new trainer: e = 0, x = theta, and its momentum is that of the last round, which it can follow.
     """
     table = Table(training=options, state_every=2)
     table.round("abc")
@@ -1078,11 +1078,11 @@ def test_one_that_rejoins_after_others_completed_its_round_knows_what_was_taken(
         c.step(2)
     delattr(c.exchange.inner, verb)
     c.loco.__exit__()
-    c.step(steps)  # without meeting anybody
+    c.step(steps)  # without a round
     s, *momentum = update_of(c.loco.state_dict(), 0, c.ledger.outer)
     c.loco.__enter__()
     assert c.loco.digests == table["a"].loco.digests
-    e = s - list(c.ledger.offers.values())[-1].sent  # of what it has now, that is gone; and m advances once
+    e = s - list(c.ledger.offers.values())[-1].sent  # the round used what was sent, and m advances once
     z = c.theta - e if momentum else c.theta
     Own(e, momentum[0] if momentum else None, z, z).check(c)
     settle(table.all.values())
@@ -1317,7 +1317,7 @@ def test_trainers_meet_in_a_bucket(s3_server: Server, monkeypatch: pytest.Monkey
 
 
 def survivor(folder: str, name: str, who: int, rounds: int) -> dict[str, Any]:
-    """A trainer that goes on from what it saved, if it did, up to a round; it may be killed at any moment."""
+    """A trainer that resumes from its saved state, if any, and trains up to a round; it may be killed at any moment."""
     saved = Path(folder) / f"{name}.state"
     exchange = meet(str(Path(folder) / "store"), name, 3, deadline_s=0.2, poll_s=0.001, state_every=4, patience_s=30)
     t = Trainer(exchange, who, compact=2, watch=False)
@@ -1368,6 +1368,6 @@ def test_trainers_killed_at_random_and_restarted_from_what_they_saved_end_with_t
         assert result["round"] >= rounds
         for _, number, digest in result["digests"]:
             seen.setdefault(number, set()).add(digest)
-    assert all(len(digests) == 1 for digests in seen.values()), "replicas parted"
+    assert all(len(digests) == 1 for digests in seen.values()), "replicas diverged"
     store = LocalStore(str(tmp_path / "store"))
     assert list(store.list("states/"))

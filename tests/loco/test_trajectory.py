@@ -33,7 +33,7 @@ def recorded(name: str, key: str, found: Any) -> Any:
 
 
 def together(count: int, train: Callable[[int, StoreExchange], Any]) -> list[Any]:
-    """Run so many trainers that meet in a store, each in a thread; return what they return."""
+    """Run `count` trainers that exchange updates through a store, each in a thread; return their results."""
     store, found, faults = MemoryStore(), [None] * count, []
 
     def run(i: int) -> None:
@@ -84,9 +84,9 @@ def worked_out(gradients: list[float], delay: int, blend: float) -> list[list[li
 
 
 def worked_out_shared(gradients: list[float], delay: int, blend: float) -> list[list[float]]:
-    """The shared weights of the same after every step, as a round of a fragment leaves them: a sum over its rounds.
+    """The shared weights of the same training after every step, as the sum of the updates of each fragment's rounds.
 
-    A trainer begins a round at most `blend` of the way from theta to where it was; from there its gradient is constant.
+    A trainer begins a round at theta + blend (x − theta); from there its gradient is constant.
     """
     theta, kept = [1.0, 1.0], [[0.0, 0.0] for _ in gradients]  # what blend has kept: x − theta when a round came in
     history = []
@@ -396,7 +396,7 @@ def test_delay_blend_and_fragments_are_those_of_the_reference_after_every_step(d
             for step in range(steps):
                 optimizer.step()
                 seen.append([bits(flat(module)) for module in modules])
-                if step % EVERY == EVERY - 1:  # a round has come in, and none is on its way
+                if step % EVERY == EVERY - 1:  # a round has just ended, and none is in progress
                     state = loco.state_dict()
                     thetas = [shared["theta"] for shared in state["shared"]]
                     own = [*state["private"]["residuals"], *state["private"]["momenta"]]

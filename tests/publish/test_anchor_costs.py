@@ -75,7 +75,7 @@ def test_a_link_that_has_become_slow_is_noticed() -> None:
 
 @pytest.mark.parametrize(("asked", "codec"), [("raw", Codec.RAW), ("dense", Codec.DENSE)])
 def test_an_anchor_is_written_as_it_was_asked_for(asked: Any, codec: Codec) -> None:
-    weights = {"w": np.random.default_rng(0).standard_normal(5000, np.float32)}  # so many that its part is an object
+    weights = {"w": np.random.default_rng(0).standard_normal(5000, np.float32)}  # so large that its part is an object
     store = Watched()
     with Publisher(store, anchor_codec=asked) as publisher:
         publisher.publish(weights)

@@ -470,8 +470,8 @@ def test_the_loop_of_the_page_continues_where_its_checkpoint_was_taken(tmp_path:
     assert (saved["step"], saved["publisher"]["run"]) == (40, version(store, 0).run)
 
 
-# Kills. The trainer is a process of its own; what it trains is a function of the step alone, so that the worker, in
-# the test's process, can tell which weights are right.
+# Kills. The trainer is a process of its own; its weights depend on the step alone, so that the worker, in the
+# test's process, can compute which weights are right.
 
 LAST, SAVE_EVERY = 14, 5
 

@@ -1357,7 +1357,7 @@ def called_back(again: Callable[[Publisher, Training], object], queued: bool = F
     [
         (lambda pub, training: pub.publish(training.weights), False),
         (lambda pub, training: pub.publish(training.weights, wait=False, coalesce=False), False),
-        (lambda pub, training: pub.publish(training.weights, wait=False), True),  # behind a step that stays alone
+        (lambda pub, training: pub.publish(training.weights, wait=False), True),  # after a step that stays alone
         (lambda pub, training: pub.flush(), False),
         (lambda pub, training: pub.close(), False),
     ],
@@ -1443,7 +1443,7 @@ def wait_for_the_end():
         while True:
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(time.sleep, 0.01)
-    except RuntimeError:  # no threads any more
+    except RuntimeError:  # the interpreter starts no more threads
         pass
 
 class Slow(LocalStore):
@@ -1465,7 +1465,7 @@ for step in (1, 2):
 
 
 def test_a_publisher_that_is_not_closed_finishes_when_the_process_ends(tmp_path: Path) -> None:
-    """One version is held up until the interpreter gives out no more threads; the next is only encoded then."""
+    """One version is delayed until the interpreter starts no more threads; the next is encoded only after that."""
     program = [sys.executable, "-c", LEFT, str(tmp_path)]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=50)
     assert (done.returncode, done.stderr) == (0, "")
@@ -1737,7 +1737,7 @@ def test_of_two_publishers_one_is_refused_and_the_run_is_the_others() -> None:
     with Publisher(store) as first, Publisher(store) as second:
         first.publish(training.weights)
         training.step()
-        second.publish(training.weights)  # takes the run up
+        second.publish(training.weights)  # resumes the run
         training.step()
         with pytest.raises(AnotherPublisherError, match="version 1 already exists: another publisher") as caught:
             first.publish(Training(seed=1).weights)
@@ -1809,7 +1809,7 @@ def test_who_lost_the_first_version_does_not_take_the_run_over() -> None:
     assert equal(synced(store), training.weights)
 
 
-# -- taking up a run -----------------------------------------------------------------------------------------------
+# -- resuming a run ------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_taken_up_where_it_ended() -> None:

@@ -50,7 +50,7 @@ UNSIGNED: dict[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np
 
 
 class Crew:
-    """Ranks in threads. A gather ends when all have come, or fails for all when one stays away."""
+    """Ranks in threads. A gather ends when every rank has called it, and fails on all ranks if one does not."""
 
     def __init__(self, size: int, timeout_s: float = 10.0) -> None:
         self.size = size
@@ -81,7 +81,7 @@ class Crew:
 class Rank:
     def __init__(self, crew: Crew, rank: int) -> None:
         self.crew, self.rank, self.size = crew, rank, crew.size
-        self.told: list[int] = []  # bytes, by gather
+        self.told: list[int] = []  # the bytes that it sent in each gather
 
     def gather(self, note: bytes) -> list[bytes]:
         self.crew.before(self.rank, len(self.told))
@@ -92,13 +92,13 @@ class Rank:
             out = list(self.crew.notes)
             self.crew.barrier.wait()
         except threading.BrokenBarrierError as e:
-            raise GroupError("somebody did not come", rank=self.rank) from e
+            raise GroupError("a rank did not call gather in time", rank=self.rank) from e
         self.crew.after(self.rank, len(self.told) - 1)
         return out
 
 
 class Group:
-    """One publisher per rank, over one crew, with a store of its own each; what they do they do together."""
+    """One publisher per rank of a crew, each with its own store; a call is made on all ranks at the same time."""
 
     def __init__(
         self, store: Store | Sequence[Store], size: int, split: Any = None, timeout_s: float = 10.0, **options: Any
@@ -156,7 +156,7 @@ def by_rows(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
 
 
 def by_columns(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """Columns for matrices; vectors are held whole by everybody."""
+    """Each rank has some columns of every matrix, and all vectors in full."""
     out: dict[str, Any] = {}
     for name, array in weights.items():
         if array.ndim < 2:
@@ -1015,7 +1015,7 @@ def test_a_store_that_fails_now_and_then_never_parts_the_ranks_or_loses_a_step()
     assert [one.fault for one in RunVerifier(base).run() if one.fault] == []
 
 
-# -- taking up a run -----------------------------------------------------------------------------------------------
+# -- resuming a run ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", ["auto", "history", "gap"])

@@ -34,7 +34,7 @@ PATIENCE_S = 20.0
 
 
 class Gate:
-    """Stops the threads that come to it until it is opened."""
+    """Stops the threads that reach it until it is opened."""
 
     def __init__(self) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
@@ -44,7 +44,7 @@ class Gate:
         assert self._open.wait(PATIENCE_S), "nobody opened the gate"
 
     def wait_reached(self) -> None:
-        assert self.reached.wait(PATIENCE_S), "nobody came to the gate"
+        assert self.reached.wait(PATIENCE_S), "no thread reached the gate"
 
     def open(self) -> None:
         self._open.set()

@@ -154,7 +154,7 @@ def copies(rank: int, size: int, folder: str, location: str) -> Any:
 
 
 def train_in_background(rank: int, size: int, folder: str, location: str, **options: Any) -> Any:
-    """Train without waiting for versions; return those that were committed, each held against the gathered model."""
+    """Train without waiting for versions; return the committed ones, each compared with the gathered model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

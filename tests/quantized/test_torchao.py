@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 torch = pytest.importorskip("torch")
-with warnings.catch_warnings():  # torch tells torchao, at import, of things to come
+with warnings.catch_warnings():  # torchao, when imported, uses what torch has deprecated
     warnings.simplefilter("ignore")
     pytest.importorskip("torchao", reason="torchao is NOT installed here; make test-vllm compares with it on a CPU")
     from tests.quantized.torchao_quantizers import TORCHAO

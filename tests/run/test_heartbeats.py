@@ -1,4 +1,4 @@
-"""Heartbeats: what a record may hold, who writes it and when, and that none of it is in the way of a sync."""
+"""Heartbeats: what a record may contain, who writes it and when, and that none of this delays or breaks a sync."""
 
 import gc
 import json

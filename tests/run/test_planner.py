@@ -18,7 +18,7 @@ def digest(version: int) -> str:
 
 
 class Run:
-    """The records of a run in which every patch has so many bytes. Roots are where they are said to be."""
+    """The records of a run in which every patch has `patch_bytes` bytes and the versions in `roots` are roots."""
 
     def __init__(self, versions: int, patch_bytes: int = 10, roots: tuple[int, ...] = (0,)) -> None:
         self.records: dict[str, Manifest] = {}
@@ -354,7 +354,7 @@ def test_an_anchor_names_the_one_before_it_however_far_that_is() -> None:
     run.squash(6, 1)
     goal = 129 * 32 + 10
     run.records[keys.manifest_key(goal)] = replace(run.version(goal), anchor=101)
-    del run.records[keys.manifest_key(101 * 32 + 1)]  # from the nearer one no way leads on
+    del run.records[keys.manifest_key(101 * 32 + 1)]  # no path leads from the nearer anchor to the goal
     assert 101 - planner.SEARCH > 0
     way = run.way(None, goal)
     assert way[:3] == [(RecordKind.ANCHOR, 0), (RecordKind.SQUASH, 64 * 32), (RecordKind.SQUASH, 128 * 32)]

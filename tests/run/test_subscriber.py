@@ -408,7 +408,7 @@ FAULTS = ["missing", "flipped", "truncated", "another"]
 
 
 class Spoiler:
-    """Spoils reads of one object, so many times."""
+    """Damages the given number of reads of one object."""
 
     def __init__(self, store: Watched, key: str, how: str, times: int = 10**9) -> None:
         self.key, self.how, self.times, self.other = key, how, times, b""
@@ -431,7 +431,7 @@ class Spoiler:
 
 
 def place(store: Watched, name: str) -> str:
-    """The key of an object on the way from nothing to version 4."""
+    """The key of an object on the path of a new worker to version 4."""
     return {
         "head": keys.HEAD,
         "goal": keys.manifest_key(4),
@@ -1032,7 +1032,7 @@ def test_a_worker_cut_off_just_after_a_commit_holds_what_its_weights_are(monkeyp
 
 
 def test_a_way_back_that_was_not_noted_is_not_missed_by_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sync is cut off between its commit and the entry of the way back: older entries are not for these weights."""
+    """A sync is interrupted after its commit and before its undo entry: older entries do not apply to these weights."""
     store, states = run_of(3)
     sub, held = Subscriber(store, undo=2), worker()
     sub.sync(held, version=0)

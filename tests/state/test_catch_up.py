@@ -242,7 +242,7 @@ def test_the_memory_of_a_catch_up_is_what_differs_in_the_end_and_no_more_for_mor
     bodies = [(record, [Body.of(part, layout) for part in parts]) for record, parts in versions]
 
     def peaks(count: int) -> tuple[int, int]:
-        """The bytes of what differs in the end, and those that were in memory beside them at the most."""
+        """The bytes of the resulting changes, and the peak of all other memory."""
         tracemalloc.start()
         transition = held.prepare_all(bodies[n : n + 4] for n in range(0, count, 4))
         _, most = tracemalloc.get_traced_memory()
@@ -250,7 +250,7 @@ def test_the_memory_of_a_catch_up_is_what_differs_in_the_end_and_no_more_for_mor
         differ = sum(a.nbytes for c in transition.changes.values() for a in (c.positions, c.old, c.new))
         return differ, most - differ
 
-    peaks(16)  # what is made once, such as the tables of each part, is made now
+    peaks(16)  # makes what is made only once, such as the tables of each part
     (fewer, beside_fewer), (more, beside_more), (one, _) = peaks(8), peaks(16), peaks(1)
     assert more > fewer + one
     assert beside_more < beside_fewer + one, (fewer, beside_fewer, more, beside_more, one)

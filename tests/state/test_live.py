@@ -183,7 +183,7 @@ def test_a_tile_that_would_not_be_the_publishers_is_named() -> None:
 
 
 class Moody(np.ndarray[Any, Any]):
-    """An array that writes half of what it is told and fails, once."""
+    """An array that, once, writes half of what it should and raises."""
 
     tired = False
 

@@ -22,7 +22,7 @@ class TestRetryStoreOverAFaultyOne(StoreTests):
 
 
 class Failing(MemoryStore):
-    """Fails so many times, before or after what was asked is done."""
+    """Fails the given number of times, before or after the operation is done."""
 
     def __init__(self, times: int, *, after: bool = False, error: type[StoreError] = StoreError) -> None:
         super().__init__()

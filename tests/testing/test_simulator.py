@@ -119,7 +119,7 @@ def test_the_command_line_runs_schedules_and_says_what_they_were() -> None:
 
 
 def met(seed: int) -> list[str]:
-    """What three ranks do, in order, that gather twice."""
+    """The log of three ranks that gather twice, in the order in which they ran."""
     group, log = SimulatedGroup(3, random.Random(seed)), list[str]()
 
     def work(rank: int) -> list[bytes]:
@@ -222,7 +222,8 @@ def test_teams_and_single_trainers_resume_each_others_runs() -> None:
 
 # The life of a version
 
-# In one thread there is always somebody to send, ranks make their calls in step, and an offer ends without another call
+# The simulator needs no thread for the sender, so starting one cannot fail; and its ranks make their calls in step, so
+# that none is late
 NEVER_SIMULATED = {(Stage.QUEUED, Stage.IDLE), (Stage.FIXED, Stage.ENDING)}
 
 

@@ -67,7 +67,7 @@ def built(some: list[Heads]) -> list[bytes]:
 
 
 def payload(one: Heads) -> bytes:
-    """Heads with streams behind them, whose words look like numbers of several bytes."""
+    """Heads followed by streams whose words look like numbers of several bytes."""
     return context.build_heads(one) + b"\x81\x92" * int(one.words.sum())
 
 

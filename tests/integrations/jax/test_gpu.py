@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # kernels are compiled
 
 @pytest.fixture(autouse=True)
 def gpu() -> Any:
-    """The GPU of JAX; a test of JAX for CPUs beside torch for CUDA would say nothing."""
+    """The GPU of JAX. Where torch has CUDA and JAX only CPUs, these tests would prove nothing and are skipped."""
     try:
         return jax.devices("gpu")[0]
     except RuntimeError as e:

@@ -1,6 +1,6 @@
 """Packages that SGLang imports and this environment has not: their names can be imported, and nothing of them works.
 
-torchvision on PyPI is built for CUDA and cannot be imported beside torch for CPUs; soundfile reads audio; from vLLM
+torchvision on PyPI is built for CUDA and cannot be imported next to torch for CPUs; soundfile reads audio; from vLLM
 comes the kernel of rotary embeddings where SGLang has none of its own. The weights of a model need none of it.
 """
 

@@ -142,7 +142,7 @@ class Scheduler:
         )
 
     def flush_cache(self, **_: Any) -> bool:
-        """As SGLang's: refused while requests run, which `retract` puts back into the queue."""
+        """As in SGLang: refused while requests run, unless `retract` has returned them to the queue."""
         if self.running and self.paused != "retract":
             return False
         self.flushed += 1

@@ -2,8 +2,8 @@
 
     python -m tests.integrations.sglang.record_interface VERSION WHEEL_OR_FOLDER
 
-writes interface.json, beside this file. It reads source and runs none of it. A wheel comes with `pip download --no-deps
-sglang==VERSION`; a folder is one that has the folder `sglang`, such as site-packages.
+writes interface.json, next to this file. It reads source and runs none of it. A wheel is fetched with `pip download
+--no-deps sglang==VERSION`; a folder is one that has the folder `sglang`, such as site-packages.
 """
 
 import ast

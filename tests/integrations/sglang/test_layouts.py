@@ -47,7 +47,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def check_ranks(checkpoints: list[Path], ranks: int, ep: int = 1) -> dict[str, list[str | None]]:
-    """What each rank says of each checkpoint."""
+    """What each rank reports for each checkpoint."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     module = [sys.executable, "-m", "tests.integrations.sglang.layout_rank"]

@@ -58,7 +58,7 @@ def published_at(step: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def described(weights: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Weights as what can be compared bit for bit."""
+    """Weights in a form that can be compared bit for bit."""
     return {
         name: (str(one.dtype), tuple(one.shape), one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         for name, one in weights.items()
@@ -66,7 +66,7 @@ def described(weights: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[in
 
 
 def damage(files: set[Path]) -> None:
-    """Flip a bit in the middle of the record of a version, and of every body beside it."""
+    """Flip a bit in the middle of each of these files: the record of a version, and its parts."""
     assert any(path.parent.name == "manifests" for path in files)
     for path in files:
         data = bytearray(path.read_bytes())
@@ -124,7 +124,7 @@ class TrainerWorker(Worker):
 
     Args:
         checkpoint_engine: As verl's configuration has it.
-        ahead: A step has the weights of so many steps later, so that it comes out otherwise than before a crash.
+        ahead: A step has the weights of this many steps later, so that its weights differ from those before a crash.
     """
 
     def __init__(self, checkpoint_engine: dict[str, Any], ahead: int = 0) -> None:

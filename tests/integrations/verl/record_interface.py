@@ -2,8 +2,8 @@
 
     python -m tests.integrations.verl.record_interface VERSION WHEEL_OR_FOLDER
 
-writes interface.json, beside this file. It reads source and runs none of it. A wheel comes with `pip download --no-deps
-verl==VERSION`; a folder is one that has the folder `verl`, such as site-packages.
+writes interface.json, next to this file. It reads source and runs none of it. A wheel is fetched with `pip download
+--no-deps verl==VERSION`; a folder is one that has the folder `verl`, such as site-packages.
 
 Some of it cannot run without a GPU: verl's training engines, its adapters of vLLM and SGLang, and its own transfers.
 What docs/integrations/verl.md says of those was read in the files whose hashes are kept here.

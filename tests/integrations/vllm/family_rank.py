@@ -1,4 +1,4 @@
-"""A rank of vLLM without an engine around it: vLLM's own model classes load checkpoints, and are held against the map.
+"""A rank of vLLM without an engine around it: vLLM's own model classes load checkpoints, and the map is checked.
 
     python -m tests.integrations.vllm.family_rank FOLDER RANK WORLD
 

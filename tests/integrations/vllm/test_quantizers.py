@@ -16,7 +16,7 @@ from pulsesync.quantized import RECIPES, QuantizedSubscriber, quantize  # noqa: 
 from pulsesync.store import MemoryStore  # noqa: E402
 from pulsesync.testing import AdamUpdates  # noqa: E402
 
-with warnings.catch_warnings():  # torch tells torchao and vLLM, at import, of things to come
+with warnings.catch_warnings():  # torchao and vLLM, when imported, use what torch has deprecated
     warnings.simplefilter("ignore")
     from tests.integrations.vllm import quantizers
 

@@ -140,7 +140,7 @@ def test_a_round_is_worked_on_as_a_whole_and_the_next_ones_as_far_as_they_may_be
         return [piece.step for piece in book._pieces]
 
     assert open_steps(0, 0) == [0, 1, 2, 3]
-    assert open_steps(1, 5) == [5, 6, 7, 8, 9]  # what lies before is of no use to anybody
+    assert open_steps(1, 5) == [5, 6, 7, 8, 9]  # earlier steps are of no use to any trainer
 
 
 def test_a_new_run_does_not_go_on_with_the_rounds_of_another(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The recorder: every number against an oracle that keeps all states, and a run that it leaves alone."""
+"""The recorder: every number is compared with an oracle that keeps all states, and the training stays undisturbed."""
 
 import subprocess
 import sys
@@ -61,7 +61,7 @@ def test_every_count_of_every_step_is_what_the_oracle_says(
 ) -> None:
     states = oracle.adam_like(1, 6, SHAPES, lr=3e-2 if dtype in oracle.LARGEST else 3e-5)
     contrast = tuple(oracle.FLOATS)
-    if dtype in oracle.LARGEST:  # held in it: nothing finer is known
+    if dtype in oracle.LARGEST:  # the weights are stored in this dtype: finer values are not known
         states = [{n: w.astype(oracle.FLOATS[dtype]).astype(np.float32) for n, w in one.items()} for one in states]
         contrast = tuple(d for d in contrast if oracle.MANTISSA[d] <= oracle.MANTISSA[dtype])
     with counted_by(way, monkeypatch):
@@ -611,7 +611,7 @@ def sharded(rank: int, size: int, folder: str, out: str) -> Any:
     with group(folder, "one", rank, size):
         torch.manual_seed(0)
         net = Net()
-        fully_shard(net.up, mesh=init_device_mesh("cpu", (size,)))  # the rest is held by both alike
+        fully_shard(net.up, mesh=init_device_mesh("cpu", (size,)))  # both ranks have all other parameters in full
         parameters = [p for p in net.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=1e-4)
         with Recorder(out, contrast=("F16", "F32")).attach(optimizer, net):

@@ -23,7 +23,7 @@ def recording_of(
     arm: Arm | None = None,
     **facts: Any,
 ) -> Recording:
-    """Three tensors of 100 weights, half of them in the sample; so many of each change in each step."""
+    """Three tensors of 100 weights, half of them sampled; `changed` has, per step, how many of each tensor change."""
     if arm is not None:
         facts["arm"] = arm.to_json()
     header = RecordingHeader(

@@ -1,4 +1,4 @@
-"""Arms × seeds: what is run, what is kept, what is told."""
+"""Experiments of arms × seeds: which are run, which files are kept, and what is reported."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The sample: so many weights at most, of every tensor and every column."""
+"""The sample: at most a given number of weights, from every tensor and every column."""
 
 import math
 

@@ -45,7 +45,7 @@ QWEN = normal_classes(0.02, 1_500_000_000)
 
 
 def test_it_tells_what_generated_updates_do_step_by_step() -> None:
-    """Of weights it knows the histogram alone; the peaks at which whole classes come to a border are there too."""
+    """The forecast knows only the weights' histogram, and still finds the peaks where whole classes cross a border."""
     updates = AdamUpdates({"weight": (1000, 1000)}, lr=LR, scale=0.15)
     state = updates.state()["weight"]
     counts = dict(enumerate(np.bincount(classes_of(state.ravel().view(ml_dtypes.bfloat16))).tolist()))
