@@ -1,13 +1,13 @@
-"""What others send for the same change: the formats our patches are measured against, behind one face.
+"""What other systems send for the same change: the formats that our patches are compared with, in one interface.
 
-Written from the formats' descriptions, except basilica-sdk, whose own package is called. All of them are exact, take
-states as dicts of name -> uint16 array (BF16 bit patterns, C-contiguous), and may assume that both hold the same
-tensors. They check nothing they read: they are for measuring, not for use.
+They are written from the formats' descriptions, except basilica-sdk, whose own package is called. All of them are
+lossless. They take states as dicts of name -> uint16 array (BF16 bit patterns, C-contiguous), and may assume that both
+states have the same tensors. They do not check the bytes that they read: they are for benchmarks, not for production.
 
     patch = PulseCoo().encode(old, new)
     PulseCoo().apply_(state, patch)         # state was old and is now new
 
-Run as a script, this checks that each of them reproduces every bit of awkward states.
+Run as a script, this module checks that each of them reproduces states with unusual shapes and values bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 class Baseline(Protocol):
-    """One way to carry a change of weights."""
+    """A format that describes a change of weights."""
 
     name: str
 
@@ -88,7 +88,7 @@ class PulseCoo:
 
     A tensor counts as a matrix of shape[0] rows. A row is stored as the distance from the row of the change before; a
     column likewise, but from the left edge where a new row begins. Their reader goes row by row in Python; this one
-    does the same with whole arrays, so its speed is kinder to PULSE than PULSE is.
+    does the same with whole arrays, so it is faster than PULSE's own code.
     """
 
     name = "PULSE COO + zstd-1"
@@ -150,7 +150,8 @@ class PulseCoo:
 class Basilica:
     """basilica-sdk's `_pulse` codec: version 1 (16-bit gaps), 2 (Rice-coded gaps), 3 (ranks by old exponent).
 
-    Its encode and apply also take an xxh3 digest of every tensor, which is part of the time and not of the idea.
+    Its encode and apply also take an xxh3 digest of every tensor, which counts in the
+    measured time although the format does not need it.
     """
 
     def __init__(self, version: int, workers: int = 2) -> None:
@@ -191,15 +192,16 @@ class Basilica:
         }
 
     def _snapshot(self, state: State) -> Any:
-        # The constructor would copy every tensor. Its users hold a snapshot from step to step and never pay for that,
-        # so the tensors go in beside it; this also makes apply_patch write into state itself.
+        # The constructor would copy every tensor. A real user keeps one snapshot from step to step and does not pay for
+        # that copy, so we bypass the constructor and set the tensors directly. It also makes apply_patch write into the
+        # given state itself.
         snapshot = self._codec.Snapshot({})
         snapshot._tensors = dict(sorted(self._tensors(state).items()))
         return snapshot
 
 
 def baselines() -> list[Baseline]:
-    """Every baseline that can run here; the three of basilica-sdk only where it is installed."""
+    """Every baseline that can run here; the three of basilica-sdk are included only where it is installed."""
     found: list[Baseline] = [IndexValue(), XorZstd(), PulseCoo()]
     try:
         found += [Basilica(version) for version in (1, 2, 3)]
@@ -223,7 +225,7 @@ def row_length(shape: tuple[int, ...] | list[int]) -> int:
 
 
 def narrow(numbers: Ints, dtypes: tuple[str, ...]) -> Ints:
-    """The numbers in the first dtype that holds them all."""
+    """The numbers, in the first of the dtypes that can represent all of them."""
     return numbers.astype(next(dtype for dtype in dtypes if numbers.max() <= np.iinfo(dtype).max))
 
 

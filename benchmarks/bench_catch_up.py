@@ -1,16 +1,17 @@
-"""What does a worker pay that is k patches behind: in one sync, in k syncs, and with one squashed patch?
+"""What does it cost a worker to catch up on k patches: in one sync, in k syncs, and with one squashed patch?
 
     python benchmarks/bench_catch_up.py                                   # 40 M weights in 100 tensors; ten minutes
     python benchmarks/bench_catch_up.py --trace DIR --patches 1 4 15      # the recorded run (see recording.py)
     python benchmarks/bench_catch_up.py --source before=../other/src --source after=src
     python benchmarks/bench_catch_up.py --weights 1e5 --patches 1 4 --rounds 1         # seconds: does it run?
 
-Each source tree publishes a run of its own, of the same weights, and reads that, in processes of their own, one tree
-after the other: formats may differ. Reported are the least CPU and wall-clock seconds of several rounds, the seconds of
-the pauses in which weights are written, and resident memory: its peak less what the process had before the sync, and
-the bytes of the undo log, which are what differs between the first version and the last. "squash" prepares and commits
-one patch that leads from the first version to the last, without looking for it; its bytes are beside those of the
-patches. The digest of the weights is counted after each round and compared with that of the record.
+Each source tree publishes its own run of the same weights and then reads that run, in separate processes, one tree
+after the other, because their formats may differ. The report shows the least CPU and wall-clock seconds of several
+rounds, the seconds of the pauses in which weights are written, and resident memory: its peak above what the process had
+before the sync, and the size of the undo log, which records the differences between the first version and the last.
+"squash" prepares and commits one patch from the first version to the last, without the search for it; the MB column
+gives the bytes of that patch, and those of all k patches for the other two. After each round the digest of the weights
+is recomputed and compared with that of the record.
 """
 
 import argparse
@@ -64,7 +65,7 @@ def recorded(trace: str) -> Iterator[Weights]:
 
 
 def publish(folder: Path, given: argparse.Namespace) -> None:
-    """Write a run with as many patches as the longest way has."""
+    """Publish a run with as many patches as the largest k needs."""
     states = recorded(given.trace) if given.trace else generated(given.weights)
     with Publisher(str(folder), anchor_every=1e9) as publisher:
         for step, state in zip(range(max(given.patches) + 1), states, strict=False):
@@ -108,12 +109,12 @@ class Worker:
 
 
 def measure(folder: Path, k: int, way: str, rounds: int) -> dict[str, Any]:
-    """Go the same way several times; the least of each figure."""
+    """Catch up by the same method several times; return the least of each figure."""
     worker = Worker(folder)
     squash = worker.squash(k) if way == "squash" else None
     patch_bytes = sum(worker.record(n).size_bytes for n in range(1, k + 1))
     found: list[dict[str, float]] = []
-    for _ in range(rounds + 1):  # the first loads the kernels
+    for _ in range(rounds + 1):  # the first round loads the kernels and is not counted
         subscriber = worker.at(0)
         reset_peak()
         held = status("VmRSS")
@@ -147,7 +148,7 @@ def measure(folder: Path, k: int, way: str, rounds: int) -> dict[str, Any]:
 
 
 def child(source: Path, *options: Any) -> str:
-    """Run this script with another source tree; what it prints."""
+    """Run this script with another source tree; return what it prints."""
     env = {**os.environ, "PYTHONPATH": str(source.resolve())}
     command = [sys.executable, __file__, *map(str, options)]
     return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout

@@ -4,19 +4,21 @@
     python benchmarks/bench_cluster.py --sweep recorded --trace DIR --gguf FILE # the recorded run (see recording.py)
     python benchmarks/bench_cluster.py --sweep density --links full 0.1 --weights 5e6 --rounds 3
 
-Two processes over gloo, a source and a receiver, each with the model as BF16 tensors (cluster_roles.py has the
-methods). `lo` is loopback; the other links join two network namespaces by a veth pair, as fast as it goes (`full`) or
-shaped to that many Gbit/s. All methods take the same steps, in rounds: each method once, then the next step. Before a
-sync the receiver is put back to the step before; the clock runs from a barrier until both ranks are done. After each
-sync the SHA-256 of both ranks' weights are compared, outside the clock: a method that is not exact ends the run.
+Two processes, a source and a receiver, exchange weights over gloo; each has the model as BF16 tensors (cluster_ways.py
+has the methods). `lo` is loopback; the other links are a veth pair between two network namespaces, at full speed
+(`full`) or shaped to the given number of Gbit/s. All methods sync the same steps, in rounds: every method syncs a step
+before any syncs the next one. Before each sync the receiver's weights are restored to the previous step. The clock runs
+from a barrier until both ranks are done. After each sync, when the clock has stopped, the SHA-256 digests of both
+ranks' weights are compared: a method that is not exact ends the benchmark.
 
-With --device the weights are on a GPU (cluster_gpu.py has the methods), 7.6 B generated ones or those of SmolLM2:
+With --device the weights are on a GPU (see cluster_gpu.py): 7.6 B generated ones, or those of SmolLM2:
 
     python benchmarks/bench_cluster.py --device cuda --links lo 1 0.1 --budget-s 240 --points cluster.jsonl
     python benchmarks/bench_cluster.py --device cuda --gguf FILE --links lo 1 0.1 --budget-s 90 --points cluster.jsonl
     python benchmarks/bench_cluster.py --device cpu --weights 2e7 --links lo 1            # the same in host memory
 
-With --points FILE, what is measured is kept there, point by point, and not measured again: a run can be done in pieces.
+With --points FILE, each measured point is saved to that file and is not measured again, so that a benchmark can be run
+in several parts.
 """
 
 import argparse
@@ -43,7 +45,7 @@ LINKS = ("lo", "full", "10", "1", "0.1")
 DENSITIES = {0.001: 3.42e-7, 0.003: 9.8e-7, 0.01: 3.05e-6, 0.03: 1.034e-5, 0.1: 3.95e-5, 0.4: 2.86e-4}  # learning rates
 COUNTS = (100, 1000, 5000, 20_000)
 BURN_IN = 8  # generated steps before the first that is used: the first few change fewer weights
-LARGE = 10  # tensors that hold half of the weights; the others are small and equal, as experts are
+LARGE = 10  # tensors with half of the weights; the others are small and equal, as experts are
 
 
 # -- the weights ---------------------------------------------------------------------------------------------------
@@ -74,7 +76,7 @@ def cut(weights: int, count: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def keep(folder: Path, states: Iterator[Any], steps: int) -> list[int]:
-    """Write the first state and what the following steps change, if that was not done before; return how many each."""
+    """Write the first state and the changes of each step, unless they exist; return how many weights each changes."""
     done = folder / "changed.json"
     if not done.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +148,7 @@ def cases(given: argparse.Namespace, sweep: str, cache: Path, steps: int) -> Ite
 
 @contextmanager
 def pairs(cache: Path, wanted: list[str]) -> Iterator[dict[str, Pair]]:
-    """Open what the wanted links need. Without namespaces only loopback is left, and that is said."""
+    """Start the processes for the given links. Without network namespaces, print that only loopback is measured."""
     out: dict[str, Pair] = {}
     links: list[Link] = []
     try:
@@ -170,14 +172,14 @@ def pairs(cache: Path, wanted: list[str]) -> Iterator[dict[str, Pair]]:
 
 
 def joins_at(way: str, warm_ups: int) -> int:
-    """The step of a way's first sync: what learns nothing is warm after one or two, and slow on slow links."""
+    """The step of a method's first sync. Methods that adapt to the link use all warm-ups; others one or two."""
     if way == "index+value bucketed" or way == "ours, dense":
         return max(0, warm_ups - 1)
     return 0 if way in OURS else warm_ups
 
 
 def measure(pair: Pair, ways: list[str], case: Case, given: argparse.Namespace) -> dict[str, Any]:
-    """Take all steps by every way; return, by way, what its timed syncs took."""
+    """Sync all steps with every method; return, by method, the figures of its timed syncs."""
     pair.tell("begin")
     taken: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     spent = dict.fromkeys(ways, 0.0)
@@ -211,7 +213,7 @@ def sync_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summary(syncs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of what was measured in each sync, and all the seconds."""
+    """Medians of the figures of each sync, and the seconds of all syncs."""
     out: dict[str, Any] = {
         name: statistics.median(one.get(name, 0) for one in syncs) for name in syncs[0] if name != "method"
     }
@@ -220,7 +222,7 @@ def summary(syncs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(given: argparse.Namespace, cache: Path) -> list[dict[str, Any]]:
-    """Measure every point that is not there yet; return all."""
+    """Measure every point that the --points file does not have yet; return all points."""
     file = Path(given.points) if given.points else None
     points = [json.loads(line) for line in file.read_text().splitlines()] if file and file.exists() else []
     known = {(point["sweep"], point["case"], point["weights"], point["link"]) for point in points}
@@ -245,7 +247,7 @@ def bits_per_s(name: str) -> float | None:
 
 
 def rate_of(name: str, pair: Pair) -> float:
-    """What a link really gives, which is said."""
+    """Measure and print the rate of a link, in bits a second."""
     pair.link.shape(bits_per_s(name))
     rate = pair.rate(bits_per_s(name))
     print(f"{name}: one large broadcast gets {rate / 1e9:.3f} Gbit/s", flush=True)
@@ -264,22 +266,22 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recording.add_arguments(parser)
     sweeps = ("links", "tensors", "density", "recorded")
-    parser.add_argument("--sweep", nargs="+", choices=sweeps, help="all, and recorded only with --trace")
-    parser.add_argument("--links", nargs="+", default=list(LINKS), help="lo, full, or Gbit/s")
-    parser.add_argument("--ways", nargs="+", choices=[*BASELINES, *OURS], help="by default all", metavar="WAY")
-    weights = "generated; by default 50e6 for links, 20e6 elsewhere, 7.6e9 with --device"
+    parser.add_argument("--sweep", nargs="+", choices=sweeps, help="default: all; recorded only with --trace")
+    parser.add_argument("--links", nargs="+", default=list(LINKS), help="lo, full, or a number of Gbit/s")
+    parser.add_argument("--ways", nargs="+", choices=[*BASELINES, *OURS], help="methods; default: all", metavar="WAY")
+    weights = "generated weights; default: 50e6 for links, 20e6 elsewhere, 7.6e9 with --device"
     parser.add_argument("--weights", type=float, help=weights)
-    parser.add_argument("--densities", nargs="+", type=float, choices=list(DENSITIES), help="of the density sweep")
-    parser.add_argument("--device", choices=("cuda", "cpu", "interpreter"), help="measure the GPU column, there")
-    parser.add_argument("--shaping", choices=("pacing", "netns"), default="pacing", help="with --device")
-    parser.add_argument("--counts", nargs="+", type=int, help="of tensors, in the tensor sweep")
-    parser.add_argument("--rounds", type=int, default=5, help="timed syncs, at most")
-    parser.add_argument("--warm-ups", type=int, default=4, help="steps before, in which ours measures link and codec")
-    budget = "a method gets no more timed syncs after so long, 20 by default; with --device all of it, 240"
+    parser.add_argument("--densities", nargs="+", type=float, choices=list(DENSITIES), help="in the density sweep")
+    parser.add_argument("--device", choices=("cuda", "cpu", "interpreter"), help="keep the weights on this device")
+    parser.add_argument("--shaping", choices=("pacing", "netns"), default="pacing", help="of links with --device")
+    parser.add_argument("--counts", nargs="+", type=int, help="numbers of tensors in the tensor sweep")
+    parser.add_argument("--rounds", type=int, default=5, help="timed syncs of each method, at most")
+    parser.add_argument("--warm-ups", type=int, default=4, help="earlier steps, in which ours learns link and codec")
+    budget = "seconds after which a method is not timed again, default 20; with --device, for all methods, default 240"
     parser.add_argument("--budget-s", type=float, help=budget)
-    parser.add_argument("--bucket-mb", type=float, default=16, help="of the baselines; 8 and 64 do no better")
+    parser.add_argument("--bucket-mb", type=float, default=16, help="of the baselines; 8 and 64 are no faster")
     parser.add_argument("--cache", help="folder to keep the generated steps in")
-    parser.add_argument("--points", metavar="FILE", help="keep what was measured, and go on from there")
+    parser.add_argument("--points", metavar="FILE", help="save points to this file, and resume from it")
     given = parser.parse_args()
     if given.budget_s is None:
         given.budget_s = 240 if given.device else 20

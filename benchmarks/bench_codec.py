@@ -3,13 +3,13 @@
     python benchmarks/bench_codec.py                                            # generated updates, about a minute
     python benchmarks/bench_codec.py --trace DIR --gguf FILE --step 14          # the recorded run (see recording.py)
 
-All steps up to the measured one are published and received first, in one epoch, so that `history` has its history. Then
-every method takes the same step, in rounds: each method once, then each again, because machines drift. Of ours every
-byte that a version adds to a store counts, part and manifest; encoding is all a publisher computes for a version, and
-decoding all that a worker does: manifest and hashes checked, decoded, digests and history brought forward and compared,
-weights written. Of the others, encoding is old and new to bytes, and decoding is applying them in place; only
-basilica-sdk verifies, and it hashes every weight for that at both ends. Nothing is printed unless every method gave
-the new state bit for bit, in every round.
+All steps up to the measured one are published and received first, in one epoch, so that the codec `history` has a
+history. Then every method encodes and decodes the same step, in interleaved rounds, because the speed of a machine
+drifts. For our codecs, every byte that a version adds to a store counts, the part and the manifest. Encoding is all
+that a publisher computes for a version. Decoding is all that a worker does: it checks the manifest and hashes, decodes,
+updates and compares the digests and the history, and writes the weights. For the others, encoding turns the old and new
+state into bytes, and decoding applies these in place; only basilica-sdk verifies, and hashes every weight at both ends
+for it. Results are printed only if every method reproduced the new state bit for bit in every round.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def recorded(trace: str, gguf: str | None) -> tuple[str, Steps]:
 
 @dataclass
 class Rounds:
-    """What one method took: seconds of every round, by what was done."""
+    """The seconds that one method took in each round, by operation."""
 
     name: str
     size: int = 0
@@ -103,13 +103,13 @@ class Rounds:
         return {"p20": float(p20), "p50": float(p50), "p80": float(p80)}
 
     def over(self, other: "Rounds", what: str) -> float:
-        """How many times as long the other took: the median over rounds, each compared with its own neighbours."""
+        """How many times as long the other method took: the median of the ratios within each round."""
         return float(np.median(np.divide(other.seconds[what], self.seconds[what])))
 
 
 @dataclass(frozen=True)
 class Published:
-    """A version as a store would hold it, and what its publisher holds afterwards."""
+    """A version as it is in a store, and the state of its publisher afterwards."""
 
     manifest: bytes
     part: bytes
@@ -119,7 +119,7 @@ class Published:
 
 
 class Ours:
-    """A publisher and a worker of one codec. All workers share the weights they write: they write the same."""
+    """A publisher and a worker with one codec. All workers share one copy of the weights, since they write the same."""
 
     def __init__(self, codec: patch.CodecName, layout: Layout, weights: State) -> None:
         self.codec: patch.CodecName = codec
@@ -130,7 +130,7 @@ class Ours:
         self._held = self.worker.sums, self.worker.history
 
     def publish(self, step: int, old: State, new: State) -> Published:
-        """All that a publisher computes for a version; its base stays as it is."""
+        """All that a publisher computes for a version; its base does not change."""
         before, after = flat(old), flat(new)
         history = self._history
         part = patch.encode(
@@ -161,7 +161,7 @@ class Ours:
         return Published(manifest.build(), part.data, sums, state, later)
 
     def receive(self, published: Published) -> tuple[float, float]:
-        """All that a worker does with a version; return the seconds before the weights are written, and of that."""
+        """All that a worker does with a version; return the seconds to prepare it, and those to write the weights."""
         began = time.perf_counter()
         transition = self.worker.prepare(manifests.parse(published.manifest), [published.part])
         prepared = time.perf_counter()
@@ -169,12 +169,12 @@ class Ours:
         return prepared - began, time.perf_counter() - prepared
 
     def advance(self, published: Published) -> None:
-        """Take what was published and received as the next base, at both ends."""
+        """Make the published version the base of the next one, at the publisher and at the worker."""
         self._sums, self._digest, self._history = published.sums, published.digest, published.history
         self._held = self.worker.sums, self.worker.history
 
     def rewind(self) -> None:
-        """Give the worker what it held before the version; the weights are the caller's to put back."""
+        """Restore the worker's sums and history from before the version. The caller must restore the weights itself."""
         self.worker.sums, self.worker.history = self._held
 
 
@@ -198,7 +198,7 @@ class Bench:
     """One step of a run, ready to be measured."""
 
     def __init__(self, steps: Steps, step: int) -> None:
-        """Publish and receive all steps before this one, and keep what both ends then hold."""
+        """Publish and receive all steps before this one, and keep the resulting state of both ends."""
         self.step = step
         self.ours: list[Ours] = []
         for at, old, new in steps:
@@ -224,7 +224,7 @@ class Bench:
         remember(self.last, flat(old), flat(new), at + 1)
 
     def _put_back(self, state: State) -> float:
-        """Overwrite all weights, so that each method also finds the caches in the same disorder; return the seconds."""
+        """Overwrite all weights, so that every method starts with comparable CPU caches; return the seconds."""
         began = time.perf_counter()
         for name, bits in state.items():
             np.copyto(self.weights[name], bits)
@@ -235,13 +235,13 @@ class Bench:
             assert np.array_equal(self.weights[key], bits), f"{name}: {key} is not the new tensor, bit for bit"
 
     def run(self, rounds: int) -> tuple[list[Rounds], list[Rounds]]:
-        """Measure every method; return bytes and seconds of the codecs, and seconds of finding the changes alone."""
+        """Measure every method; return bytes and seconds of each codec, and the seconds to find the changes alone."""
         baselines = others()
         codecs = {one.name: Rounds(one.name) for one in baselines}
         codecs |= {one.codec: Rounds(f"pulsesync {one.codec}") for one in self.ours}
         finders = self._finders()
         diffs = {name: Rounds(name) for name in ("copy of the state, 1 thread", *finders)}
-        for counted in range(-1, rounds):  # the first round is to warm up
+        for counted in range(-1, rounds):  # the first round is a warm-up
             if counted == 0:
                 for one in (*codecs.values(), *diffs.values()):
                     one.seconds.clear()
@@ -318,7 +318,7 @@ def ordered(bits: Any) -> Any:
 
 
 def remember(last: dict[str, Any], old: dict[str, Any], new: dict[str, Any], index: int) -> None:
-    """Note for every changed weight, hot or cold, which patch this was, plus 128 if it went down."""
+    """Record for every changed weight the index of this patch, plus 128 if the weight decreased."""
     for name, known in last.items():
         at = np.flatnonzero(old[name] != new[name])
         known[at] = index + 128 * (ordered(new[name][at]) < ordered(old[name][at]))
@@ -327,8 +327,9 @@ def remember(last: dict[str, Any], old: dict[str, Any], new: dict[str, Any], ind
 def entropies(old: dict[str, Any], new: dict[str, Any], last: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Empirical entropies of the step, in bits per change: which weights change, and by how many places.
 
-    Given the old exponent; and given also the patch that last changed the weight, counting directions from the one it
-    took then. What it costs to say the probabilities is not in it, so no real file reaches it.
+    Conditioned on the old exponent; and conditioned also on the patch that last changed the weight, with directions
+    relative to that change. The cost of transmitting the probabilities is not included, so no real file can be this
+    small.
     """
     out = {}
     for label, memory in (("exponent", False), ("exponent and last change", True)):
@@ -354,7 +355,7 @@ def entropies(old: dict[str, Any], new: dict[str, Any], last: dict[str, Any]) ->
 
 
 def bits_of(counts: Any) -> float:
-    """Sum of -n log2 n: differences of it are entropies."""
+    """The sum of -n log2 n. Differences of such sums are entropies."""
     some = counts[counts > 0].astype(np.float64)
     return float(-(some * np.log2(some)).sum())
 
@@ -363,7 +364,7 @@ def bits_of(counts: Any) -> float:
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """Machine, versions and commit: what a number means nothing without."""
+    """The machine, versions and commit that figures belong to."""
 
     def git(*arguments: str) -> str:
         here = Path(__file__).parent
@@ -396,7 +397,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def json_line(fields: dict[str, Any]) -> str:
-    """One line for programs, its floats at five digits."""
+    """One line of JSON for programs, with floats rounded to five digits."""
 
     def short(value: Any) -> Any:
         if isinstance(value, dict):
@@ -460,7 +461,7 @@ def report(bench: Bench, source: str, rounds: int) -> None:
 
 
 def notes(bench: Bench, codecs: dict[str, Rounds], bounds: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Say what the table has no column for, and return it."""
+    """Print the figures that the table has no column for, and return them."""
     given = [f"{b['position']:.2f} + {b['step']:.2f} = {b['sum']:.2f} given {label}" for label, b in bounds.items()]
     print(f"\nEntropy of the step, which and how far, in bits a change: {'; '.join(given)}.")
     history = next(one for one in bench.ours if one.codec == "history").worker.history.size_bytes

@@ -1,15 +1,16 @@
-"""What a version costs beside its changes: many tensors, small versions, first steps, large states.
+"""What a version costs apart from its changes: many tensors, small versions, first steps, large states.
 
     python benchmarks/bench_costs.py --src OLD/src NEW/src          # both, in turns: half an hour
     python benchmarks/bench_costs.py --src src --cases many small   # some cases of one of them
 
-Every case runs in a process of its own, with one `src` folder before the other and then the next case, so that a noisy
-machine is noisy for both. Times are those of `publish` and `sync` through a store in memory, the least of several
-steps, as wall time and as CPU time of all threads; bytes are all objects of a version, its record included. After every
-sync the worker's weights are compared with the trainer's, bit for bit: nothing is printed otherwise.
+Every case runs in a process of its own, with one `src` folder and then with the other, before the next case begins, so
+that noise of the machine affects both. Times are those of `publish` and `sync` through a store in memory, the least of
+several steps, as wall time and as CPU time of all threads; bytes are those of all objects of a version, its record
+included. After every sync the worker's weights are compared with the trainer's, bit for bit, and the benchmark fails if
+they differ.
 
-XOR + zstd is what a newcomer would write: the bytes of (new XOR old), as they are and shuffled by byte, under zstd-1,
-without names, hashes, signatures or a record; the smaller one counts.
+XOR + zstd is the simplest format that one would write: the bytes of (new XOR old), as they are or shuffled by byte,
+whichever is smaller, compressed by zstd-1, without names, hashes, signatures or a record.
 """
 
 import argparse
@@ -149,7 +150,7 @@ def run_case(group: str, name: str, rounds: int) -> dict[str, Any]:
     from pulsesync.store import MemoryStore
 
     class Counted(MemoryStore):
-        """A store that knows how many bytes were put into it."""
+        """A store that counts the bytes that are written to it."""
 
         written = 0
 

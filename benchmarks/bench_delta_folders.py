@@ -5,8 +5,9 @@
 
 The recorded run is published into a temporary folder first, one version a step. Then the run is exported as the delta
 folders of slime and miles, in both encodings, and those in `xor` are imported into another run. At the end the
-weights of that run are compared with the first one's, bit for bit: nothing is printed otherwise. Bytes of a folder are
-those of its weight files and its index; bytes of a patch are those of its parts and its record. All is on a local disk.
+weights of that run are compared with the first one's, bit for bit, and the benchmark fails if they differ. Bytes of
+a folder are those of its weight files and its index; bytes of a patch are those of its parts and its record. All files
+are on a local disk.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def patch_bytes(store: Store, version: int) -> int:
-    """Of a version: its record, and the parts that are objects of their own."""
+    """The bytes of a version: its record, and those parts that are separate objects."""
     record = RunReader(store, None).version(version)
     assert record is not None
     return size_of(store, keys.manifest_key(version)) + record.object_bytes
@@ -93,7 +94,7 @@ def measure(store: Store, scratch: Path, rows: list[dict[str, Any]]) -> dict[str
     weights, sync_s = time_syncs(store, versions)
     again, _ = time_syncs(open_store(str(scratch / "imported")), [imported[-1][0].version])
     if any(weights[name].tobytes() != again[name].tobytes() for name in weights):
-        raise SystemExit("the imported run has other weights than the first: nothing is reported")
+        raise SystemExit("the imported run has different weights than the original one: no results are reported")
     steps = []
     for number in range(1, len(versions)):
         (xor, xor_s), (overwrite, overwrite_s) = exported["xor"][number], exported["overwrite"][number]
@@ -138,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recording.add_arguments(parser)
     parser.add_argument("--run", help="location of a run, in place of the recording")
-    parser.add_argument("--steps", type=int, help="of the recording, at most")
+    parser.add_argument("--steps", type=int, help="steps of the recording to use, at most")
     options = parser.parse_args()
     if bool(options.run) == bool(options.trace):
         parser.error("give either --trace or --run")

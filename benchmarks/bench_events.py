@@ -3,14 +3,14 @@
     python benchmarks/bench_events.py                           # 1.2 M weights
     python benchmarks/bench_events.py --weights 135 --rounds 12
 
-A trainer publishes into a folder, and a worker syncs from it, in one process. Each round does so with no listener,
-with one that does nothing, and with the one of the Prometheus metrics, in an order that is drawn anew. A publish, a
-sync of a new version, and a sync that finds nothing new are timed on their own, by the clock and by the CPU time of
-all threads, which other programs on the machine disturb less. A listener is compared with none by the median of the
-ratios of neighbours in a round. Before each of the three, the listener has received all events: in a real run trainer
-and worker are different processes. The listener has its own thread; its CPU time per event is shown. The call that
-makes and emits an event is also timed alone, with a listener's thread that looks for events by itself, and with one
-that rests and must be woken.
+A trainer publishes into a folder, and a worker syncs from it, in one process. Each round does so with no listener, with
+one that does nothing, and with the one of the Prometheus metrics, in random order. A publish, a sync of a new version,
+and a sync that finds nothing new are timed separately, by the clock and by the CPU time of all threads, which other
+programs on the machine disturb less. A listener is compared with none by the median of the ratios within each round.
+Each of the three calls starts only after the listener has received all earlier events, because in a real run trainer
+and worker are different processes. The listener has its own thread, whose CPU time per event is shown. The call that
+makes and emits an event is also timed alone: while the listener's thread is polling for events, and while it sleeps and
+must be woken.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from pulsesync.run.reporting import SyncEvents, SyncReport
 from pulsesync.testing import AdamUpdates
 
 CALLS_ALONE = 1000
-REST_S = 0.03  # before each call that is timed
+REST_S = 0.03  # how long the process sleeps before each call that is timed
 IDLE = 50  # syncs without a new version, in a row
 CALLS = ["publish", "sync", "idle sync"]
 
@@ -80,7 +80,7 @@ class Run:
 
 
 class CountingListener:
-    """Another listener, with the number of its events and the CPU time of its thread."""
+    """Wraps a listener; counts its events and the CPU time of its thread."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener, self.count, self.cpu_s = listener, 0, 0.0
@@ -94,7 +94,7 @@ class CountingListener:
 
 @contextmanager
 def listening(listener: Listener | None) -> Iterator[Callable[[], object]]:
-    """Have a listener receive events; what is yielded waits until it has received all so far."""
+    """Have a listener receive events; the yielded function waits until it has received all events so far."""
     if listener is None:
         yield lambda: None
         return
@@ -176,8 +176,8 @@ def main() -> None:
     emit_us = {name: emit_alone(one, rests=False) for name, one in listeners.items()}
     emit_us["does nothing, was resting"] = emit_alone(listeners["does nothing"], rests=True)
     print(f"{wanted.weights:g} M weights, {wanted.rounds} rounds; a folder on the local disk.\n")
-    print("Milliseconds without a listener: median (20th–80th percentile); and with one so many percent more: median")
-    print("of the ratios of neighbours (its interval of 95 %).\n")
+    print("Milliseconds without a listener: median (20th–80th percentile). With a listener: by how many percent the")
+    print("call takes longer, as the median of the ratios within each round (its 95 % interval).\n")
     rows = []
     for call in measures:
         p20, p50, p80 = 1e3 * np.percentile(plain.seconds[call], (20, 50, 80))

@@ -4,11 +4,11 @@
     python benchmarks/bench_gpu.py --sizes 0.1 1 7.6 30 --densities 0.1 1 10 --json gpu.json
     python benchmarks/bench_gpu.py --kernels                        # and where the time goes, kernel by kernel
 
-Weights are normal, with the magnitudes of SmolLM2; which of them change follows the shares by magnitude of one step of
-a recorded GRPO run (0.8 % of all), as if so many of these steps came at once that the density is the one asked for.
-Tensors have the shapes of models of that size, with as many layers as it asks for. Every time is a median of wall-clock
-times on an idle GPU, from a call to the end of all it launched; floors are bytes that must move, at the copy speed of
-the same run.
+The weights are normally distributed, with the standard deviation of SmolLM2's. Which of them change follows the shares,
+by magnitude, that changed in one step of a recorded GRPO run (0.8 % of all weights), as if enough of these steps were
+taken at once to reach the given density. Tensors have the shapes of models of that size, with as many layers as the
+size needs. Every time is a median of wall-clock times on an idle GPU, from a call to the end of all work it launched. A
+floor is the time to move the bytes that must move, at the copy speed that was measured in the same run.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from pulsesync.store import MemoryStore
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPREAD = 0.17  # standard deviation of the weights
-FIRST_CLASS = 100  # of the shares that follow: of the weights with this exponent and the next ones, those that changed
+FIRST_CLASS = 100  # the exponent of the first share: which part of the weights with an exponent changed in the step
 SHARES = [
     1,
     1,
@@ -120,9 +120,10 @@ class Model:
 
 
 def chances(density: float, sample: torch.Tensor | None = None) -> torch.Tensor:
-    """Of each class of magnitude, the chance that a weight changes: as if some or a part of the recorded steps came.
+    """For each exponent, the probability that a weight changes: scaled from the recorded step to the given density.
 
-    The density is that of a sample of BF16 weights, on whose device the answer is; by default of the weights made here.
+    The density is that of `sample`, BF16 weights, on whose device the result is; the default is a sample of the weights
+    that are generated here.
     """
     if sample is None:
         sample = (torch.randn(1 << 22, device=DEVICE) * SPREAD).bfloat16()
@@ -167,11 +168,11 @@ class Row:
     hot: float
     patch_bytes: int
     ms: dict[str, float] = field(default_factory=dict)
-    gigabytes: dict[str, float] = field(default_factory=dict)  # beside weights and base, at the most
+    gigabytes: dict[str, float] = field(default_factory=dict)  # peak, in addition to the weights and the base
 
 
 def timed(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median milliseconds from a call to the end of all it launched."""
+    """Median milliseconds from a call to the end of all work it launched."""
     work()
     times = []
     for _ in range(repeats):
@@ -185,7 +186,7 @@ def timed(work: Callable[[], object], repeats: int = 5) -> float:
 
 
 def peak(work: Callable[[], object]) -> float:
-    """Gigabytes that it allocates at the most, beside what there is."""
+    """The peak of the gigabytes that a call allocates, in addition to what was allocated before."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -196,7 +197,7 @@ def peak(work: Callable[[], object]) -> float:
 
 
 class Bench:
-    """One model, as a trainer and as a worker hold it."""
+    """One model, with the state of a trainer and that of a worker."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -270,7 +271,7 @@ def measure(weights: float, density: float) -> Row:
 
 
 def measure_large(weights: float, density: float) -> Row:
-    """The same of a model of which a GPU holds two copies and little more: publishing, and then syncing by itself."""
+    """The same for a model of which only two copies fit on the GPU: publishing is measured first, and then syncing."""
     model = make(weights, density)
     bench = Bench(model)
     state, size = bench.state, model.size
@@ -319,7 +320,7 @@ def hot_share(difference: DeviceDifference) -> float:
 
 
 def products(busy_ms: float) -> Callable[[], None]:
-    """Work of about so long that keeps the GPU busy, as a forward and backward pass do: matrix products."""
+    """Matrix products that keep the GPU busy for about `busy_ms`, as a forward and backward pass do."""
     a, b, out = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     count = max(1, round(busy_ms / timed(lambda: torch.mm(a, b, out=out))))
 
@@ -331,10 +332,11 @@ def products(busy_ms: float) -> Callable[[], None]:
 
 
 def held(weights: float, density: float, way: str, busy_ms: float) -> dict[str, float]:
-    """How long publish(wait=False) holds a trainer, and how long a version takes to be in a store (in memory).
+    """How long publish(wait=False) blocks a trainer, and how long it takes to encode a version in the background.
 
-    The weights stay where they are and change in place, as a trainer's do. With "host+hook" work follows every publish,
-    and then an optimizer's step, which changes nothing; what the step waits is added to what publish took.
+    The weights stay at their addresses and change in place, as a trainer's do; the store is in memory. With
+    "host+hook", every publish is followed by work on the GPU and then by an optimizer's step, which changes nothing;
+    the time that the step waits is added to that of publish.
     """
     keep, _, hook = way.partition("+")
     model = make(weights, density)
@@ -365,10 +367,10 @@ def held(weights: float, density: float, way: str, busy_ms: float) -> dict[str, 
                 optimizer.step()
             stepped = time.perf_counter()
             report = future.result()
-            ms = {"trainer held": published - began + stepped - worked, "encoded behind": report.encode_s}
+            ms = {"trainer blocked": published - began + stepped - worked, "encoded in the background": report.encode_s}
             if hook:
                 ms |= {"of it publish": published - began, "of it the step": stepped - worked}
-                ms |= {"work beside it": worked - published, "work alone": alone / 1e3}
+                ms |= {"work meanwhile": worked - published, "work alone": alone / 1e3}
             for name, seconds in ms.items():
                 found.setdefault(f"{name}, ms", []).append(1e3 * seconds)
         most = (torch.cuda.max_memory_allocated() - before) / 1e9
@@ -397,7 +399,7 @@ def kernels(weights: float, density: float) -> str:
     return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=32, max_name_column_width=48))
 
 
-LINES = {  # the functions to time, by module; where one calls another, the time of the inner counts for both
+LINES = {  # the functions to time, by module; where one calls another, the time of the inner one counts for both
     "device.baseline": "_compare code_piles _diffs moves",
     "device.encode": "begin_moves find_hot _choose_sizes _count_rows _launch build_cold build_many _packed to_host",
     "device.encode._PileCoder": "_count_classes choose_cuts count _decide _build_cold write",
@@ -432,7 +434,7 @@ def lines(weights: float, density: float, codec: str) -> str:
 
     bench = Bench(make(weights, density))
     state, layout = bench.state, bench.state.layout
-    if codec == "history":  # of the second patch of an epoch: the first has nothing to remember
+    if codec == "history":  # measure the second patch of an epoch: the first one has no history
         manifest, body, _ = bench.record(codec)
         state.commit(state.prepare(manifest, [body]))
         bench.last = manifest
@@ -470,12 +472,12 @@ def lines(weights: float, density: float, codec: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[7.6], help="billions of weights")
-    parser.add_argument("--densities", type=float, nargs="+", default=[1.0], help="percent that change")
+    parser.add_argument("--densities", type=float, nargs="+", default=[1.0], help="percent of the weights that change")
     ways = ["device", "host", "host+hook"]
-    parser.add_argument("--held", nargs="*", choices=ways, default=[], help="time whole publishes, too")
+    parser.add_argument("--held", nargs="*", choices=ways, default=[], help="also time publishes with this keep")
     parser.add_argument("--busy", type=float, default=400, help="ms of matrix products after each publish of host+hook")
-    parser.add_argument("--kernels", action="store_true", help="profile one encode and decode of the first pair")
-    parser.add_argument("--lines", nargs="*", choices=["context", "history"], default=[], help="time the host's work")
+    parser.add_argument("--kernels", action="store_true", help="profile one encode and decode, first size and density")
+    parser.add_argument("--lines", nargs="*", choices=["context", "history"], default=[], help="time host functions")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")

@@ -4,17 +4,17 @@
     python benchmarks/bench_gpu_catch_up.py --weights 1e9 --patches 4
     TRITON_INTERPRET=1 python benchmarks/bench_gpu_catch_up.py --weights 3e3 --patches 2   # to its end, without a GPU
 
-A patch is decoded against the weights that the patch before it leaves. On a GPU kernels read these from memory, so the
-patch before it is committed first. To commit all patches at once, their weights would have to be in other memory: a
-shadow, which is a copy of every block that the patches before have changed. Measured here:
+A patch is decoded against the weights that the previous patch produces. On a GPU, kernels read these from memory, so
+the previous patch is committed first. To commit all patches at once, the weights in between would have to be kept in
+separate memory: a shadow, which is a copy of every block that an earlier patch has changed. Measured here:
 
 - one by one: each pause, and the whole sync;
 - one commit: composing the changes of all patches, and the pause of writing them;
 - a shadow: which share of the weights' blocks and chunks one patch changes, and the time and memory of a copy;
-- groups: one patch decoded in groups of tiles, which is what a smaller shadow would ask for.
+- groups: one patch decoded in groups of tiles, which a smaller shadow would require.
 
-Times are wall-clock times from a call to the end of all it launched; memory is torch's peak less what was there before.
-The weights are checked, bit for bit, after the sync, after the undo and after the one commit.
+Times are wall-clock times from a call to the end of all work it launched; memory is torch's peak above what was
+allocated before. The weights are checked, bit for bit, after the sync, after the undo and after the single commit.
 """
 
 import argparse
@@ -42,7 +42,7 @@ Model = dict[str, torch.Tensor]
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a call returns, its milliseconds, and the gigabytes that it took at the most."""
+    """The result of a call, its milliseconds, and its peak memory in gigabytes."""
     on_gpu = DEVICE.type == "cuda"
     memory.wait(DEVICE)
     before = torch.cuda.memory_allocated() if on_gpu else 0
@@ -88,7 +88,7 @@ class CatchUp:
         return self.subscriber.state
 
     def one_by_one(self) -> tuple[dict[str, Any], list[DeviceTransition], list[Body]]:
-        """Sync to the newest version; what was committed, and the bodies of the first patch."""
+        """Sync to the newest version; return the figures, the transitions that were committed, and the first patch."""
         state, pauses_ms, done, bodies = self.state, [], [], []
         commit, read = state.commit, state.decode
 
@@ -152,7 +152,7 @@ class CatchUp:
         }
 
     def groups(self, bodies: list[Body], counts: list[int]) -> dict[str, float]:
-        """Milliseconds to decode the tiles of the first patch that are coded against old weights, by groups of them."""
+        """Milliseconds to decode those tiles of the first patch that depend on the old weights, by number of groups."""
         state = self.state
 
         def decode_in(count: int) -> None:
@@ -167,13 +167,13 @@ class CatchUp:
 
         out = {}
         for count in counts:
-            decode_in(count)  # compiles, and makes the tables of each group
+            decode_in(count)  # the first call compiles kernels and builds the tables of each group
             out[str(count)] = round(min(timed(functools.partial(decode_in, count))[1] for _ in range(3)), 1)
         return out
 
 
 def _touched(changes: Changes, size: int) -> float:
-    """The share of pieces of so many weights, inside blocks, that have a change."""
+    """Cut blocks into pieces of `size` weights; return the share of the pieces in which a weight changes."""
     touched = pieces = 0
     for run in changes:
         touched += int(torch.unique(run.flat_keys() // size).numel())

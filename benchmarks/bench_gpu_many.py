@@ -9,10 +9,10 @@ Every tensor has memory of its own. Publisher and worker are in one process and 
 After every version the worker's weights are compared with the trainer's, bit for bit. The first versions compile
 kernels, and build tables of addresses; figures are the least of the later ones:
 
-- publish, sync: milliseconds from the call to the end of all it launched;
-- waits: milliseconds that publish(wait=False) keeps a trainer;
-- check: microseconds a tensor to see that a source is where it was, for each end;
-- host: microseconds a tensor that the case takes more than the few large tensors, publish and sync.
+- publish, sync: milliseconds from the call to the end of all work it launched;
+- waits: milliseconds for which publish(wait=False) blocks a trainer;
+- check: microseconds a tensor, at each end, to check that the tensors are still at the same addresses;
+- host: microseconds a tensor that publish and sync take longer than with few large tensors.
 
 The last line of each case is JSON.
 """
@@ -37,7 +37,7 @@ EARLY = 3  # versions that compile
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What a call returns, and its milliseconds to the end of all it launched."""
+    """The result of a call, and its milliseconds to the end of all work it launched."""
     memory.wait(DEVICE)
     began = time.perf_counter()
     out = work()
@@ -46,7 +46,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def shapes(given: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """The cases: of each tensor how many weights it has."""
+    """The cases, each as the number of weights of every tensor."""
     total = given.tensors * given.size
     parts = ("gate_proj", "up_proj", "down_proj")
     experts = {
@@ -119,8 +119,8 @@ def measure(sizes: dict[str, int], given: argparse.Namespace) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=20_000)
-    parser.add_argument("--size", type=int, default=5_000, help="weights of each of them")
-    parser.add_argument("--few", type=int, default=100, help="tensors with as many weights in all")
+    parser.add_argument("--size", type=int, default=5_000, help="weights of each of the --tensors")
+    parser.add_argument("--few", type=int, default=100, help="large tensors, with as many weights in all")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--expert-size", type=int, default=5_000, help="weights of each of an expert's three tensors")
@@ -135,7 +135,7 @@ def main() -> None:
         for name, sizes in shapes(given).items():
             row = measure(sizes, given)
             few = few or row
-            share = sum(sizes.values()) / (given.tensors * given.size)  # the time of weights goes along with these
+            share = sum(sizes.values()) / (given.tensors * given.size)  # scales the time of "few" to these weights
             for end in ("publish", "sync"):
                 more_ms = row[f"{end}_ms"] - share * few[f"{end}_ms"]
                 row[f"{end}_host_us"] = 1e3 * more_ms / len(sizes)

@@ -3,9 +3,9 @@
     python benchmarks/bench_gpu_others.py --weights 7.6 --json others.json
 
 The weights are those of bench_gpu.py. The other codecs run in host memory, on all cores where they can: their times
-begin and end there, so that neither the copy to the host nor the writes to the GPU count against them. They check
-nothing or a hash for each tensor, and write as they decode, so the whole decode is their pause. Each result is compared
-with the trainer's weights, bit for bit, before its times are reported.
+begin and end there, so that neither the copy to the host nor the write to the GPU counts against them. They verify
+nothing, or one hash for each tensor, and write while they decode, so the whole decode is their pause. Each result is
+compared with the trainer's weights, bit for bit, before its times are reported.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure_full(model: Model) -> dict[str, Any]:
-    """All weights to pinned host memory, and from there over the old ones."""
+    """Copy all weights to pinned host memory, and from there over the old ones."""
     source = max(model.new.values(), key=lambda tensor: tensor.numel())
     pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
     share = source.numel() / model.size  # one tensor is copied, and its time scaled: pinning 15 GB takes minutes
@@ -48,7 +48,7 @@ def measure_full(model: Model) -> dict[str, Any]:
 
 
 def measure_other(codec: Baseline, old: dict[str, Bits], new: dict[str, Bits]) -> dict[str, Any]:
-    """Encode and decode once: at this size each takes seconds, and the first call pays for nothing but memory."""
+    """Encode and decode once: at this size each takes seconds, and a warm-up would only save memory allocation."""
     patch = b""
 
     def encode() -> None:

@@ -6,23 +6,25 @@
     python benchmarks/bench_gpu_rl.py --tiny --steps 4 --warm 2 --prompts 8             # a trial; on a CPU some seconds
 
 GRPO on a language model that learns to add (pulsesync.lab.demo.language), all in one process: a trainer with FP32
-masters, and workers with BF16 weights of their own. A step is rollouts by a worker, learning, and bringing the worker
-to the new weights. Arms take turns in the same run, in blocks of steps, each as many as the others:
+master weights, and workers with their own BF16 weights. A step consists of rollouts by a worker, learning, and the
+update of the worker's weights. Arms take turns in the same run, in blocks of the same number of steps:
 
-    copy    worker.copy_(trainer) on the device: the cheapest sync there is, and only for one process on one GPU
-    sync    publish(wait=False), wait for the commit, Subscriber.sync: through a store, as between two machines, and in
-            lock-step, so that nothing of it is hidden behind rollouts or learning
-    behind  the same, but for a worker that plays with the weights of the step before: encoding and sending go on while
-            the next step is played and learnt (--arms copy sync behind)
+    `copy`    worker.copy_(trainer) on the device: the cheapest sync there is, possible only in one process on one GPU
+    `sync`    publish(wait=False), wait for the commit, Subscriber.sync: through a store, as between two machines, in
+              lock-step, so that no part of it overlaps with rollouts or learning
+    `behind`  the same, but the worker generates with the weights of the previous step: encoding and sending overlap
+              with the next step's rollouts and learning (`--arms copy sync behind`)
 
-A block begins with bringing its worker up to date, which is not counted. After every block the worker's weights are
-compared bit for bit with the trainer's, cast, and a subscriber recounts its digest. A phase ends when the stream that
-plays and learns has done its work; what then still goes on behind is counted where it is felt.
+A block begins with an update of its worker, which is not counted. After every block the worker's weights are compared
+bit for bit with the trainer's, cast to BF16, and the subscriber recomputes its digest. A phase ends when the CUDA
+stream of rollouts and learning has finished its work; work that continues in the background after that is counted in
+the phase that it delays.
 
-With --config the model has the shapes of a real one and random weights. These never guess a sum, and samples that are
-all wrong teach nothing, so the reward is another one: the share of a completion's tokens that have even numbers.
-Untrained policies differ in it, hence nearly every sample teaches. Rollouts, advantages, loss and optimizer are those
-of a checkpoint, and so is the work of a step; that the policy gets better at adding is not claimed.
+With --config the model has the shapes of a real one and random weights. Such a model never gets a sum right, and GRPO
+learns nothing from samples that are all wrong, so the reward is different: the share of a completion's tokens with even
+ids. Completions of untrained policies differ in it, hence nearly every sample has an advantage. Rollouts, advantages,
+loss and optimizer are the same as with a checkpoint, and so is the work of a step; whether the policy gets better at
+adding is not measured.
 """
 
 import argparse
@@ -53,8 +55,8 @@ from pulsesync.lab.demo.language import ANSWER, LanguageModel, transformers
 
 SHARED_MEMORY = Path("/dev/shm")
 COMPILED: list[str] = []  # names of the kernels that Triton compiled or loaded from its cache, by its own hook
-LESSONS = 300  # for --tiny: random weights never guess a sum, and what is never right teaches nothing
-LAUNCHES = 1000  # small operations by which the host's speed is measured before learning
+LESSONS = 300  # steps of pretraining for --tiny: random weights never get a sum right, and never learn from GRPO
+LAUNCHES = 1000  # small operations that measure the host's speed before learning
 CONFIGURATIONS = {  # for --config
     "qwen2.5-1.5b": {
         "vocab_size": 151_936,
@@ -97,7 +99,7 @@ COLLECTOR = Collector()
 
 @dataclass
 class Clock:
-    """Seconds of each phase of a step, what the host did in it, and the most memory that was allocated on the GPU."""
+    """For each phase of a step: its seconds, what the host did in it, and the peak of the GPU's memory."""
 
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class Clock:
         self._then = time.perf_counter()
 
     def lap(self, phase: str, settle: bool = True) -> None:
-        """End a phase. Without settling, what the GPU has still to do of it counts for the next one."""
+        """End a phase. With settle=False, work that the GPU has not finished yet counts in the next phase."""
         if settle and self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         now = time.perf_counter()
@@ -129,15 +131,15 @@ class Clock:
         return torch.cuda.memory_stats() if self.device.type == "cuda" else {}
 
     def _host(self, memory: dict[str, int]) -> dict[str, float]:
-        """What the process has spent so far, by which phases that take longer than they should can be explained."""
+        """What the process has spent so far, to explain phases that take longer than they should."""
         main = time.thread_time()
         switches = resource.getrusage(resource.RUSAGE_THREAD)
         return {
-            "main_s": main,  # of a core, by the thread that plays and learns
-            "others_s": time.process_time() - main,  # by all others: backward passes, the publisher
+            "main_s": main,  # CPU time of the thread that generates and learns
+            "others_s": time.process_time() - main,  # CPU time of all others: backward passes, the publisher
             "preempted": float(switches.ru_nivcsw),  # times that this thread had to leave its core
             "collector_s": COLLECTOR.seconds,
-            "allocations": float(memory.get("num_device_alloc", 0)),  # that went to the driver, which takes long
+            "allocations": float(memory.get("num_device_alloc", 0)),  # by the driver, which are slow
         }
 
     def _reset(self) -> None:
@@ -146,21 +148,21 @@ class Clock:
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes on the GPU that somebody holds; 0 on a CPU."""
+    """Bytes of live tensors on the GPU; 0 on a CPU."""
     gc.collect()
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
 def current_core() -> int:
-    """The core that this thread runs on. A thread that has waited may go on on another one, farther from the GPU."""
+    """The core that this thread runs on. After a wait, a thread may continue on another one, farther from the GPU."""
     return int(ctypes.CDLL(None).sched_getcpu())
 
 
 def time_launches(device: torch.device) -> float:
-    """Seconds for a number of small operations: how fast the host is just now, whatever an arm does.
+    """Seconds for a number of small operations: how fast the host is at this moment, whichever arm is measured.
 
-    Learning launches some thousands of small kernels for each piece of a batch, and waits for the host, not for the
-    GPU. A machine that is shared is slower at times, for some steps in a row and in any arm.
+    Learning launches some thousands of small kernels for each piece of a batch, and its speed is limited by the host,
+    not by the GPU. A shared machine is slower at times, for several steps in a row and in any arm.
     """
     number = torch.zeros(1, device=device)
     began = time.perf_counter()
@@ -175,7 +177,7 @@ def time_launches(device: torch.device) -> float:
 
 
 def in_bf16(policy: nn.Module) -> nn.Module:
-    """The same with BF16 weights. Buffers stay: the frequencies of rotary embedding are FP32 wherever it is served."""
+    """A copy with BF16 weights. Buffers are not cast: engines keep the frequencies of rotary embeddings in FP32."""
     for weight in policy.parameters():
         weight.data = weight.data.bfloat16()
     return policy.requires_grad_(False)
@@ -216,7 +218,7 @@ class Copied:
 
 
 class Synced:
-    """A worker that follows by patches, in lock-step."""
+    """A worker that is updated by patches, in lock-step."""
 
     name, lead = "sync", 0
 
@@ -274,7 +276,7 @@ class Synced:
         )
 
     def check(self) -> float:
-        """Compare the bits, recount the digest; return the seconds that the recount took."""
+        """Compare the bits, and recompute the digest; return the seconds that the latter took."""
         check_bits(self.trainer, self.worker)
         began = time.perf_counter()
         actual = self.subscriber.verify(self.worker)
@@ -284,7 +286,7 @@ class Synced:
 
 
 class Behind(Synced):
-    """A worker that is brought to the version of the step before, which had a whole step to be committed in."""
+    """A worker that syncs the version of the previous step, which was encoded and committed during this step."""
 
     name, lead = "behind", 1  # steps of a block that are not counted: in the first there is nothing to wait for
     _future: Future[PublishReport] | None = None
@@ -315,7 +317,7 @@ def open_publisher(store: str, keep: str, device: torch.device) -> Publisher:
 
 
 class Training:
-    """A policy that learns, step by step, from whoever plays."""
+    """A policy that learns, step by step, from the rollouts of an arm's worker."""
 
     def __init__(self, game: LanguageModel, trainer: nn.Module, lr: float, prompts: int) -> None:
         self.game, self.trainer, self.prompts, self.number = game, trainer, prompts, 0
@@ -327,7 +329,7 @@ class Training:
         rollouts = self.game.play(arm.worker, self.prompts, self.number)
         clock.lap("play")
         launches_s, core = time_launches(self.game.device), current_core()
-        clock.start()  # that is not counted
+        clock.start()  # the small operations are not counted
         self.game.learn(self.trainer, self.optimizer, rollouts)
         clock.lap("learn")
         self.number += 1
@@ -338,7 +340,7 @@ class Training:
         return Step(arm.name, self.number, *measured, reward, taught, **done)
 
     def block(self, arm: Arm, steps: int) -> tuple[list[Step], float]:
-        """Some steps with one arm, checked at their end; what the check took is told beside them."""
+        """Take steps with one arm and check its weights; return the steps, and the seconds that the check took."""
         before = len(COMPILED)
         arm.catch_up(self.number)
         if self.game.device.type == "cuda":
@@ -352,7 +354,7 @@ class Training:
 
 
 def turns(arms: list[Arm], steps: int, block: int) -> Iterator[tuple[Arm, int]]:
-    """Arms and numbers of steps, each round in the other direction, so that what drifts does so for all."""
+    """Arms and numbers of steps. The order is reversed in every other round, so that drift affects all arms alike."""
     for number, first in enumerate(range(0, steps, block)):
         for arm in arms if number % 2 == 0 else reversed(arms):
             yield arm, min(block, steps - first)
@@ -390,7 +392,7 @@ SYMBOLS = {symbol: i for i, symbol in enumerate([*MARKS, *"0123456789", "+", "?"
 
 
 class RandomModel(LanguageModel):
-    """A model of random weights, made on the device: its folder has a configuration and a tokenizer, and no weights."""
+    """A model with random weights, generated on the device; its folder has a configuration and a tokenizer only."""
 
     def load(self) -> nn.Module:
         configuration = transformers().AutoConfig.from_pretrained(self.folder, local_files_only=True)
@@ -403,7 +405,7 @@ class RandomModel(LanguageModel):
 
 
 class EvenTokens(RandomModel):
-    """The same, with a reward that untrained policies differ in: the share of tokens that have even numbers."""
+    """The same, with a reward in which untrained completions differ: the share of tokens with even ids."""
 
     def play(self, policy: nn.Module, prompts: int, seed: int) -> Rollouts:
         played = super().play(policy, prompts, seed)
@@ -421,7 +423,7 @@ def open_game(options: argparse.Namespace, folder: str) -> LanguageModel:
 
 
 def configure(options: argparse.Namespace) -> Any:
-    """The configuration of a model that is made: a small Llama, or one of the shapes above."""
+    """The configuration of a generated model: a small Llama, or one of the shapes above."""
     alike = {
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
@@ -443,7 +445,7 @@ def configure(options: argparse.Namespace) -> Any:
 
 
 def write_tokenizer(folder: str) -> None:
-    """One that takes letter by letter. A larger vocabulary of the model has tokens that it neither makes nor reads."""
+    """A tokenizer of single characters. The model may have a larger vocabulary, the rest of which it never uses."""
     import tokenizers
 
     letters = tokenizers.Tokenizer(tokenizers.models.WordLevel(SYMBOLS, unk_token="<unk>"))
@@ -457,7 +459,7 @@ def write_tokenizer(folder: str) -> None:
 
 
 def teach(game: LanguageModel, policy: nn.Module) -> None:
-    """Show random weights what answers look like, until some are right."""
+    """Train random weights on correct answers until some completions are right."""
     lr = 3e-3 * 64 / policy.config.hidden_size  # wide models learn at smaller steps
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
     for lesson in range(LESSONS):
@@ -483,21 +485,23 @@ def parse() -> argparse.Namespace:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint")
     model.add_argument(
-        "--config", choices=list(CONFIGURATIONS), help="random weights of these shapes, and a reward they differ in"
+        "--config", choices=list(CONFIGURATIONS), help="random weights of these shapes, and a simpler reward"
     )
-    model.add_argument("--tiny", action="store_true", help="a small one, made for the purpose and shown some sums")
-    parser.add_argument("--width", type=int, default=64, help="of --tiny, a multiple of 32")
-    parser.add_argument("--layers", type=int, default=2, help="of --tiny: 64 wide and 2 deep it has 100,000 weights")
-    parser.add_argument("--steps", type=int, default=30, help="of each arm")
-    parser.add_argument("--warm", type=int, default=5, help="steps of each arm that are not counted")
-    parser.add_argument("--block", type=int, default=5, help="steps that an arm takes in turn")
+    model.add_argument("--tiny", action="store_true", help="a small generated model, trained on sums first")
+    parser.add_argument("--width", type=int, default=64, help="of the --tiny model, a multiple of 32")
+    parser.add_argument("--layers", type=int, default=2, help="of --tiny; width 64 and 2 layers are 100,000 weights")
+    parser.add_argument("--steps", type=int, default=30, help="counted steps of each arm")
+    parser.add_argument("--warm", type=int, default=5, help="steps of each arm before those, not counted")
+    parser.add_argument("--block", type=int, default=5, help="steps of an arm in a row")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["copy", "sync"])
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--lr", type=float, default=3e-6)
-    parser.add_argument("--keep", choices=["device", "host"], default="device", help="where the publisher's copy lies")
-    parser.add_argument("--store", metavar="FOLDER", help="where to publish; a new one in shared memory if not given")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step there")
+    parser.add_argument(
+        "--keep", choices=["device", "host"], default="device", help="where the publisher keeps its copy"
+    )
+    parser.add_argument("--store", metavar="FOLDER", help="where to publish; default: in shared memory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step to this file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     if min(options.steps, options.warm, options.block) < 1:
@@ -519,7 +523,7 @@ def main() -> None:
         store = options.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-bench-", dir=shared))
         folder = options.model or stack.enter_context(tempfile.TemporaryDirectory(prefix="pulse-model-"))
         if not cuda and not options.model:
-            torch.set_num_threads(1)  # two that share a core with others wait for each other at every small operation
+            torch.set_num_threads(1)  # two threads on a shared core would wait for each other at every small operation
         found = run(options, folder, store)
     asked = {name: value for name, value in vars(options).items() if name not in ("json", "store", "model")}
     fields = {"bench": "gpu_rl", "options": asked, **origin, **report(found, options, origin)}

@@ -25,7 +25,7 @@ Model = dict[str, torch.Tensor]
 
 
 def train_(model: Model, chance: torch.Tensor) -> None:
-    """Move weights by one unit in the last place, in place, each with the chance that its magnitude has."""
+    """Move weights by one unit in the last place, in place, each with the probability for its magnitude."""
     for weights in model.values():
         bits = weights.view(torch.int16)
         moves = torch.rand(bits.shape, device=DEVICE) < chance[((bits & 0x7FFF) >> 7).long()]

@@ -4,9 +4,10 @@
     python benchmarks/bench_group_stages.py --device cpu --weights 3000            # Triton's interpreter, to try it
 
 bench_cluster.py has two ranks on one GPU, whose contexts take turns, so that stages wait for those of the other rank.
-Here nothing else runs, and messages are handed over as they lie, as over NCCL: each stage ends on the device before the
-next begins. A method is synced twice to warm up and then timed; medians are printed, and kept in --points for
-cluster_gpu_report.py, which computes other links from them. After each sync the receiver's weights are recounted.
+Here nothing else runs on the GPU, and messages are handed over in device memory, as NCCL would: each stage ends on the
+device before the next begins. Each method syncs twice to warm up and is then timed; medians are printed, and saved in
+--points for cluster_gpu_report.py, which computes other links from them. After each sync the digest of the receiver's
+weights is recomputed.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def on(device: str) -> Iterator[torch.device]:
 
 
 def measure(ends: Ends, method: Method, density: float, rounds: int) -> dict[str, Any]:
-    """Medians over some rounds, after two that are not timed: the first may have to send all weights."""
+    """Medians over the rounds, after two that are not timed: the first sync may have to send all weights."""
     chance, taken = chances_of(ends.sent, density), []
     for n in range(rounds + UNTIMED):
         changed = change_(ends.sent, chance, seed=n)
@@ -104,9 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=float, default=7.6e9)
     parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.1])
-    parser.add_argument("--rounds", type=int, default=3, help="that are timed")
+    parser.add_argument("--rounds", type=int, default=3, help="timed syncs of each method")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--points", type=Path, help="keep what was measured there")
+    parser.add_argument("--points", type=Path, help="append the measured points to this file")
     given = parser.parse_args()
     names = [f"source_{name}_s" for name in (*SOURCE, "apply")] + [f"receiver_{name}_s" for name in RECEIVER]
     rows, points = [], []

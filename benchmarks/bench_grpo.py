@@ -8,13 +8,13 @@ the example does. Cases:
 
 - in place: a model whose output matrix is its own. Both servers keep weights as they are loaded, as they do on a GPU
   (PULSE_VLLM_PLAIN_WEIGHTS=1); patches are written into live parameters. In FP32, and rounded to BF16 for the server.
-- mirror: the same model, in servers that pack weights for oneDNN, as vLLM does on a CPU if nothing is said. The server
-  that reloads runs without pulsesync.
+- mirror: the same model, in servers that pack weights for oneDNN, as vLLM does on a CPU by default. The server that
+  reloads runs without pulsesync.
 - tied: as mirror, with a tied output matrix, whose packed copy vLLM does not make again when it reloads.
 
 For each rollout the trainer computes the log-probabilities of the sampled tokens again, with the weights that the
-server should have. How far the server's are from those is the check that a rollout is on-policy; how far they are from
-those of the weights one step before is what a server that lags would show. Nothing is printed unless all rollouts by
+server should have. The difference from the server's own shows whether a rollout is on-policy; the difference from those
+of the previous step's weights is what an outdated server would show. Results are printed only if all rollouts by
 patches were on-policy within BOUND.
 """
 
@@ -91,7 +91,7 @@ class Arm:
     weights: list[str] = field(default_factory=list)  # hashes of the trainer's, before the step
     sync_bytes: list[int] = field(default_factory=list)  # the first is an anchor, by patches
     pause_s: list[float] = field(default_factory=list)
-    sync_s: list[float] = field(default_factory=list)  # from the rollout's wish to a server with the weights
+    sync_s: list[float] = field(default_factory=list)  # from the request for a rollout until the server has the weights
     publish_s: list[float] = field(default_factory=list)  # of the trainer at the end of the step, before that
     changed: list[float] = field(default_factory=list)  # which part of the weights
     off_policy: list[float] = field(default_factory=list)  # largest difference of log-probabilities in a rollout
@@ -107,7 +107,7 @@ def say(text: str) -> None:
 
 
 class Server:
-    """`vllm serve` in a process group of its own. Use it as a context: at its end all that it started ends."""
+    """`vllm serve` in a process group of its own. As a context manager, it stops the whole group at its end."""
 
     def __init__(self, python: str, model: Path, log: Path, environment: dict[str, str], *flags: str) -> None:
         with socket.socket() as free:
@@ -416,7 +416,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="Python of an environment with vLLM and pulsesync")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seeds", type=int, default=2, help="of the case in place; the others have one")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds of the case in place; the others have one")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], default=[c.name for c in CASES])
     args = parser.parse_args()
     load = os.getloadavg()[0]

@@ -3,7 +3,7 @@
     python benchmarks/bench_identical.py [--steps 30] [--plot FILE]
 
 The RL run of `pulse demo` in lock-step, twice with the same seed: weights, rewards and rollouts of every step are
-compared by SHA-256, and nothing is reported unless all are equal. The plot has both reward curves, one over the other.
+compared by SHA-256, and results are printed only if all are equal. The plot shows both reward curves.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""What does a sync of a JAX tree cost, beside sending the whole tree by device_get and device_put?
+"""What does a sync of a JAX tree cost, compared with a copy of the whole tree by device_get and device_put?
 
     python benchmarks/bench_jax.py --device cpu                    # a small model
     python benchmarks/bench_jax.py --device cuda --out FOLDER      # 0.5 B weights; writes FOLDER/jax_cuda_DATE.json
 
-Trainer and worker are in one process and on one device, and the run is in host memory, so no link is measured; what the
-bytes take on one is computed. The trainer has FP32 masters and takes steps of Adam at a learning rate of 3e-6 with
-gradients made as those of `pulsesync.testing.AdamUpdates` are, which resemble a recorded GRPO run. It publishes them as
-BF16. After every sync all bits of the worker's tree are compared with the trainer's, on the device.
+Trainer and worker are in one process and on one device, and the run is in host memory, so no link is measured; the time
+that a link would add is computed from the bytes. The trainer has FP32 master weights and takes Adam steps at a learning
+rate of 3e-6, with gradients generated as in `pulsesync.testing.AdamUpdates`, which resemble a recorded GRPO run. It
+publishes the weights as BF16. After every sync all bits of the worker's tree are compared with the trainer's, on the
+device.
 """
 
 import argparse
@@ -99,7 +100,7 @@ def timed(work: Any) -> tuple[float, Any]:
 
 
 def send_whole(half: Any) -> Any:
-    """The whole tree to the host and to the device again, in new arrays."""
+    """Copy the whole tree to the host and back to the device, into new arrays."""
     leaves = jax.tree.leaves(half)
     host = jax.device_get(leaves)
     if leaves[0].devices() == {jax.devices("cpu")[0]}:
@@ -177,9 +178,9 @@ def table(found: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--size", choices=SIZES, help="small for a CPU, 0.5b for a GPU, unless it is given")
-    parser.add_argument("--versions", type=int, default=10, help="that are measured, after those that warm up")
-    parser.add_argument("--out", type=Path, help="a folder for the JSON")
+    parser.add_argument("--size", choices=SIZES, help="default: small for a CPU, 0.5b for a GPU")
+    parser.add_argument("--versions", type=int, default=10, help="versions that are measured, after the warm-up")
+    parser.add_argument("--out", type=Path, help="folder for the JSON file")
     options = parser.parse_args()
     options.size = options.size or {"cpu": "small", "cuda": "0.5b"}[options.device]
     device = jax.devices({"cpu": "cpu", "cuda": "gpu"}[options.device])[0]

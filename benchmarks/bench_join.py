@@ -3,12 +3,13 @@
     python benchmarks/bench_join.py                              # 40 M weights on this machine: a minute on 2 cores
     python benchmarks/bench_join.py --links 1 10 --model 135M    # and over links of 1 and 10 Gbit/s
     python benchmarks/bench_join.py --links 1 10 --model 1.5B --rounds 1 --folder /tmp   # 9 GB of memory, 8 of disk
-    PYTHONPATH=/other/checkout/src python benchmarks/bench_join.py   # the same of another commit
+    PYTHONPATH=/other/checkout/src python benchmarks/bench_join.py   # the same with another commit
 
-CPU seconds are those of the process, over all its threads: the smallest of some rounds, which other programs disturb
-least. Beside them stands what hashing alone would take. A link is a store that lets so many bytes through a second; the
-plain copy fetches a safetensors file through the same store, in as many threads, into the memory of the tensors, and
-checks nothing. Every process that joins counts the digest of what it got.
+CPU seconds are those of all threads of the process: the smallest of several rounds, which other programs disturb least.
+For comparison, the report gives the time of hashing alone. A link is a store that limits the bytes a second to the
+link's rate. The plain copy fetches a safetensors file through the same store, with the same number of threads, into the
+memory of the tensors, and verifies nothing. Every process that joins recomputes the digest of the weights that it
+received.
 """
 
 import argparse
@@ -50,7 +51,7 @@ FILE = "model.safetensors"
 
 
 def transformer(vocabulary: int, width: int, layers: int, heads: int, inner: int) -> Shapes:
-    """The tensors of a decoder with grouped heads, whose output is tied to its input."""
+    """The tensors of a decoder with grouped-query attention and tied embeddings."""
     shapes: Shapes = {"embed": (vocabulary, width), "norm": (width,)}
     for n in range(layers):
         of_layer: Shapes = {"q": (width, width), "k": (heads, width), "v": (heads, width), "o": (width, width)}
@@ -68,7 +69,7 @@ MODELS: dict[str, Shapes] = {
 
 
 def new_weights(shapes: Shapes) -> dict[str, np.ndarray]:
-    """BF16 weights, normally distributed, of another scale in each tensor."""
+    """BF16 weights, normally distributed, with a different scale in each tensor."""
     rng = np.random.default_rng(0)
     pool = rng.standard_normal(1 << 24, np.float32)
     out = {}
@@ -84,7 +85,7 @@ def new_weights(shapes: Shapes) -> dict[str, np.ndarray]:
 
 
 def zeros(shapes: Shapes) -> dict[str, np.ndarray]:
-    """Memory to join into, with all its pages there."""
+    """Memory for the joined weights, with all pages already allocated."""
     out = {name: np.empty(shape, np.uint16) for name, shape in shapes.items()}
     for tensor in out.values():
         tensor.fill(0)
@@ -99,7 +100,7 @@ def size_of(shapes: Shapes) -> int:
 
 
 def timed(work: Callable[[], object]) -> dict[str, float]:
-    """CPU and wall seconds, and the memory that was taken at most in MB."""
+    """CPU and wall seconds, and peak memory in MB."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -116,13 +117,13 @@ def memory_mb(field: str) -> float:
 
 
 def smallest(rounds: Iterator[dict[str, float]]) -> dict[str, float]:
-    """Of each measure the smallest of all rounds."""
+    """The smallest value of each figure over all rounds."""
     found = list(rounds)
     return {name: min(one[name] for one in found) for name in found[0]}
 
 
 def hashing_s(size: int) -> tuple[float, float]:
-    """CPU seconds of SHA-256 over so many bytes, and the bytes a second of one core."""
+    """CPU seconds of SHA-256 over `size` bytes, and the bytes a second of one core."""
     data = os.urandom(1 << 24)
 
     def once() -> dict[str, float]:
@@ -138,7 +139,7 @@ def hashing_s(size: int) -> tuple[float, float]:
 
 
 def choices() -> list[str]:
-    """How anchors can be written here."""
+    """The codecs with which this commit can write anchors."""
     return ["dense", "raw"] if "anchor_codec" in inspect.signature(Publisher).parameters else ["dense"]
 
 
@@ -175,9 +176,10 @@ def joined_once(store: Store, shapes: Shapes, cache: str | None = None) -> dict[
 
 
 def rejoined_once(store: Store, shapes: Shapes, *, all_differ: bool = False) -> dict[str, float]:
-    """A worker that was at a version needs an anchor all the same; until it was checked, its weights are kept.
+    """A worker that already has a version joins from an anchor; its weights are kept until the anchor is verified.
 
-    One weight differs from the anchor, or all of them do. The recount that finds this is measured, too.
+    One weight differs from the anchor, or all of them do. The time to recompute the digest, which finds this, is
+    included.
     """
     held, subscriber = zeros(shapes), Subscriber(store)
     subscriber.sync(held)

@@ -2,8 +2,8 @@
 
     KERAS_BACKEND=tensorflow python benchmarks/bench_keras.py
 
-Trainer and worker are models of one process, in host memory, and so is the run. The trainer's weights are those of
-`pulsesync.testing.AdamUpdates`, which resemble a recorded GRPO run, in FP32, and are published as BF16. The pause is
+Trainer and worker are two models in one process, in host memory, and so is the run. The trainer's weights are FP32 and
+come from `pulsesync.testing.AdamUpdates`, which resemble a recorded GRPO run; they are published as BF16. The pause is
 the time in which the worker's variables are written. After every sync all bits are compared.
 """
 

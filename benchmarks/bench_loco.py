@@ -4,11 +4,12 @@
     python benchmarks/bench_loco.py --grid --jobs 16               # all of H, R and learning rates
     python benchmarks/bench_loco.py --model .models/smollm2 --device cuda --lr 1e-6 --every 8 --trainers 4
 
-Trainers have a momentum of their own, as in PulseLoCo, and follow the exact gate in closed loop, or with --follow
-compact that one; in the rounds that are measured, the same updates are also sent the other way, by both ways of a
-process group, and every trainer's result is compared bit for bit. The payload is what one trainer has to send, heads
-and hashes included; the wire is all that it sends in a round, sizes and notes included.
-Baselines: FP32 DiLoCo, 4 bytes a weight, by a ring all-reduce; DDP, the same at each of H steps (BF16: half).
+Each trainer has its own momentum, as in PulseLoCo. Training continues from the updates of the exact gate, or with
+--follow compact from those of the compact one. In the rounds that are measured, the same updates are also encoded by
+the other gate and exchanged by both methods of a process group, `owner` and `gather`, and every trainer's result is
+compared bit for bit. The payload is what one trainer has to send, headers and hashes included; the wire is all that it
+sends in a round, sizes and control messages included. Baselines: FP32 DiLoCo, 4 bytes a weight, by a ring all-reduce;
+DDP, the same at each of H steps (BF16: half).
 """
 
 import argparse
@@ -30,7 +31,7 @@ from pulsesync.loco.outer import Nesterov, OwnMomentum
 
 GATES = {"exact": VisibilityGate(), "compact": VisibilityGate(1)}
 EVERY, TRAINERS, RATES = (1, 4, 8, 16, 32), (2, 4, 8), (1e-6, 3e-6, 1e-5, 1e-4)
-FIRST = 3  # rounds that are shown apart: a checkpoint begins on the BF16 grid, where fewer entries are sent
+FIRST = 3  # rounds that are shown separately: a checkpoint begins on the BF16 grid, where fewer entries are sent
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratios(found: dict[str, Any], mode: str, rounds: list[dict[str, Any]]) -> dict[str, float]:
-    """How many times less than dense, means over rounds."""
+    """How many times fewer bytes than dense, as means over rounds."""
     payload, ring = dense_bytes(found["size"], found["trainers"])
     some = [entry[mode] for entry in rounds if mode in entry]
 
@@ -116,14 +117,16 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--trainers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--prompts", type=int, default=8, help="of a trainer's step")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts in a trainer's step")
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--follow", choices=["exact", "compact"], default="exact", help="what trainers go on from")
+    parser.add_argument(
+        "--follow", choices=["exact", "compact"], default="exact", help="gate whose updates are applied"
+    )
     parser.add_argument("--grid", action="store_true", help="all settings, each in a process of its own")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--say", action="store_true", help="every round, while it goes")
-    parser.add_argument("--json", action="store_true", help="one setting, as JSON alone")
+    parser.add_argument("--say", action="store_true", help="print every round as it ends")
+    parser.add_argument("--json", action="store_true", help="run one setting; print JSON only")
     options = parser.parse_args()
     if options.json:
         print(json.dumps(run(options)))

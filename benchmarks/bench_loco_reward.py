@@ -5,33 +5,34 @@
         --evaluated 256 --look-every 2 --arms dense,pulse/c1 --wire 8,16 --jobs 4 --out runs
     python benchmarks/bench_loco_reward.py --report runs                                     # tables and plots again
 
-Fixed beforehand: of the mean of the last three evaluations, the difference to dense with the same seed has a 95 %
-interval that lies above −MARGIN, and its middle is at least −MIDDLE. It says something only if dense beats the
-untouched policy by more than MARGIN. The shared weights are evaluated, as BF16, on the same prompts for everybody.
+The criterion was fixed before the runs. Take the mean reward of the last three evaluations of an arm, minus that of
+dense with the same seed: the 95 % interval of this difference must lie above −MARGIN, and its center must be at least
+−MIDDLE. The comparison is meaningful only if dense beats the untouched policy, the one before the first round, by more
+than MARGIN. The shared weights are evaluated, as BF16, on the same prompts for every arm.
 
 Arms:
     dense       DiLoCo: all of the update, one shared momentum
     pulse       ours: each trainer has its own outer momentum, before the gate, and keeps the residual in its weights
     published   PULSELoCo as published: the gate, then one shared momentum
-    top-k       ours, but the largest entries are sent in the place of the visible ones: as many as take the bytes that
-                the arm of --equal took in the same round with the same seed
-    random-k    the same with entries drawn at random. Both are coded by what was made for the gate, and random-k needs
-                no positions at all: better coders would favour them more
+    top-k       ours, but the largest entries are sent instead of the visible ones: as many as fit in the bytes that the
+                arm of --equal sent in the same round with the same seed
+    random-k    the same with entries drawn at random. Both use the coder that was designed for the gate, and random-k
+                would need no positions at all: with coders of their own they could send more entries
     late        dense, applied one round late
-    ddp         gradients averaged at each step, with rollouts of that step and no outer step: for orientation
+    ddp         gradients averaged at each step, with rollouts of that step and no outer step: for reference
 An arm may have options, each after a slash:
     cK      compact: values are sent with K bits (pulse, published, top-k, random-k)
     rX      the gate's reach (pulse, published)
     lrY     the outer learning rate
-    lifeN   a trainer leaves after N rounds, with its residual, momentum and inner optimizer, and one that has none of
-            them takes its place; they leave one after another, not all at once
-    joinD   one that takes a place begins with the momentum of a trainer whose updates have always been the last shared
-            step D: D / lr. So does a trainer that joins a store, as it follows at least one round
+    lifeN   a trainer leaves after N rounds; its residual, momentum and inner optimizer are lost, and a new trainer
+            replaces it; trainers leave one after another, not all at once
+    joinD   a new trainer begins with the momentum of a trainer whose every update was equal to the last shared step D:
+            D / lr. So does a trainer that joins through a store, since it has seen at least one round
 
---forward BF16 lets trainers compute with the BF16 values of their masters, as autocast does (on a CPU the demo computes
-in FP32). "apart" is the share of weights at which trainer 0 begins the next round with another BF16 value than the
-shared one. Every run has a JSON file in --out, written after every round: a run that was cut off still tells what it
-saw, and starts again when it is asked for again; one that is complete is skipped.
+--forward BF16 lets trainers compute with the BF16 values of their master weights, as autocast does (on a CPU the demo
+computes in FP32). "apart" is the share of weights for which trainer 0 begins the next round with a different BF16 value
+than the shared one. Every run has a JSON file in --out, which is written after every round: the file of an interrupted
+run still shows the rounds that it finished, and the run starts again with the next call; a complete run is skipped.
 """
 
 import argparse
@@ -71,7 +72,7 @@ Run = dict[str, Any]  # what a run's file holds
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared: one way to train, as its name spells it."""
+    """A training method to compare, parsed from its name."""
 
     name: str
     kind: str
@@ -100,7 +101,7 @@ class Arm:
 
     @property
     def counts(self) -> bool:
-        """Whether it sends as much as another arm did."""
+        """Whether it sends as many bytes as another arm did."""
         return self.kind in ("top-k", "random-k")
 
     def rule(self, outer: SGD) -> OuterRule:
@@ -116,7 +117,7 @@ class Arm:
         return [DenseGate()] * trainers
 
     def leaves(self, number: int, rounds: int, trainers: int) -> bool:
-        """Whether a trainer leaves after so many rounds."""
+        """Whether trainer `number` leaves after round `rounds`."""
         return self.life is not None and (rounds + number * self.life // trainers) % self.life == 0
 
     def place(self, folder: Path, seed: int) -> Path:
@@ -181,7 +182,7 @@ class _Rounds:
         self._waiting: F32 = np.zeros_like(fleet.shared.theta)  # the sum of the round before, of the arm that is late
 
     def next(self) -> dict[str, Any]:
-        """Take part in a round; return what there is to say of it."""
+        """Run one round; return its figures."""
         fleet, arm = self._fleet, self._arm
         before, size, number = fleet.shared.theta, fleet.shared.theta.size, fleet.shared.round + 1
         if arm.kind == "ddp":
@@ -231,7 +232,7 @@ class _Rounds:
             gate.count = int(8 * model["payload"] / bits)
 
     def _steady_momentum(self, before: F32) -> F32 | None:
-        """The momentum of a trainer that has always stepped as all did now.
+        """The momentum of a trainer whose every step was equal to the last shared step.
 
         A trainer that moves by delta in every round has the momentum delta / (1 − mu) and steps by lr times that.
         """
@@ -243,12 +244,12 @@ class _Rounds:
 
 
 def _kept(options: argparse.Namespace) -> dict[str, Any]:
-    """What two runs must have in common to be compared."""
+    """The settings that two runs must share to be compared."""
     names = ("lr", "every", "trainers", "rounds", "outer", "forward", "prompts", "group", "evaluated", "look_every")
     return {"model": Path(options.model).name, **{name: getattr(options, name) for name in names}}
 
 
-# What they say
+# Reports
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -258,12 +259,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def final(run: Run) -> float:
-    """The reward that counts: of the last evaluations, never that of the untouched policy."""
+    """The mean reward of the last evaluations, never including that of the untouched policy."""
     return float(np.mean([reward for _, reward in run["evaluated"][1:][-LAST:]]))
 
 
 def mean(runs: Mapping[int, Run], key: str, first: int = FIRST) -> float:
-    """Of something that rounds have, over rounds and seeds."""
+    """The mean of a figure over rounds and seeds."""
     values = [entry[key] for run in runs.values() for entry in run["rounds"][first:] if entry[key] is not None]
     return float(np.mean(values)) if values else math.nan
 
@@ -285,7 +286,7 @@ def by_arm(runs: Sequence[Run]) -> dict[str, dict[int, Run]]:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """All arms against dense, by seed; then the rewards as they grew, and what runs that were cut off have seen."""
+    """All arms compared with dense, by seed; then the rewards by round, and those of interrupted runs."""
     arms = by_arm([run for run in runs if run["complete"]])
     trainers, size = runs[0]["options"]["trainers"], runs[0]["weights"]
     payload, ring = dense_bytes(size, trainers)
@@ -420,22 +421,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--outer", choices=list(OUTERS), default="nesterov")
     parser.add_argument("--forward", choices=["FP32", "BF16"], default="FP32", help="values that trainers compute with")
-    parser.add_argument("--prompts", type=int, default=8, help="of a trainer's step")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts in a trainer's step")
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--evaluated", type=int, default=512, help="prompts")
+    parser.add_argument("--evaluated", type=int, default=512, help="prompts of an evaluation")
     parser.add_argument("--look-every", type=int, default=5, help="rounds between evaluations")
     parser.add_argument("--wire", default="", help="rounds of which the bytes on the wire are counted, as in 8,16")
-    parser.add_argument("--arms", help=f"{DEFAULT} if not given; all that there are for --report")
-    parser.add_argument("--equal", default="pulse/c1", help="the arm whose bytes top-k and random-k keep to")
+    parser.add_argument("--arms", help=f"{DEFAULT} by default; with --report, all in the folder")
+    parser.add_argument("--equal", default="pulse/c1", help="the arm whose bytes limit top-k and random-k")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
-    parser.add_argument("--threads", type=int, help="of each run; the cores are shared evenly if not given")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--threads", type=int, help="of each run; default: the cores are divided evenly")
     parser.add_argument("--out", type=Path, default=Path("loco_reward"), help="folder for every run's result")
-    parser.add_argument("--say", action="store_true", help="every round, while it goes")
-    parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print and draw what is there")
-    parser.add_argument("--one", metavar="ARM:SEED", help="in this process")
-    parser.add_argument("--cores", type=int, nargs="+", help="that --one may use")
+    parser.add_argument("--say", action="store_true", help="print every round as it ends")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print and plot the results in this folder")
+    parser.add_argument("--one", metavar="ARM:SEED", help="run this one in this process")
+    parser.add_argument("--cores", type=int, nargs="+", help="cores that --one may use")
     options = parser.parse_args()
     options.wire = {int(number) for number in options.wire.split(",") if number}
     if options.report:
@@ -450,7 +451,7 @@ def main() -> None:
         return
     arms = [Arm.read(name) for name in (options.arms or DEFAULT).split(",")]
     if any(arm.counts for arm in arms) and options.equal not in {arm.name for arm in arms}:
-        raise SystemExit(f"top-k and random-k keep to the bytes of {options.equal}: give it in --arms too")
+        raise SystemExit(f"top-k and random-k send as many bytes as {options.equal}: add it to --arms")
     run_all(options, arms, sys.argv[1:])
     report(options.out, [])
 

@@ -1,21 +1,23 @@
-"""How long does a round of PULSELoCo take besides the exchange, and how much memory? On a CPU, and on a GPU.
+"""How long does a round of PULSELoCo take without the exchange, and how much memory? On a CPU, and on a GPU.
 
     python benchmarks/bench_loco_round.py                     # 134.5 M weights, as many as SmolLM2-135M has: 8 GB
     python benchmarks/bench_loco_round.py --weights 1e7
-    python benchmarks/bench_loco_round.py --device cuda       # the same on a GPU, with the stages on a host beside it
+    python benchmarks/bench_loco_round.py --device cuda       # the same on a GPU, and its stages also on the host
     python benchmarks/bench_loco_round.py --device cuda --weights 7.6e9 --fragments 24
 
-A real `PulseLoCo` with an exchange that adds up the same update R times and sends nothing; weights move by a drift and
-noise that send about as many entries as GRPO does on SmolLM2 at 1e-6 (the share is printed). A round is all from the
-trainer's weights to its next ones, digest included; coded or not, because what travels is coded for the exchange.
-Memory is the peak of what is resident during a round, less what the process had before there were weights, less theta,
-residual, momentum and the trainer's weights: 16 bytes a weight. Then the pieces of a round one by one, and a round as
-the last release had it, written again here in numpy: whole vectors at a time, with one shared momentum.
+A real `PulseLoCo` runs with an exchange that adds up the same update R times and sends nothing. The weights move by a
+drift and by noise, which make about as many entries visible as GRPO does on SmolLM2 at 1e-6 (the share is printed). A
+round is everything from the trainer's weights to its next ones, digest included. It is measured with and without
+coding, since only an update that is sent must be coded. Memory is the peak of resident memory during a round, minus
+what the process had before the weights were made, minus theta, residual, momentum and the trainer's weights (16 bytes a
+weight). Then the pieces of a round are timed one by one, and a round as the last release computed it, reimplemented
+here in numpy: whole vectors at a time, with one shared momentum.
 
-On a GPU, theta, residual, momentum, weights and all between them are there. First small rounds are compared with those
-of the host: every digest and every payload must be the same. Where numba is installed, the pieces of a round are then
-measured on the host, too, with the same weights, and digests compared again. Memory is the peak of what torch has
-allocated during a round. With --fragments, these take turns: one round of each is measured, until --limit-s is over.
+With --device cuda, theta, residual, momentum, weights and all intermediate results are on the GPU. First, small rounds
+are compared with those of the host: every digest and every payload must be the same. Where numba is installed, the
+pieces of a round are then also measured on the host, with the same weights, and digests are compared again. Memory is
+the peak of what torch has allocated during a round. With --fragments, the fragments take turns: one round of each is
+measured, until --limit-s is over.
 """
 
 import argparse
@@ -51,7 +53,7 @@ WARM = 3  # rounds before those that are measured: a checkpoint begins on the BF
 
 
 def drift(here: slice, number: int, drifting: float, noise: float) -> F32:
-    """How far a piece of the weights moves in a round: by the same every time, and by something else."""
+    """How far a piece of the weights moves in a round: a drift that is the same every round, plus noise."""
     size = here.stop - here.start
     always = np.random.default_rng(here.start).standard_normal(size, np.float32)
     once = np.random.default_rng((here.start, number + 1)).standard_normal(size, np.float32)
@@ -60,7 +62,7 @@ def drift(here: slice, number: int, drifting: float, noise: float) -> F32:
 
 
 def checkpoint(size: int) -> F32:
-    """Weights as a checkpoint has them: values of BF16."""
+    """Weights as in a checkpoint: FP32 numbers that are exact BF16 values."""
     out = np.empty(size, np.float32)
 
     def fill(here: slice) -> None:
@@ -71,11 +73,11 @@ def checkpoint(size: int) -> F32:
     return out
 
 
-# The whole of it
+# A whole round
 
 
 class Drift(torch.optim.Optimizer):
-    """Moves weights as `drift` says."""
+    """Moves weights by `drift`."""
 
     def __init__(self, weights: Any, options: argparse.Namespace) -> None:
         super().__init__([weights], {})
@@ -171,7 +173,7 @@ class Watch:
 
 
 def wait(device: torch.device | None) -> None:
-    """Until a GPU has done all that it was given."""
+    """Wait until a GPU has finished all work that was launched."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -220,7 +222,7 @@ def _move(values: F32, number: int, options: argparse.Namespace) -> None:
     spread(move, chunks_of(values.size))
 
 
-# As it was
+# A round of the last release
 
 
 def last_release(options: argparse.Namespace, size: int) -> dict[str, float]:
@@ -268,7 +270,7 @@ PIECE = 1 << 24  # weights that are made at a time
 
 
 def checkpoint_on(device: torch.device, size: int, seed: int = 0) -> torch.Tensor:
-    """Weights as a checkpoint has them, made where they are."""
+    """Weights as in a checkpoint, generated on the device."""
     out, generator = torch.empty(size, device=device), torch.Generator(device).manual_seed(seed)
     for piece in out.split(PIECE):
         piece.normal_(0, 0.05, generator=generator)
@@ -290,7 +292,7 @@ def drift_on(
 
 
 class DeviceDrift(torch.optim.Optimizer):
-    """Moves fragments on a GPU as `drift_on` says, and waits until they are."""
+    """Moves fragments on a GPU by `drift_on`, and waits until the GPU is done."""
 
     def __init__(
         self, fragments: Sequence[torch.Tensor], model: Sequence[dict[str, Any]], options: argparse.Namespace
@@ -308,7 +310,7 @@ class DeviceDrift(torch.optim.Optimizer):
 
 
 def whole_on(options: argparse.Namespace, device: torch.device, size: int, coded: bool) -> dict[str, Any]:
-    """Seconds of rounds of a real trainer, and the peak of what torch has allocated, in all and beside its state."""
+    """Seconds of rounds of a real trainer, and the peak of torch's memory: in all, and on top of the state."""
     count = options.fragments
     sizes = [size * (i + 1) // count - size * i // count for i in range(count)]
     fragments = [checkpoint_on(device, n, seed) for seed, n in enumerate(sizes)]
@@ -348,7 +350,7 @@ def whole_on(options: argparse.Namespace, device: torch.device, size: int, coded
         "fragments measured": len(measured),
         "weights of a fragment": max(sizes),
         "peak_bytes": max(peaks),
-        "peak bytes a weight of the fragment beside what is held": max(extra),
+        "peak bytes a weight of the fragment in addition to what is kept": max(extra),
         "share": statistics.median(shares),
         "payload": statistics.median(sent),
     }
@@ -363,7 +365,7 @@ def _peak(device: torch.device) -> int:
 
 
 def movers(options: argparse.Namespace, device: torch.device) -> tuple[Move, Move]:
-    """What moves weights on a device, and what moves those in host memory in the same way."""
+    """A function that moves weights on a device, and one that moves those in host memory by the same amounts."""
 
     def there(weights: torch.Tensor, number: int) -> None:
         for here, by in drift_on(device, weights.numel(), number, options):
@@ -377,7 +379,7 @@ def movers(options: argparse.Namespace, device: torch.device) -> tuple[Move, Mov
 
 
 def compare(options: argparse.Namespace, device: torch.device, size: int) -> int:
-    """Some small rounds on the device and on the host: how many digests, of states and payloads, are the same."""
+    """Run small rounds on the device and on the host; return how many digests of states and payloads are equal."""
     move_there, move_here = movers(options, device)
     start = checkpoint_on(device, size)
     there = pieces(options, start.clone(), move_there, 2, 1, there=True)[1]
@@ -400,12 +402,12 @@ def on_device(options: argparse.Namespace, size: int) -> None:
     print(f"{size:,} weights in {options.fragments} fragments of {options.tensors} tensors on {name}, ", end="")
     print(f"R = {options.trainers}, ", end="")
     print(f"{one['share']:.2%} sent; {same} digests of small rounds are those of the host.\n")
-    print("| a round of a fragment without the exchange | ms | peak GB | bytes a weight of the fragment beside |")
+    print("| a round of a fragment without the exchange | ms | peak GB | bytes a weight in addition to what is kept |")
     print("|---|--:|--:|--:|")
     for kind in ("not coded", "coded"):
         if kind in found:
             row = found[kind]
-            beside = row["peak bytes a weight of the fragment beside what is held"]
+            beside = row["peak bytes a weight of the fragment in addition to what is kept"]
             print(f"| {kind} | {1000 * row['seconds']:.1f} | {row['peak_bytes'] / 1e9:.1f} | {beside:.1f} |")
     if options.fragments > 1:
         every = one["seconds of all"]
@@ -444,15 +446,15 @@ def main() -> None:
     parser.add_argument("--trainers", type=int, default=4)
     parser.add_argument("--compact", type=int, default=0)
     parser.add_argument("--reach", type=float, default=1.4)
-    parser.add_argument("--rounds", type=int, default=5, help=f"that are measured, after {WARM} that are not")
-    parser.add_argument("--drift", type=float, default=1e-6, help="of a weight in every round, the same each time")
-    parser.add_argument("--noise", type=float, default=2e-6, help="of a weight in every round")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="measure there; cpu: Triton's interpreter, to try it")
-    parser.add_argument("--fragments", type=int, default=1, help="on a GPU: that the weights are in")
-    parser.add_argument("--tensors", type=int, default=272, help="on a GPU: of a fragment; SmolLM2-135M has 272")
-    parser.add_argument("--limit-s", type=float, default=45, help="on a GPU: begin no round after this time")
-    parser.add_argument("--host-rounds", type=int, default=2, help="on a GPU: that are measured on the host beside it")
-    parser.add_argument("--check-weights", type=int, default=1 << 14, help="of the rounds that are compared first")
+    parser.add_argument("--rounds", type=int, default=5, help=f"rounds to measure, after {WARM} of warm-up")
+    parser.add_argument("--drift", type=float, default=1e-6, help="of a weight, the same in every round")
+    parser.add_argument("--noise", type=float, default=2e-6, help="of a weight, different in every round")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="measure on it; cpu: Triton's interpreter, a trial")
+    parser.add_argument("--fragments", type=int, default=1, help="on a GPU: fragments of the weights")
+    parser.add_argument("--tensors", type=int, default=272, help="on a GPU: tensors of a fragment")
+    parser.add_argument("--limit-s", type=float, default=45, help="on a GPU: start no round after this time")
+    parser.add_argument("--host-rounds", type=int, default=2, help="on a GPU: rounds also measured on the host")
+    parser.add_argument("--check-weights", type=int, default=1 << 14, help="of the small rounds that are compared")
     options = parser.parse_args()
     size = int(options.weights)
     if options.device:
@@ -472,7 +474,9 @@ def main() -> None:
     }
     plain, coded, before = found["not coded"], found["coded"], found["last release"]
     print(f"{size:,} weights, {default_threads()} cores, R = {options.trainers}, {plain['share']:.2%} sent.\n")
-    print("| a round without the exchange | seconds | × last release | bytes a weight beside theta, e, m and x |")
+    print(
+        "| a round without the exchange | seconds | × last release | bytes a weight in addition to theta, e, m and x |"
+    )
     print("|---|--:|--:|--:|")
     print(f"| not coded | {plain['seconds']:.2f} | {before / plain['seconds']:.1f} | {plain['peak']:.1f} |")
     print(f"| coded | {coded['seconds']:.2f} | | {coded['peak']:.1f} |")

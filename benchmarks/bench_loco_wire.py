@@ -1,11 +1,11 @@
-"""Are the bytes that a round reports those that pass? Real gloo processes, against the kernel's count of the loopback.
+"""Does a round send as many bytes as it reports? Real gloo processes, checked by the kernel's count of the loopback.
 
     python benchmarks/bench_loco_wire.py [--trainers 4] [--size 4000000] [--rounds 3]
 
-Every trainer has the same vector of weights and moves it by noise of the size of some Adam steps at 1e-6; what DiLoCo,
-PULSELoCo and compact report as sent, added up over trainers, is held against what /proc/net/dev counts on lo in the
-same time (with TCP's own headers and acknowledgements, and whatever else this machine says to itself). Beside it
-torch's own all_reduce of the same vector.
+Every trainer has the same vector of weights and moves it by noise of about the size of a few Adam steps at 1e-6. The
+bytes that DiLoCo, PULSELoCo and compact PULSELoCo report as sent, summed over trainers, are compared with what
+/proc/net/dev counts on lo in the same time (which includes TCP's headers and acknowledgements, and all other traffic of
+this machine on the loopback). torch's own all_reduce of the same vector is measured for comparison.
 """
 
 import argparse

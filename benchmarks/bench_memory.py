@@ -3,11 +3,12 @@
     python benchmarks/bench_memory.py               # five minutes on 2 cores; 1.1 GB of weights at most
     python benchmarks/bench_memory.py --quick       # two minutes: small models
 
-Meant to be: so many bytes per change, a buffer whose size is given, and the history; nothing that grows with the model.
-So models of several sizes are changed at the same density, one model at several densities, and one at several places in
-an epoch; one process encodes, another applies. What is measured is resident memory (so this needs Linux): its peak less
-what the process had with kernels loaded and all weights in place. That includes the patch itself, and the history that
-is held before and made after. In the sweep over places in an epoch the history is that of one patch, made to look old.
+By design, memory consists of a fixed number of bytes for each change, a buffer whose size is given, and the history;
+nothing grows with the model. To check this, models of several sizes are changed at the same density, one model at
+several densities, and one at several positions in an epoch; one process encodes, another applies. The figure is
+resident memory (so this needs Linux): its peak minus what the process had with kernels loaded and all weights in place.
+It includes the patch itself, and the history from before the patch and the one after it. In the sweep over positions in
+an epoch, the history is that of one patch, modified to look old.
 """
 
 import argparse
@@ -32,7 +33,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Point:
-    """What one process measures."""
+    """The parameters of one measurement."""
 
     sweep: str
     weights: int  # a multiple of a tensor's
@@ -68,7 +69,7 @@ def status(field: str) -> int:
 
 
 def reset_peak() -> bool:
-    """Let go of freed memory, and forget the peak; return whether the system allows that."""
+    """Return freed memory to the system, and reset the recorded peak; return whether the system allows that."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     try:
@@ -106,7 +107,7 @@ def one_tensor_remembered(times: Any, index: int) -> Any:
 
 
 def measure(point: Point, what: str, folder: Path) -> dict[str, Any]:
-    """Encode a patch of this point and leave it in the folder, or take it from there and apply it; say what it took."""
+    """Encode a patch of this point into the folder, or read it from there and apply it; return the memory taken."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: point.threads])
     import pulsesync
     from pulsesync.core.types import TensorSpec
@@ -193,7 +194,7 @@ def decode(worker: Any, folder: Path) -> dict[str, Any]:
 
 
 def tensor_in_time(density: float) -> Any:
-    """One tensor at three times of a run in which a step changes about this share of the weights, small ones most."""
+    """One tensor at three successive steps of a run in which a step changes about this share of the weights."""
     from pulsesync.testing import AdamUpdates
 
     updates = AdamUpdates({"w": SHAPE}, lr=3e-6 * density / 0.0074, seed=SEED)
@@ -227,7 +228,7 @@ def row(one: dict[str, Any]) -> list[str]:
 def fit(found: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """By codec, direction and threads: peak less both histories = buffer + slope of changes + slope of weights.
 
-    Least squares over the two sweeps; the last slope is what there should be none of.
+    Least squares over the two sweeps; the slope of weights should be zero.
     """
     out = {}
     for codec, threads in sorted({(one["codec"], one["threads"]) for one in found}):
@@ -244,7 +245,7 @@ def fit(found: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models, fewer points")
-    parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)  # of the processes this one starts
+    parser.add_argument("--point", nargs=3, help=argparse.SUPPRESS)  # for the processes that this one starts
     given = parser.parse_args()
     if given.point:
         point, what, folder = given.point

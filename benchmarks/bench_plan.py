@@ -1,17 +1,18 @@
-"""How far off is `pulse plan`: predicted bytes a sync, beside those of runs that were trained?
+"""How accurate is `pulse plan`: predicted bytes a sync, compared with those of real training runs?
 
     python benchmarks/bench_plan.py --trace DIR --gguf FILE                     # half a minute (see recording.py)
     python benchmarks/plan_runs.py --out RUNS.jsonl --jobs 2                    # trains; some minutes
     python benchmarks/bench_plan.py --heldout RUNS.jsonl                        # half a minute
 
-The forecast is given what it is given on the command line: how many start weights have which exponent, how many tensors
-there are, learning rate, betas; nothing of the run. Measured are, first, the recorded run, each of whose steps is
-published as the next version of one chain with the default codec, and all that the version adds to the store counted;
-second, the three runs in results/smollm2_h200_2026-11-15.md, whose start weights come from the GGUF file; third, the
-densities that were published for Qwen2.5-1.5B, trained without masters, for which normal weights are assumed.
+The forecast gets only what `pulse plan` gets on the command line: how many of the initial weights have which exponent,
+the number of tensors, the learning rate and the betas; it sees nothing of the run. It is compared, first, with the
+recorded run: each of its steps is published as the next version of one run with the default codec, and all bytes that
+the version adds to the store are counted; second, with the three runs in results/smollm2_h200_2026-11-15.md, whose
+initial weights come from the GGUF file; third, with the published densities of Qwen2.5-1.5B, trained without master
+weights, for which a normal distribution of the weights is assumed.
 
-With --heldout, forecasts are compared with the runs of plan_runs.py, to which nothing was fitted. It fails where
-`evidence.MEASURED`, which `pulse plan` quotes, is not what follows from them.
+With --heldout, forecasts are compared with the runs of plan_runs.py, on which no constant was fitted. The script fails
+if `evidence.MEASURED`, which `pulse plan` quotes, differs from what these runs give.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def histogram(tensors: Sequence[recording.Bits]) -> dict[int, int]:
 
 
 def publish_recorded(run: recording.RecordedRun) -> tuple[dict[int, int], list[float], list[int]]:
-    """The start's histogram; and of each step, the share that changed and the bytes that its version added."""
+    """The histogram of the initial weights; and of each step, the changed share and the bytes that its version adds."""
     first: dict[int, int] = {}
     changed, sent = [], []
     with Publisher(MemoryStore(), anchor_every=1e9) as publisher:
@@ -119,13 +120,14 @@ def show_published() -> dict[str, dict[int, float]]:
     return out
 
 
-# Runs that nothing was fitted to
+# Runs on which no constant was fitted
 
 
 def judge(line: dict[str, Any]) -> dict[str, Any]:
-    """A measured run beside its forecast: means over all steps, over the last third, and the errors of both."""
+    """A measured run and its forecast: means over all steps, means over the last third, and the errors of both."""
     run, changed, sent = line["run"], line["changed"], line["sent"]
-    optimizer = run["optimizer"] if run["optimizer"] in ("adamw", "lion") else "adamw"  # Adam's, to show how far off
+    # Other optimizers have no forecast of their own: that of Adam shows how wrong it is for them.
+    optimizer = run["optimizer"] if run["optimizer"] in ("adamw", "lion") else "adamw"
     training = TrainingSettings(run["lr"], tuple(run["betas"]), masters=run["masters"], optimizer=optimizer)
     weights = {int(c): count for c, count in line["weights_by_class"].items()}
     told = forecast(weights, line["tensors"], training, steps=len(sent))
@@ -190,7 +192,7 @@ def report_heldout(path: Path) -> None:
     print("\n" + "\n".join(f"    {key!r}: {value!r}," for key, value in found.items()))
     print("\n" + json.dumps({"bench": "plan heldout", "runs": rows, "versions": versions()}))
     if found != MEASURED:
-        raise SystemExit("evidence.MEASURED is not what these runs give; the table above is")
+        raise SystemExit("evidence.MEASURED differs from what these runs give: replace it by the table above")
 
 
 def versions() -> dict[str, str]:
@@ -200,7 +202,7 @@ def versions() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recording.add_arguments(parser, required=False)
-    parser.add_argument("--heldout", type=Path, help="what plan_runs.py wrote")
+    parser.add_argument("--heldout", type=Path, help="the file that plan_runs.py wrote")
     asked = parser.parse_args()
     if asked.heldout:
         report_heldout(asked.heldout)

@@ -2,13 +2,13 @@
 
     python benchmarks/bench_quantized.py --trace DIR --gguf FILE                    # a recorded run, on a CPU
     python benchmarks/bench_quantized.py --trace DIR --gguf FILE --engines          # and bits against vLLM and torchao
-    python benchmarks/bench_quantized.py --weights 7.6                              # made weights, on a GPU
+    python benchmarks/bench_quantized.py --weights 7.6                              # generated weights, on a GPU
 
 Each step of a recording is published twice: as BF16, which a `QuantizedSubscriber` follows, and as quantised weights
-with scales, which a `Subscriber` follows. Made weights are published as BF16 alone, forth and back between two states,
-so that only times mean anything. The linear layers are quantised; embeddings and norms are not. After every sync, the
-bits of each worker are compared with all weights of that step, quantised anew; with --engines by the engines' own code,
-too, which needs the environment of `make test-vllm`.
+with scales, which a `Subscriber` follows. Generated weights are published as BF16 only, alternating between two states,
+so that only times are meaningful. The linear layers are quantised; embeddings and norms are not. After every sync, the
+bits of each worker are compared with a new quantisation of all weights of that step; with --engines also with one by
+the engines' own code, which needs the environment of `make test-vllm`.
 """
 
 import argparse
@@ -41,8 +41,8 @@ LINEAR = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     trace.add_arguments(parser)
-    parser.add_argument("--weights", type=float, help="billions of made weights, instead of a recording")
-    parser.add_argument("--density", type=float, default=1.0, help="per cent of them that change")
+    parser.add_argument("--weights", type=float, help="billions of generated weights, instead of a recording")
+    parser.add_argument("--density", type=float, default=1.0, help="percent of the generated weights that change")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--plain", choices=["device", "host"], default="device", help="where the BF16 mirror is")
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def measure(recipe: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Follow the run with one recipe, in both ways; return what each step took."""
+    """Follow the run with one recipe, in BF16 and quantised; return the figures of each step."""
     stores = {"plain": MemoryStore()} | ({} if given.weights else {"quantized": MemoryStore()})
     publishers = {name: Publisher(store) for name, store in stores.items()}
     subscriber = QuantizedSubscriber(stores["plain"], recipe, plain=given.plain)
@@ -129,7 +129,7 @@ def as_bf16(state: dict[str, Any]) -> Tensors:
 
 
 def differing(worker: Tensors, expected: Tensors) -> int:
-    """Bytes that differ."""
+    """How many bytes differ."""
     return sum(
         int((worker[name].view(-1).view(torch.uint8) != tensor.contiguous().view(-1).view(torch.uint8)).sum())
         for name, tensor in expected.items()
@@ -163,7 +163,7 @@ def gpu() -> str | None:
 
 
 def report(results: Collection[dict[str, Any]]) -> str:
-    """A line a recipe: medians, and means of bytes, over all steps but the first, which starts the run."""
+    """A row for each recipe: medians, and means of bytes, over all steps but the first, which starts the run."""
     head = ["recipe", "quantised again", "groups rescaled", "sync, ms", "of it quantising", "pause, ms", "all anew, ms"]
     recorded = all("quantized" in result["steps"][0]["bytes"] for result in results)
     head += ["BF16 run, kB", "quantised run, kB", "ratio", "its sync, ms"] if recorded else []

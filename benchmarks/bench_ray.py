@@ -3,13 +3,13 @@
     python benchmarks/bench_ray.py                              # about four minutes
     python benchmarks/bench_ray.py --hidden 1024,1024 --iterations 8
 
-A real local Ray cluster, every way in its own algorithm on the same cluster, in rounds: each way once, then each again,
-because machines drift. `full` is RLlib's own sync; `patch` publishes FP32 through Ray's object store; `patch BF16`
-publishes rounded weights, with which env-runners then act. A sync is from the call of `sync_weights` until every
-env-runner has answered a call made after it. Bytes of a sync are those that one env-runner is sent: of full weights,
-the arrays; of patches, all that its subscriber fetched, records too, and the call that tells it to. Nothing is printed
-unless in every iteration of every round all env-runners held the learner's weights (rounded, with BF16), and the
-rewards and weights of `patch` were those of `full`, bit for bit.
+A real local Ray cluster. Each method runs its own algorithm on the same cluster, in interleaved rounds, because the
+speed of a machine drifts. `full` is RLlib's own sync; `patch` publishes FP32 through Ray's object store; `patch BF16`
+publishes rounded weights, with which env-runners then act. A sync lasts from the call of `sync_weights` until every
+env-runner has answered a call made after it. The bytes of a sync are those that one env-runner receives: for full
+weights, the arrays; for patches, all that its subscriber fetched, records included, and the call that requests the
+sync. Results are printed only if in every iteration of every round all env-runners had the learner's weights (rounded,
+with BF16), and the rewards and weights of `patch` were those of `full`, bit for bit.
 """
 
 import argparse
@@ -34,7 +34,7 @@ WAYS = ("full", "patch", "patch BF16")
 
 @dataclass
 class Measured:
-    """What one way took, iteration by iteration; lists begin with the second iteration except where said."""
+    """The figures of one method by iteration; lists begin with the second iteration unless noted."""
 
     sync_s: list[float] = field(default_factory=list)
     sync_bytes: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Measured:
 
 
 class Timed:
-    """Stands for `sync_weights`: calls it, and waits until every env-runner has it."""
+    """Replaces `sync_weights`: calls it, and waits until every env-runner has the weights."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.sync, self.seconds = group, group.sync_weights, 0.0

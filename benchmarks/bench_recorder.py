@@ -4,8 +4,8 @@
     python benchmarks/bench_recorder.py --device cuda --model FOLDER
 
 Two copies of a policy learn from the same rollouts in turn, one with a Recorder on its optimizer and one without, in
-one process; who goes first alternates. They must end with the same bits. The share is the median over steps of how much
-longer the recorded one took than its neighbour, of learning alone and of learning with the rollouts before it.
+one process; which copy goes first alternates. Both must end with the same bits. The share is the median over steps of
+how much longer the recorded copy took than the other, for learning alone and for learning with the rollouts before it.
 On a CPU this is the policy of `pulse demo` (1.24 million weights, 32 prompts × 8, lr 6e-5); with a model it is a
 checkpoint such as SmolLM2-135M's that learns to add (32 prompts × 16, lr 3e-6).
 """

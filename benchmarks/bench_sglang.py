@@ -1,4 +1,4 @@
-"""What does it take to bring SGLang's ranks to the next version: bytes, seconds, and the pause?
+"""What does it cost to update SGLang's ranks to the next version: bytes, seconds, and the pause?
 
     .venv-sglang/bin/python -m benchmarks.bench_sglang [--versions 8]        # about three minutes on 2 cores
 

@@ -1,15 +1,15 @@
-"""How long does publish keep the trainers of a sharded model, and how many steps a second do they make?
+"""How long does publish block the trainers of a sharded model, and how many steps a second do they make?
 
     python benchmarks/bench_sharded.py              # five minutes on 2 cores
     python benchmarks/bench_sharded.py --quick      # one link, one step time
 
-Two processes over gloo, each with half of every tensor; updates as RL makes them (`AdamUpdates`, after 12 steps, when
-about 1 % of the weights change in a step; 12 are recorded and repeated, so that each mode always has the same). Each
-rank has a link of its own to the store (a ThrottledStore over a folder). A training step is a sleep, as on a GPU that
-works, the update of the weights, and a collective that all ranks take part in. Blocks of steps without publishing, with
-wait=True and with wait=False follow each other in turns in the same run, so that ratios are of the same minutes. After
-every block that publishes, a worker syncs on each rank, and its weights are compared with the rank's, bit for bit; a
-difference ends the benchmark.
+Two processes over gloo, each with half of every tensor. The updates resemble those of RL (`AdamUpdates`, after 12
+steps, when about 1 % of the weights change in a step); 12 are recorded and repeated, so that every mode has the same
+ones. Each rank has its own link to the store (a ThrottledStore over a folder). A training step is a sleep, which stands
+for a busy GPU, the update of the weights, and a collective of all ranks. Blocks of steps without publishing, with
+wait=True and with wait=False take turns in the same run, so that ratios compare the same minutes. After every block
+that publishes, a worker syncs on each rank, and its weights are compared with the rank's, bit for bit; a difference
+ends the benchmark.
 """
 
 import argparse
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--block", type=int, default=6, help="steps that follow each other in one mode")
+    parser.add_argument("--block", type=int, default=6, help="steps in a row in one mode")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

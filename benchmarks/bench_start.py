@@ -2,8 +2,8 @@
 
     python benchmarks/bench_start.py
 
-Each number is the median of three fresh processes, and what is timed is inside them: the interpreter's own start is not
-counted. `import numba` stands beside as what the kernels cannot do without.
+Each number is the median of three fresh processes. Time is measured inside them, so the start of the interpreter is not
+included. `import numba` is listed for comparison, because the kernels require it.
 """
 
 import json

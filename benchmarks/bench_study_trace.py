@@ -1,10 +1,10 @@
-"""Does the recorder see what a recorded run says of itself, and how near are predicted bytes to real ones?
+"""Does the recorder count what the log of a recorded run says, and how close are predicted bytes to real ones?
 
     python benchmarks/bench_study_trace.py --trace DIR --gguf FILE --out study
 
-Feeds the 15 steps of the recorded GRPO run to a Recorder, holds what it counts against the log that was written while
-the run was trained, makes every patch with every codec, and prints the bytes beside those that were predicted. With
---out, the recording and the report are written there.
+Feeds the 15 steps of the recorded GRPO run to a Recorder, compares its counts with the log that was written during
+training, makes every patch with every codec, and prints its bytes next to the predicted ones. With --out, the recording
+and the report are written there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def record(run: trace.RecordedRun, log: Sequence[dict[str, Any]], steps: int, encode_every: int) -> Recording:
-    """What a recorder sees of the run. It is fed BF16 weights; that they were rounded from FP32 is told."""
+    """Record the run. The recorder gets BF16 weights; `masters` states that they were rounded from FP32."""
     recorder = Recorder(contrast=(), sample=1 << 20, encode_every=encode_every, facts={**FACTS, "masters": "F32"})
     for step, old, new in run.steps():
         if step == 0:
@@ -74,10 +74,12 @@ def as_bf16(state: trace.State) -> dict[str, Any]:
 
 
 def densities(recorded: Recording, log: Sequence[dict[str, Any]]) -> str:
-    """Counts beside those of the log; raises if they are others."""
+    """A table of the recorder's counts and those of the log. Raises: AssertionError, if they differ."""
     rows = []
     for step, told in zip(recorded.steps, log, strict=False):
-        assert (step.step, step.all_changed) == (told["step"], told["changed"]), "the recorder has counted otherwise"
+        assert (step.step, step.all_changed) == (told["step"], told["changed"]), (
+            "the recorder's count of changed weights differs from the log"
+        )
         again = "" if not step.step else f"{step.again / step.all_changed:.1%}"
         same = "" if not step.again else f"{step.same_way / step.again:.1%}"
         rows.append(

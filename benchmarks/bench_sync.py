@@ -2,22 +2,24 @@
 
     python benchmarks/bench_sync.py --quick                             # generated updates, under a minute, no root
     python benchmarks/bench_sync.py --trace DIR [--gguf FILE]           # the recorded run: twenty minutes
-    python benchmarks/bench_sync.py --trace DIR --memory                # what publish and sync take beside the weights
+    python benchmarks/bench_sync.py --trace DIR --memory                # memory of publish and sync, less the weights
 
-Trainer and worker are processes with a link between them (links.py says how it is slowed down; which way was taken is
-printed). A folder at the trainer's end is served by `pulsesync.server`; the worker fetches over HTTP, and is told by a
-pipe when there is something: one that polls waits half its interval more. Time runs from the call of `publish` until
-the new weights are in the worker's tensors. Three methods take turns, step by step:
+Trainer and worker are processes with a link between them (links.py describes how it is slowed down; the method in use
+is printed). A folder at the trainer's end is served by `pulsesync.server`. The worker fetches over HTTP, and a message
+on a pipe announces each new version; a worker that polls would wait half its interval longer. Time runs from the call
+of `publish` until the new weights are in the worker's tensors. Three methods take turns, step by step:
 
 - full weights: all BF16 bytes, as one object;
 - PULSE as published: `baselines.PulseCoo`, positions and values under zstd-1, as one object;
-- pulsesync: `Publisher` and `Subscriber` as they come, which look for the version by themselves (five requests).
+- pulsesync: `Publisher` and `Subscriber` with their defaults, which find the new version themselves (five requests).
 
-The first two are given the object's name, and check nothing within the time; ours has checked every hash and digest
-when its time ends. After the time, each state is compared with the trainer's by SHA-256: nothing is printed otherwise.
+The first two get the object's name in the message, and verify nothing within the measured time; ours has verified every
+hash and digest when its time ends. Afterwards each state is compared with the trainer's by SHA-256, and the benchmark
+fails if one differs.
 
-Then: what anchors add, what it costs to join late, the bandwidth that keeps 90 % of a 7 B model's steps busy, and
-publish_every="auto" against fixed numbers of steps. Files are in memory (/dev/shm, if there is one), not on a disk.
+Then the benchmark reports what anchors add, what it costs to join late, the bandwidth at which the steps of a 7 B model
+are busy for 90 % of the time, and publish_every="auto" compared with fixed numbers of steps. Files are in memory
+(/dev/shm, if it exists), not on a disk.
 """
 
 import argparse
@@ -50,11 +52,11 @@ from pulsesync.store import LocalStore, ThrottledStore
 
 ROLES = str(Path(__file__).with_name("sync_roles.py"))
 NAMES = {"full": "full weights", "pulse": "PULSE as published", "ours": "pulsesync"}
-RATES = (None, 1e9, 200e6, 100e6, 50e6, 20e6, 10e6)  # bits a second; None: whatever passes
+RATES = (None, 1e9, 200e6, 100e6, 50e6, 20e6, 10e6)  # bits a second; None: not limited
 MODELLED = (1e10, 2e10, 1e11)
 JOIN_RATE = 100e6
 STEP_S, BUSY, BIG = 50.0, 0.9, 7_000_000_000  # PULSE's figure 1: 14 GB need 20 Gbit/s, 140 MB need 0.2
-GRAIL_ANCHOR_STEPS = 10  # PULSE's own code writes the full weights as often
+GRAIL_ANCHOR_STEPS = 10  # PULSE's own code writes the full weights at this interval
 
 
 # -- the steps -----------------------------------------------------------------------------------------------------
@@ -62,7 +64,7 @@ GRAIL_ANCHOR_STEPS = 10  # PULSE's own code writes the full weights as often
 
 @dataclass
 class Source:
-    """A run as start weights and what each step changes, all of it in one flat array."""
+    """A run as its initial weights and the changes of each step, with all tensors in one flat array."""
 
     about: str
     shapes: Shapes
@@ -102,7 +104,7 @@ class Source:
 
 
 class Trainer:
-    """Holds the weights of a run at a step, and publishes them by every method into a folder of its own."""
+    """Has the weights of a run at a step, and publishes them by every method, each into its own folder."""
 
     def __init__(self, source: Source, folder: Path) -> None:
         self.source, self.folder = source, folder
@@ -122,7 +124,7 @@ class Trainer:
         return self.folder / name
 
     def begin(self, **options: Any) -> None:
-        """Go back to the start, with a run that has its first version and its anchor and nothing else."""
+        """Return to the initial weights, with a run that has only its first version and its anchor."""
         self.end()
         for name in NAMES:
             for path in self.place(name).iterdir():
@@ -149,7 +151,7 @@ class Trainer:
         self.new[positions] = values
 
     def publish(self, method: str) -> dict[str, Any]:
-        """Publish the step; return what the worker must be told, and how long the parts of it took."""
+        """Publish the step; return the message for the worker (`tell`), and the seconds of each part of publishing."""
         began = time.monotonic()
         if method == "ours":
             assert self.publisher is not None
@@ -189,7 +191,7 @@ class Remote:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("a process of the benchmark has ended; what it says is above")
+            raise RuntimeError("a process of the benchmark has ended; its error is printed above")
         heard: dict[str, Any] = json.loads(line)
         return heard
 
@@ -215,7 +217,7 @@ class Bench:
         return Remote(self.link.start(role("work", method=method, shapes=self.source.shapes, **fields), "worker"))
 
     def check(self, worker: Remote, step: int, name: str) -> float:
-        """Compare a worker's weights with the trainer's, bit for bit; return how long it took to hash them."""
+        """Compare a worker's weights with the trainer's, bit for bit; return the seconds to hash them."""
         found = worker.ask("sha256")
         assert found["sha256"] == self.source.sha256[step], f"{name}: these are not the weights of step {step}"
         return float(found["seconds"])
@@ -226,7 +228,7 @@ class Bench:
 
 @dataclass
 class Point:
-    """What one method took over one link, step by step."""
+    """The figures of one method over one link, step by step."""
 
     method: str
     rate: float | None
@@ -294,7 +296,7 @@ def once(bench: Bench, method: str, step: int) -> dict[str, float]:
 
 
 def modelled(points: list[Point], method: str, rate: float) -> float:
-    """Seconds at a rate at which nothing was measured: all that is not fetching, and the bytes at that rate."""
+    """Modelled seconds at a rate that was not measured: those without fetching, plus the bytes at that rate."""
     point = next(p for p in points if p.method == method and p.rate is None)
     rest = point.median("total_s") - point.median("fetch_s")
     wire = next((p for p in points if p.method == method and p.rate), point)
@@ -308,7 +310,7 @@ def say_rate(rate: float | None) -> str:
 
 
 def report_sweep(points: list[Point], rates: list[float | None]) -> list[dict[str, Any]]:
-    """Print seconds by bandwidth; return every number of it."""
+    """Print seconds by bandwidth; return all figures."""
     by = {(p.method, p.rate): p for p in points}
     rows, out = [], []
     for rate in [*sorted(MODELLED, reverse=True), *rates]:
@@ -345,9 +347,9 @@ def report_sweep(points: list[Point], rates: list[float | None]) -> list[dict[st
     head = ["link", full, pulse, "with its hashes", ours, "full ÷ ours", "PULSE ÷ ours", "with its hashes ÷ ours"]
     print(table(head, rows))
     print(
-        "\nWith its hashes: PULSE's paper takes SHA-256 of the whole state at both ends; that time, measured apart, is"
-        " added. modelled: seconds without fetching, from the unshaped link, + bytes on the wire × 8 ÷ rate. Where it"
-        f" was also measured, the model gives {model_error(points)} of what was measured.\n"
+        "\nWith its hashes: PULSE's paper takes SHA-256 of all weights at both ends; that time is measured separately"
+        " and added. modelled: seconds without fetching, from the unshaped link, + bytes on the wire × 8 ÷ rate."
+        f" Modelled ÷ measured, where both are known: {model_error(points)}.\n"
     )
     return out
 
@@ -358,7 +360,7 @@ def model_error(points: list[Point]) -> str:
 
 
 def report_parts(points: list[Point]) -> None:
-    """Print bytes, and where the time goes when the link is not the reason."""
+    """Print bytes, and the seconds of each part of a sync over a link that is not limited."""
     rows = []
     for method, name in NAMES.items():
         point = next(p for p in points if p.method == method and p.rate is None)
@@ -371,7 +373,7 @@ def report_parts(points: list[Point]) -> None:
     hashing = np.median([p.median("hash_s") for p in points])
     print(
         "\nOn the wire: with HTTP and, where packets are shaped, TCP/IP and Ethernet headers. Ours includes the"
-        f" records. SHA-256 of the whole state takes {hashing:.2f} s.\n"
+        f" records. SHA-256 of all weights takes {hashing:.2f} s.\n"
     )
 
 
@@ -407,10 +409,10 @@ def report_anchors(points: list[Point], bench: Bench, patches: list[int]) -> dic
         ]
     )
     print(
-        f"Anchors: {anchor:,} bytes for {full:,} of weights, {bench.trainer.root_s:.1f} s with the first version. The"
-        " trainer writes them behind its versions; a worker that follows fetches none. One is due at the start of the"
-        " epoch (32 patches) after the patches since the last one add up to anchor_every × the weights. Bytes per step,"
-        " by the mean patch:\n"
+        f"Anchors: {anchor:,} bytes for {full:,} bytes of weights; the first version and its anchor take"
+        f" {bench.trainer.root_s:.1f} s. The trainer writes anchors in the background; a worker that syncs every"
+        " version fetches none. An anchor is due at the start of the next epoch (32 patches) after the patches since"
+        " the last one add up to anchor_every × the weights. Bytes per step, by the mean patch:\n"
     )
     print(table(["policy", "steps between", "patches", "anchors", "together", "added"], rows) + "\n")
     return {"anchor_bytes": anchor, "root_s": bench.trainer.root_s, "mean_patch_bytes": mean, "policies": out}
@@ -453,9 +455,9 @@ def report_busy(points: list[Point], weights: int, anchors: dict[str, Any]) -> d
     stops = {"compare": scale * point.median("compare_s"), "apply": scale * point.median("apply_s")}
     codec = scale * (point.median("encode_s") + point.median("prepare_s"))
     print(
-        f"\nNot in it: at 7 B, on these cores, the trainer would be held {stops['compare']:.1f} s (comparison) and the"
-        f" worker {stops['apply']:.1f} s (writing); encoding and decoding, {codec:.0f} s, go on beside the next step"
-        " (wait=False) and scale with cores.\n"
+        f"\nNot included: at 7 B, on these cores, the trainer would be blocked for {stops['compare']:.1f} s"
+        f" (comparison) and the worker for {stops['apply']:.1f} s (writing); encoding and decoding, {codec:.0f} s, run"
+        " during the next step (wait=False) and scale with cores.\n"
     )
     return {
         "formula": "B = 8 S / (Tc (1/U - 1))",
@@ -484,7 +486,7 @@ def replay(bench: Bench, **options: Any) -> list[int]:
 
 
 def report_joining(bench: Bench) -> dict[str, Any]:
-    """Print what a worker pays that comes late, by each way, with squashed patches that were really made."""
+    """Print what it costs a worker to join late, by each path, with real squashed patches."""
     count = len(bench.source.steps)
     place, start = str(bench.trainer.place("ours")), str(bench.trainer.folder / "start.npy")
     squashed: dict[int, tuple[int, float]] = {}
@@ -511,14 +513,14 @@ def report_joining(bench: Bench) -> dict[str, Any]:
         }
 
     patches = replay(bench, epoch_patches=count)
-    join("holds the start; patches one by one", start)
+    join("has the start; patches one by one", start)
     began = time.perf_counter()
     for one in Squasher(place, epoch_patches=count).run():
         squashed[one.version] = one.size_bytes, time.perf_counter() - began
-    join("holds the start; one squash", start)
-    join("holds nothing; first anchor and the squash", None)
-    replay(bench, anchor_every=1e-9, epoch_patches=count)  # so that there is one at the end of the epoch, too
-    join("holds nothing; an anchor of its own version", None)
+    join("has the start; one squash", start)
+    join("has nothing; first anchor and the squash", None)
+    replay(bench, anchor_every=1e-9, epoch_patches=count)  # so that there is also an anchor at the end of the epoch
+    join("has nothing; an anchor of its own version", None)
     anchor = bench.trainer.anchor_bytes
     rows = [
         [
@@ -548,7 +550,7 @@ def report_joining(bench: Bench) -> dict[str, Any]:
         ]
         for name, one in joined.items()
     ]
-    print(table(["worker", "way", "bytes", "s", "fetch s", "prepare s", "apply s"], rows) + "\n")
+    print(table(["worker", "path", "bytes", "s", "fetch s", "prepare s", "apply s"], rows) + "\n")
     sizes = {str(steps): {"squash": size, "patches": sum(patches[:steps])} for steps, (size, _) in squashed.items()}
     return {"squashes": sizes, "joined": joined, "patch_bytes": patches, "squash_s": squashed[count][1]}
 
@@ -562,7 +564,7 @@ def _path(path: list[str]) -> str:
 
 
 def report_pace(trainer: Trainer, load: float, step_s: float, mean_patch: float) -> dict[str, Any]:
-    """Print how steps are folded over a link that a patch of one step fills to a share of a step's time."""
+    """Print how steps are coalesced over a link that the patch of one step occupies for a share of a step's time."""
     rate = mean_patch / (load * step_s)
     rows, out = [], {}
     for every in (1, 2, 4, 8, "auto"):
@@ -580,25 +582,32 @@ def report_pace(trainer: Trainer, load: float, step_s: float, mean_patch: float)
         )
     print(
         f"publish_every, wait=False, {trainer.source.about}, {len(trainer.source.steps) - 1} steps of {step_s:g} s"
-        f" through a ThrottledStore of {8 * rate / 1e6:.2f} Mbit/s, which one step's patch fills for {load:.0%} of a"
-        " step:\n"
+        f" through a ThrottledStore of {8 * rate / 1e6:.2f} Mbit/s, which one step's patch occupies for {load:.0%}"
+        " of a step:\n"
     )
-    head = ["publish_every", "versions", "bytes a step", "mean steps behind", "link in use", "trainer held, s a step"]
+    head = [
+        "publish_every",
+        "versions",
+        "bytes a step",
+        "mean steps behind",
+        "link in use",
+        "trainer blocked, s a step",
+    ]
     print(table(head, rows) + "\n")
     return {"bytes_per_s": rate, "step_s": step_s, "load": load, "source": trainer.source.about, "policies": out}
 
 
 def paced(trainer: Trainer, every: Any, rate: float, step_s: float) -> dict[str, Any]:
-    """Train at a pace, publish behind, and count: bytes, and how far the store's newest version is behind."""
+    """Train at a fixed pace and publish in the background; return bytes, and how far the newest version is behind."""
     trainer.begin(publish_every=every)
     publisher = trainer.publisher
     assert publisher is not None
     trainer.train()
-    publisher.publish(as_bf16(trainer.tensors), step=1, now=True)  # takes up the run, for which it reads the anchor
+    publisher.publish(as_bf16(trainer.tensors), step=1, now=True)  # resumes the run, which reads its anchor
     publisher.store = ThrottledStore(publisher.store, rate)
     held = 0.0
     sent: dict[int, Any] = {}
-    events: list[tuple[float, int, int]] = []  # when; the step that was trained, or that came to be in the store
+    events: list[tuple[float, int, int]] = []  # when; a step that was trained, or one that the store got
 
     def done(future: Any) -> None:
         report = future.result()
@@ -619,7 +628,7 @@ def paced(trainer: Trainer, every: Any, rate: float, step_s: float) -> dict[str,
     ended = time.monotonic()
     used, stale = sum(report.payload_bytes for report in sent.values()), staleness(events, began, ended)
     publisher.flush()
-    if max(report.step for report in sent.values()) < count:  # what was not due yet: counted as bytes only
+    if max(report.step for report in sent.values()) < count:  # steps that were not due yet count as bytes only
         report = publisher.publish(as_bf16(trainer.tensors), step=count, now=True)
         sent[report.version] = report
     trainer.end()
@@ -647,7 +656,7 @@ def staleness(events: list[tuple[float, int, int]], began: float, ended: float) 
 
 
 def report_memory(source: Source, folder: Path) -> list[dict[str, Any]]:
-    """Print what publishing and syncing take beside the weights, each in a process of its own."""
+    """Print the memory that publishing and syncing take in addition to the weights, each in its own process."""
     np.save(folder / "start.npy", source.start)
     for number, (positions, values) in enumerate(source.steps):
         np.save(folder / f"at{number}.npy", positions.astype(np.intp))
@@ -664,7 +673,7 @@ def report_memory(source: Source, folder: Path) -> list[dict[str, Any]]:
             out.append({"what": f"{name}: {words}", "history_bytes": found["history_bytes"], **found[phase]})
 
     both = {"first": "first version and anchor", "then": f"then {steps} patches"}
-    behind = {"then": f"{steps} patches, an anchor at every other, behind"}
+    behind = {"then": f"{steps} patches, an anchor at every other, in the background"}
     weigh("publish, wait=True", "a", "trainer", both, wait=True, steps=steps)
     weigh("publish, wait=False", "b", "trainer", {"then": f"{steps} patches"}, wait=False, steps=steps)
     weigh("publish, wait=False", "c", "trainer", behind, epoch=2, wait=False, steps=steps, anchor_every=1e-9)
@@ -673,12 +682,12 @@ def report_memory(source: Source, folder: Path) -> list[dict[str, Any]]:
     weigh("sync", "a", "worker", {"then": f"{steps} patches at once"}, versions=[steps], holding=True)
     weigh("sync", "a", "worker", {"then": "an anchor"}, versions=[0], holding=False)
     weigh("sync", "a", "worker", {"then": f"an anchor and {steps} patches"}, versions=[steps], holding=False)
-    weigh("publish, restarted", "a", "resume", {"then": "run taken up, 1 patch"}, steps=steps + 1)
+    weigh("publish, restarted", "a", "resume", {"then": "run resumed, 1 patch"}, steps=steps + 1)
 
     full = source.full_bytes
     print(
-        f"Resident memory beside {full / 1e6:.1f} MB of weights, {source.about}; each in a fresh process."
-        " Publishing patches includes the copy that the first version leaves.\n"
+        f"Resident memory in addition to {full / 1e6:.1f} MB of weights, {source.about}; each in a fresh process."
+        " Publishing patches includes the publisher's copy of the weights.\n"
     )
     rows = [
         [
@@ -692,7 +701,7 @@ def report_memory(source: Source, folder: Path) -> list[dict[str, Any]]:
         for one in out
     ]
     print(table(["", "peak MB", "of the weights", "of its own MB", "stays MB", "history MB"], rows))
-    print("\nOf its own: without pages of mapped files, which the system takes back when it needs them.")
+    print("\nOf its own: without pages of mapped files, which the system can reclaim.")
     if not all(one["peak_was_reset"] for one in out):
         print("This system does not let a process reset its peak: numbers are upper bounds.")
     print()
@@ -754,7 +763,7 @@ def run(given: argparse.Namespace, source: Source, folder: Path) -> dict[str, An
 
 
 def pace_of_a_longer_run(folder: Path) -> dict[str, Any]:
-    """The recording is too short for eight steps in a version: the same on generated steps."""
+    """The same on generated steps, since the recording is too short for eight steps in a version."""
     about, steps = generated(width=256)
     source = Source.of(about, steps, 49)
     trainer = Trainer(source, folder)
@@ -770,10 +779,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recording.add_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="generated updates of 8 M weights, three links")
-    parser.add_argument("--memory", action="store_true", help="measure memory instead")
+    parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     parser.add_argument("--link", choices=("auto", "netns", "proxy"), default="auto")
-    parser.add_argument("--steps", type=int, help="steps measured on each link; 8, quickly 4")
-    parser.add_argument("--full-s", type=float, help="for full weights on each link, else modelled; 60, quickly 7")
+    parser.add_argument("--steps", type=int, help="steps to measure on each link; default: 8, with --quick 4")
+    parser.add_argument(
+        "--full-s", type=float, help="time limit for full weights on a link; default: 60, with --quick 7"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write an SVG")
     given = parser.parse_args()
     end_like_ctrl_c()

@@ -2,10 +2,10 @@
 
     python benchmarks/bench_utilisation.py [--steps 20] [--plot FILE]
 
-The RL run of `pulse demo` (one trainer, two workers, a policy of 1.2 million weights), once with full weights each time
-and once with patches, over links of several speeds (each worker reads through a ThrottledStore). Also, at the slowest,
-what delay and publishing every k steps do to reward and sparsity. Shares are of the time after the first two steps;
-PULSE's figure 1 has the same axes: utilisation against bandwidth.
+The RL run of `pulse demo` (one trainer, two workers, a policy of 1.2 million weights), once with full weights at every
+sync and once with patches, over links of several speeds (each worker reads through a ThrottledStore). It also shows, on
+the slowest link, how delay and publishing every k steps affect reward and sparsity. Shares are of the time after the
+first two steps. PULSE's figure 1 has the same axes: utilisation against bandwidth.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from pulsesync.lab.demo.run import DemoRun
 from pulsesync.lab.demo.settings import DemoSettings
 
 LINKS = {"100 Mbit/s": 100e6, "50 Mbit/s": 50e6, "20 Mbit/s": 20e6, "10 Mbit/s": 10e6, "5 Mbit/s": 5e6}
-SKIPPED = 2  # steps, in which processes come up
+SKIPPED = 2  # steps, in which processes start
 
 
 def measure(**settings: Any) -> dict[str, float]:
-    """Run, and return shares and means."""
+    """Run the demo; return shares and means."""
     with tempfile.TemporaryDirectory() as folder, DemoRun(Path(folder), DemoSettings(**settings)) as run:
         lines = list(run.lines())
     first, last = lines[SKIPPED - 1], lines[-1]
@@ -63,7 +63,7 @@ def main() -> None:
                 f"{got['bytes']:,.0f} |",
                 flush=True,
             )
-    print("\n| delay | publish every | reward, last ten | behind | changed in a version | bytes a step |")
+    print("\n| delay | publish every | reward, last ten | steps behind | changed in a version | bytes a step |")
     print("|--:|--:|--:|--:|--:|--:|")
     asynchrony = []
     for delay, every in ((0, 1), (1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (1, 8)):

@@ -4,13 +4,13 @@
     .venv-verl/bin/python benchmarks/bench_verl.py --tensors 4     # smaller
 
 verl's own manager, worker groups and workers on a real Ray cluster of one machine, without a GPU: trainers that share a
-model by FSDP2 over gloo, and rollouts that keep a copy of what they are given, where vLLM would load it. Updates as RL
-makes them (`AdamUpdates`, after 12 steps). The run is a folder. A pause is the whole of `update_weights` of verl's
-manager: it has aborted all requests before, and resumes them after. Nothing is printed unless every rollout had the
+model by FSDP2 over gloo, and rollouts that keep a copy of the weights where vLLM would load them. The updates resemble
+those of RL (`AdamUpdates`, after 12 steps). The run is a folder. A pause is the whole of `update_weights` of verl's
+manager, which aborts all requests before and resumes them after. Results are printed only if every rollout had the
 trainers' weights after each step, bit for bit.
 
-verl's own transfers need GPUs, so only the bytes that they would send are given, by their source: `nccl` sends every
-weight, `delta_sharded` an int32 position and a BF16 value of each that changed.
+verl's own transfers need GPUs, so only the bytes that they would send according to their source code are given: `nccl`
+sends every weight, `delta_sharded` an int32 position and a BF16 value of each that changed.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class RecordedTrainer(TrainerWorker):
 
 
 class HashingRollout(RolloutWorker):
-    """A rollout that says what it has by its hash."""
+    """A rollout that reports the hash of its weights."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def digest(self) -> str:
@@ -116,7 +116,9 @@ def measure(folder: Path, trainers: int, rollouts: int, steps: int) -> list[dict
         began = time.perf_counter()
         metrics = manager.update_weights(global_steps=step)
         metrics["pause_s"] = time.perf_counter() - began
-        assert set(servers.digest()) == {digest(load(folder, step))}, f"step {step} arrived otherwise"
+        assert set(servers.digest()) == {digest(load(folder, step))}, (
+            f"step {step}: a rollout's weights differ from the trainers'"
+        )
         out.append(metrics)
     return out
 

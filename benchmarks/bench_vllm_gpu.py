@@ -1,9 +1,9 @@
-"""How long does an update of an engine's fused parameters take on a GPU: prepared meanwhile, and in the pause?
+"""How long does an update of an engine's fused parameters take on a GPU: to prepare, and in the pause?
 
     python benchmarks/bench_vllm_gpu.py [--layers 28]
 
 The parameters are those that a rank of vLLM has of Qwen2.5-7B (fused qkv and gate_up, padded vocabulary), without vLLM:
-the follower of the adapter writes them, as it does in a worker. Each version changes about 1 % of the weights by one
+the adapter's follower writes them, as it does in a worker. Each version changes about 1 % of the weights by one
 unit of their last bit, small ones more often, as Adam does. The run is in host memory, so that no link is measured.
 After each update every parameter is compared with what was published.
 """
@@ -63,7 +63,7 @@ class FusedParameters(torch.nn.Module):
 
 
 class FusedEngine(EngineAdapter):
-    """What the follower asks of an engine, of the parameters above."""
+    """The interface that the follower requires of an engine, for the parameters above."""
 
     def __init__(self, model: FusedParameters, config: dict[str, Any]) -> None:
         super().__init__(model)

@@ -1,13 +1,14 @@
-"""The GPU column of bench_cluster.py: two ranks on one GPU, over gloo, by every method; point by point.
+"""bench_cluster.py with --device: two ranks on one GPU, over gloo, with every method; point by point.
 
-A point is a way, a density and a link. Points are measured in groups: all of ours share one Broadcast, whose first sync
-brings all weights, and every baseline is a group of its own. Each group starts from the same weights. Before every
-sync the source's weights change on the device; after it the checksums of both ranks are compared, outside the clock.
+A point is a method, a density and a link. Points are measured in groups: all of our methods share one Broadcast, whose
+first sync sends all weights, and every baseline is a group of its own. Each group starts from the same weights. Before
+every sync the source's weights change on the device; after it, when the clock has stopped, the checksums of both ranks
+are compared.
 
 Links slower than loopback: the kernel paces what each rank's connections send (`links.pace_sockets`, which needs no
-root), or with --shaping netns `tc` does it between two network namespaces, and then `lo` is the link between them as
-fast as it goes. What a link gives is measured before it is used; where that is not what was asked for, its points are
-left out, and named.
+root), or with --shaping netns `tc` does it between two network namespaces, and then `lo` is the unlimited link between
+them. The rate of a link is measured before it is used; if it is not the requested one, its points are skipped and
+listed.
 """
 
 import argparse
@@ -34,7 +35,7 @@ OFF = 0.25  # by which a shaped link may miss its rate
 
 @dataclass(frozen=True)
 class Stage:
-    """What is to be measured together: one way at one density on one link."""
+    """Syncs that are measured together: one method at one density on one link."""
 
     way: str
     density: float
@@ -44,7 +45,7 @@ class Stage:
 
     @property
     def staged(self) -> bool:
-        """Whether one more sync is taken stage by stage: of what other links are computed from."""
+        """Whether one more sync is timed stage by stage: other links are computed from these stages."""
         return self.link == "lo" and (self.way == PAIRS or self.way.startswith("ours, "))
 
     @property
@@ -57,7 +58,7 @@ class Stage:
 
 
 def large_plan() -> list[Stage]:
-    """7.6 B weights: what matters most first, in each group. 10 % is 4.6 GB by index and value, dense 15 GB."""
+    """7.6 B weights, the most important points of each group first. 10 % is 4.6 GB by index and value, dense 15 GB."""
     loopback = [Stage(way, density) for density in (0.01, 0.001) for way in (OURS, CODED, PLAIN)]
     loopback += [Stage(way, 0.1, timed=2) for way in (OURS, CODED, PLAIN)]
     slow = [Stage(way, 0.01, link, 2, 0) for link in ("1", "0.1") for way in (OURS, CODED)]
@@ -70,7 +71,7 @@ def large_plan() -> list[Stage]:
 
 
 def small_plan() -> list[Stage]:
-    """A small model: every way at every density, more often."""
+    """A small model: every method at every density, with more syncs."""
     ours = [OURS, CODED, PLAIN, "ours, gap", "ours, dense"]
     others = [PAIRS, "index+value per tensor", "dense bucketed", "dense per tensor"]
     plan = [Stage(way, density, timed=5) for way in ours for density in (0.01, 0.001, 0.1)]
@@ -100,7 +101,7 @@ class ShapedPair:
         self._now = ""
 
     def use(self, name: str) -> float | None:
-        """Shape the link; return the bits a second that it gives, or None where that is not what was asked for."""
+        """Shape the link; return its measured bits a second, or None if that is not the requested rate."""
         wanted = None if name == "lo" else float(name) * 1e9
         if name != self._now:
             if isinstance(self.link, Namespaces):
@@ -143,14 +144,14 @@ class Column:
         return time.monotonic() - self.began
 
     def late(self, stage: Stage) -> bool:
-        """Whether there is no time left for a stage; it is named in the end."""
+        """Whether there is no time left for a stage, which is then listed as not measured."""
         if self.spent_s < self.given.budget_s:
             return False
         self.missing.append(stage.name)
         return True
 
     def measure(self, group: str, stages: list[Stage]) -> None:
-        """Make a way and take it through its stages. What fails ends the group, and is said."""
+        """Set up a method and run its stages. A failure ends the group and is printed."""
         if all(self.late(stage) for stage in stages):
             return
         try:
@@ -208,7 +209,7 @@ class Column:
         print(f"{self.spent_s:6.1f} s  {cluster_gpu_report.progress(point)}", flush=True)
 
     def _keep_choices(self, changed: dict[float, float]) -> None:
-        """What the cost model would choose on other links, by what this run has taught it."""
+        """What the cost model would choose on other links, with the costs that it has learnt in this run."""
         links = dict(cluster_gpu_report.LINKS)
         for density, count in changed.items():
             found = self.pair.tell("choices", changed=count, links=links)[0]["choices"]
@@ -230,13 +231,13 @@ def sync_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
             f"{end}_{name}": told[name] for name in told if name.endswith(("_s", "_bytes")) and name != "sent_bytes"
         }
     for name in ("meet_s", "verdict_s"):
-        if name in source:  # the rank that comes last waits for nothing but the round itself
+        if name in source:  # the rank that arrives last waits only for the round itself
             out[name] = min(source[name], receiver[name])
     return out
 
 
 def summary(syncs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of what was measured in each sync, the largest memory, and all the seconds."""
+    """Medians of the figures of each sync, the largest memory, and the seconds of all syncs."""
     out: dict[str, Any] = {}
     for name in syncs[0]:
         if name != "method":
@@ -272,7 +273,7 @@ def groups_of(stages: list[Stage]) -> Iterator[tuple[str, list[Stage]]]:
 
 
 def run(given: argparse.Namespace, cache: Path) -> None:
-    """Measure every point that is not there yet; print all."""
+    """Measure every point that the --points file does not have yet; print all points."""
     file = Path(given.points) if given.points else cache / "points.jsonl"
     points = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if given.gguf:
@@ -303,4 +304,4 @@ def run(given: argparse.Namespace, cache: Path) -> None:
     save({"way": "about", **provenance("torch", "triton"), "missing": column.missing, "spent_s": column.spent_s})
     cluster_gpu_report.report(points)
     if column.failed:
-        sys.exit("a method failed, or was not exact: it says so above")
+        sys.exit("a method failed or was not exact: see the error above")

@@ -1,21 +1,22 @@
-"""What the GPU column of bench_cluster.py prints: what was measured, what follows for other links, and what was asked.
+"""The report of bench_cluster.py with --device: measurements, computed times of other links, and the goals.
 
     python benchmarks/cluster_gpu_report.py POINTS... [--json FILE] [--fill PAGE]
 
-prints the report of points that one or more runs have kept, writes them as JSON, and fills in a page: {{name}} becomes
-the figure or the table of that name, and names that are not known stay and are listed.
+prints the report of the points that one or more runs have saved, writes them as JSON, and fills in a page: {{name}} is
+replaced by the figure or table of that name; unknown names stay and are listed.
 
-A link's time is computed from stages that each end on the device before the next begins: those of
-bench_group_stages.py, whose ends have a GPU to themselves, where its points are given; else of one more sync on
-loopback, in which both ranks share one GPU:
+The time of a link is computed from stages that each end on the device before the next begins. They are those of
+bench_group_stages.py, where each end has the GPU to itself, if its points are given; otherwise those of one more sync
+on loopback, in which both ranks share one GPU:
 
     ours          max(source, bytes / link, receiver) + (the other two) / buckets + write + meet + verdict
     index+value   max(compare, bytes / link, write) + (the other two) / buckets
     dense         bytes / link
 
 The first is the library's own cost model (group/cost_model.py). source is diff_s + encode_s + digest_s of the source,
-and receiver is prepare_s + undo_s + digest_s of the receiver. None has copies between pinned memory and the device,
-which messages over NCCL do not need. The others are given the same overlap, without messages; dense without packing.
+and receiver is prepare_s + undo_s + digest_s of the receiver. None includes copies between pinned memory and the
+device, which messages over NCCL do not need. The others are computed with the same overlap, without the two rounds of
+control messages (meet and verdict), and dense without packing.
 """
 
 import argparse
@@ -106,7 +107,7 @@ def measured(points: Points, model: str, density: float) -> str:
 
 
 def name_of(point: Point) -> str:
-    """The way, and what it chose where it chooses for itself."""
+    """The method and, where it chooses automatically, its choice."""
     return str(point["way"]) + (f" ({point['method']})" if point["way"] == "ours" else "")
 
 
@@ -116,7 +117,7 @@ def gigabytes(point: Point, name: str) -> str:
 
 
 def slow_links(points: Points, model: str) -> str:
-    """What was measured on shaped links, beside what the formula gives for the rate that the link really had."""
+    """Measured times of shaped links, and the times that the formula gives for the measured rate of the link."""
     rows = []
     for one in points.all:
         if one["model"] == model and one["density"]:
@@ -138,7 +139,7 @@ def slow_links(points: Points, model: str) -> str:
 
 
 def stages(points: Points, model: str) -> str:
-    """Where the time of ours goes on loopback, in milliseconds, each stage ended before the next begins."""
+    """Milliseconds of each stage of our methods on loopback, where each stage ends before the next begins."""
     names = ["source_diff_s", "source_encode_s", "source_digest_s", "receiver_prepare_s", "receiver_undo_s"]
     names += ["receiver_digest_s", "receiver_apply_s", *ROUNDS]
     rows = []
@@ -153,7 +154,7 @@ def stages(points: Points, model: str) -> str:
 
 
 def staged(points: Points, model: str) -> str:
-    """The stages of index+value bucketed, each alone."""
+    """The stages of index+value bucketed, measured one by one."""
     rows = []
     for density in points.densities(model):
         one = points.find(model, PAIRS, density)
@@ -170,7 +171,7 @@ def staged(points: Points, model: str) -> str:
 def ended(points: Points, one: Point) -> Point:
     """A point with the stages of its method, each ended on the device, where they are known; else as reported.
 
-    Those of bench_group_stages.py, which had the device to itself, come first.
+    Stages of bench_group_stages.py, which had the device to itself, are preferred.
     """
     way = f"ours, {one['method']}" if one["way"] == "ours" else one["way"]
     if alone := points.alone.get((one["model"], way, one["density"])):
@@ -197,7 +198,7 @@ def work_of(points: Points, one: Point, checked: bool = True) -> tuple[float, fl
 
 
 def computed(points: Points, one: Point, rate: float, checked: bool = True) -> float | None:
-    """Seconds that a sync would take over a link of so many bytes a second; or would without digest, undo, verdict."""
+    """Computed seconds of a sync over a link of `rate` bytes a second; if not `checked`, without digests and undo."""
     work = work_of(points, one, checked)
     if work is None:
         return None
@@ -209,7 +210,7 @@ def computed(points: Points, one: Point, rate: float, checked: bool = True) -> f
 
 
 def on_link(points: Points, model: str, density: float, rate: float) -> dict[str, float]:
-    """Computed seconds of every method of which the stages are known; dense over any link is its bytes."""
+    """Computed seconds of every method with known stages; dense takes the time of its bytes alone."""
     out = {}
     for way in (PAIRS, *HELD):
         one = points.find(model, way, density)
@@ -255,8 +256,8 @@ CHECKS = ("source_digest_s", "receiver_digest_s", "receiver_undo_s")
 def checks_s(points: Points, one: Point) -> float:
     """Digests, undo and verdict. A source that codes counts its digests in encode_s.
 
-    The verdict is the shorter of the two ranks' times from the end of their work to the commit: who comes last waits
-    for nothing but the round of notes.
+    The verdict is the shorter of the two ranks' times from the end of their work to the commit: the rank that arrives
+    last waits only for the round of messages itself.
     """
     known = ended(points, one)
     return float(sum(known.get(name, 0.0) for name in CHECKS) + one.get("verdict_s", 0.0))
@@ -291,7 +292,7 @@ Check = tuple[bool, str, dict[str, Any]]
 
 
 def checks(points: Points) -> Iterator[Check]:
-    """Yield (reached, in words, figures) for everything that was asked."""
+    """Yield (whether it was reached, a sentence, figures) for every goal."""
     for model in points.models():
         for link, asked in (("0.1", 5.0), ("1", 2.0)):
             yield from faster(points, model, link, asked)
@@ -378,7 +379,7 @@ def sections(points: Points) -> Iterator[tuple[str, str, str]]:
             yield f"{model} {density:.1%}", title, measured(points, model, density)
         yield f"{model} stages", f"{model}: stages of ours, ms", stages(points, model)
         yield f"{model} staged", f"{model}: stages of {PAIRS}, one after the other, ms", staged(points, model)
-        yield f"{model} links", f"{model}: what the formula gives beside what was measured", slow_links(points, model)
+        yield f"{model} links", f"{model}: computed and measured times", slow_links(points, model)
         for density in points.densities(model):
             title = f"{model}, {density:.1%} changed: computed for other links, ms"
             yield f"{model} {density:.1%} computed", title, links(points, model, density)
@@ -402,7 +403,7 @@ def report(points: list[Point]) -> None:
 
 
 def figures(points: Points) -> dict[str, str]:
-    """What a page can name in braces."""
+    """The names that a page can use in braces, and their values."""
     out = {name: content for name, _, content in sections(points)} | {"verdicts": verdicts(points)}
     for _, _, named in checks(points):
         out |= {name: f"{value:.1%}" if "share" in name else f"{value:.2f}" for name, value in named.items()}
@@ -417,7 +418,7 @@ def figures(points: Points) -> dict[str, str]:
 
 
 def fill(page: Path, known: dict[str, str]) -> list[str]:
-    """Put figures in the place of their names; return the names that are not known."""
+    """Replace names in a page by their figures; return the unknown names."""
     text = re.sub(r"\{\{(.+?)\}\}", lambda found: known.get(found[1], found[0]), page.read_text())
     page.write_text(text)
     return re.findall(r"\{\{(.+?)\}\}", text)
@@ -426,8 +427,8 @@ def fill(page: Path, known: dict[str, str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("points", nargs="+", type=Path)
-    parser.add_argument("--json", type=Path, help="write the points there")
-    parser.add_argument("--fill", type=Path, metavar="PAGE", help="put figures in the place of their names")
+    parser.add_argument("--json", type=Path, help="write the points to this file")
+    parser.add_argument("--fill", type=Path, metavar="PAGE", help="replace names in braces by their figures")
     given = parser.parse_args()
     points = [json.loads(line) for path in given.points for line in path.read_text().splitlines()]
     report(points)

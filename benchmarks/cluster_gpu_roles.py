@@ -1,9 +1,9 @@
-"""The processes of the GPU column of bench_cluster.py: one that has new weights, and one that is to get them.
+"""The processes of bench_cluster.py with --device: a source with new weights, and a receiver.
 
     python benchmarks/cluster_gpu_roles.py '{"rank": 0, "store": "FILE", "device": "cuda"}'    # both ranks; gloo
 
-Each reads JSON lines and answers them with JSON lines, and ends when its standard input does. Both make the same
-weights from the same seed; then the source's change step by step, and the receiver's follow by syncs alone.
+Each process reads JSON lines, answers with JSON lines, and ends when its standard input does. Both generate the same
+weights from the same seed; then the source's weights change step by step, and the receiver's follow only by syncs.
 """
 
 import gc
@@ -31,11 +31,11 @@ from pulsesync.testing.backends import host_as_device
 
 WAIT_S = 150  # for the other rank, at each message
 SMALLEST = 6e7  # weights of a model that bench_gpu.py has shapes for
-SAMPLED = 1 << 22  # weights that tell how likely changes are
+SAMPLED = 1 << 22  # weights from which the probabilities of changes are estimated
 
 
 def chances_of(model: dict[str, torch.Tensor], density: float) -> torch.Tensor:
-    """Of each class of magnitude, the chance that a weight changes; zeros, which have no next value, never do."""
+    """For each exponent, the probability that a weight changes; zeros, which have no next value, never do."""
     size = sum(tensor.numel() for tensor in model.values())
     every = size // SAMPLED | 1  # odd: quantised checkpoints have blocks of 32 weights
     sample = torch.cat([tensor.view(-1)[::every] for tensor in model.values()])
@@ -79,7 +79,7 @@ class GpuRole:
     # Weights
 
     def load(self, weights: float, folder: str | None) -> dict[str, Any]:
-        """Make room for a generated model of so many weights, or for the one in a folder."""
+        """Allocate a model: a generated one with about this number of weights, or the one in a folder."""
         table: list[Any] = list(shapes(weights)) if weights > SMALLEST else small_shapes(int(weights))
         self.start = None
         if folder:
@@ -90,7 +90,7 @@ class GpuRole:
         return {"weights": size, "tensors": len(self.model), "device": describe(self.device)}
 
     def begin(self) -> dict[str, Any]:
-        """Go back to the first weights."""
+        """Restore the initial weights."""
         torch.manual_seed(0)
         at = 0
         for tensor in self.model.values():
@@ -121,10 +121,10 @@ class GpuRole:
             sums += [(piece * keys[: piece.numel()]).sum() for piece in pieces if piece.numel()]
         return {"checksum": hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()}
 
-    # Ways
+    # Methods
 
     def make(self, way: str) -> dict[str, Any]:
-        """Make a way from the weights as they are, in place of the one before."""
+        """Set up a method with the current weights, in place of the previous one."""
         self.way = None
         gc.collect()
         finish(self.device)
@@ -149,7 +149,7 @@ class GpuRole:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def _memory(self) -> dict[str, Any]:
-        """Bytes on the device beside the weights: at the most in this sync, and after it. And pinned on the host."""
+        """Bytes on the device in addition to the weights, at this sync's peak and after it; and pinned host bytes."""
         if self.device.type != "cuda":
             return {}
         stats = getattr(torch.cuda, "host_memory_stats", dict)()  # of newer versions of torch
@@ -159,9 +159,9 @@ class GpuRole:
         return {"peak_bytes": most - self.before_bytes, "kept_bytes": kept, "pinned_bytes": pinned}
 
     def choices(self, changed: float, links: dict[str, float]) -> dict[str, Any]:
-        """Which method the cost model would take in its first choice, if the link gave so many bytes a second.
+        """The first choice of the cost model for links of the given rates, in bytes a second.
 
-        What it has learnt here is left out: over gloo it has learnt what copies to and from pinned memory take.
+        What it has learnt here is ignored: over gloo its measurements include copies to and from pinned memory.
         """
         if not self.source:
             return {}
@@ -180,7 +180,7 @@ class GpuRole:
         return {"paced": pace_sockets(bits_per_s)}
 
     def probe(self, size_bytes: int) -> dict[str, Any]:
-        """Time one broadcast of that many bytes: what the link gives."""
+        """Time one broadcast of the given number of bytes, to measure the rate of the link."""
         data = torch.zeros(size_bytes, dtype=torch.uint8)
         dist.barrier()
         began = time.monotonic()
@@ -213,7 +213,7 @@ def main() -> None:
     try:
         with host_as_device() if given.get("interpreted") else nullcontext():
             serve(given)
-    except Exception:  # noqa: BLE001 - whatever it is: it is said here, and the other rank gets an error
+    except Exception:  # noqa: BLE001 - any error is printed here, and the other rank gets an error too
         traceback.print_exc()
         failed = True
     os._exit(failed)  # destroying the group would wait for the other

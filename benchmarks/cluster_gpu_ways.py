@@ -1,9 +1,10 @@
-"""The ways of bench_cluster.py to bring one rank's weights to another where both have them on a GPU.
+"""The methods of bench_cluster.py to sync one rank's weights to another where both have them on a GPU.
 
-As in cluster_ways.py a way is made from the model on both ranks, rank 0 is the source, and both call `sync` at the same
-time. What goes over gloo goes through pinned host memory. The baselines are plain torch: `!=` against a copy that the
-source keeps on the device, `nonzero`, `index_select`, `index_copy_`. They compare by kernels of torch and ours by its
-own, so the stages of both are measured apart: `sync(staged=True)` ends each stage on the device before the next begins.
+As in cluster_ways.py, a method (a "way" in the code) is an object that both ranks make from the model; rank 0 is the
+source, and both call `sync` at the same time. Messages over gloo go through pinned host memory. The baselines are plain
+torch: `!=` against a copy that the source keeps on the device, `nonzero`, `index_select`, `index_copy_`. They compare
+with kernels of torch and ours with its own, so the stages of both are measured separately: `sync(staged=True)` ends
+each stage on the device before the next begins.
 """
 
 import time
@@ -22,13 +23,13 @@ from pulsesync.group import device_weights
 from pulsesync.group.broadcast import Broadcast
 from pulsesync.group.messages import SyncTimes
 
-IN_FLIGHT = 3  # buckets on their way at a time
+IN_FLIGHT = 3  # buckets that are being sent at a time
 BUCKETS, FEWEST, MOST = 32, 1 << 25, 1 << 28  # of index+value bucketed, and weights in each: few launches, much overlap
 BUCKET_BYTES = 1 << 26  # of dense bucketed
 
 
 def finish(device: torch.device) -> None:
-    """Wait for all that was launched."""
+    """Wait for all work that was launched."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -43,7 +44,7 @@ class Slot:
     copied: Any = None  # an event: the device has read it
 
     def room(self, size: int) -> torch.Tensor:
-        """Bytes that nobody uses any more."""
+        """A piece of this memory, once nothing reads or fills it any more."""
         self.wait()
         if self.memory.numel() < size:
             pinned = self.device.type == "cuda"
@@ -151,7 +152,7 @@ class Chunk:
 
 
 def chunks_of(model: Model, most: int | None) -> Iterator[Chunk]:
-    """Cut a model into chunks of so many weights; without a limit each tensor is a chunk."""
+    """Cut a model into chunks of `most` weights; without a limit each tensor is a chunk."""
     at, chunk = 0, Chunk(0, 0, [])
     for tensor in model.values():
         rest = tensor.view(-1).view(torch.int16)
@@ -211,13 +212,13 @@ class IndexValue:
         if len(chunk.pieces) == 1:
             torch.index_select(chunk.pieces[0], 0, where, out=values)
             old.index_copy_(0, where, values)
-        else:  # all of it: cheaper than to find out, on the host, which index is whose
+        else:  # copies all of it, which is cheaper than to find out on the host which index belongs to which piece
             torch._foreach_copy_(list(before), chunk.pieces)
             torch.index_select(old, 0, where, out=values)
         return out
 
     def _parts(self, data: torch.Tensor) -> list[torch.Tensor]:
-        """The messages of a chunk. Nothing is sent of nothing."""
+        """The messages of a chunk. A chunk without changes has none."""
         border = data.numel() // 6 * 4
         return [part for part in ([data[:border], data[border:]] if self.per_tensor else [data]) if part.numel()]
 
@@ -329,7 +330,7 @@ class Works:
 
 
 class TimedBroadcast(Broadcast):
-    """Broadcast, which also times the two rounds of notes that every sync has: to meet, and the verdict."""
+    """Broadcast, which also times the two rounds of control messages in every sync: the meeting, and the verdict."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -350,7 +351,7 @@ class TimedBroadcast(Broadcast):
 
 
 class Ours:
-    """One Broadcast, whose method is set before each sync; its first sync brings all weights."""
+    """One Broadcast, whose method is set before each sync; its first sync sends all weights."""
 
     PHASES = ("diff_s", "encode_s", "wire_s", "prepare_s", "undo_s", "digest_s", "apply_s")
 
@@ -377,10 +378,11 @@ class Ours:
 
 @contextmanager
 def ended_stages(device: torch.device) -> Iterator[dict[str, float]]:
-    """Have every stage of a Broadcast end on the device before its time is taken, and none begin before the last has.
+    """Have every stage of a Broadcast end on the device before its time is taken and before the next begins.
 
-    The library takes the time of the host: what one stage has launched, the next that needs a result waits for. Yields
-    what a receiver's `prepare_s` has of copies from pinned memory to the device, which messages over NCCL do not need.
+    The library takes the host's time, in which a stage also waits for the work that the previous stage has launched.
+    Yields the part of a receiver's `prepare_s` that is spent on copies from pinned memory to the device, which messages
+    over NCCL do not need.
     """
     staging, bring = {"staging_s": 0.0}, device_weights._bring
 

@@ -1,4 +1,4 @@
-"""Two processes at the two ends of a link, which do the same at the same time: for bench_cluster.py."""
+"""Two processes at the two ends of a link, which run the same command at the same time: for bench_cluster.py."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from links import Link
 
 
 class Pair:
-    """The two processes. They run a script of this folder, are given JSON, and answer JSON lines by JSON lines."""
+    """The two processes. They run a script of this folder with a JSON argument, and answer JSON lines by JSON lines."""
 
     def __init__(
         self, link: Link, folder: Path, interfaces: tuple[str, str], script: str = "cluster_roles.py", **given: Any
@@ -30,7 +30,7 @@ class Pair:
         self._answers()
 
     def tell(self, do: str, **fields: Any) -> list[dict[str, Any]]:
-        """Have both do something; return what they answer, by rank."""
+        """Send a command to both; return their answers, by rank."""
         for process in self.processes:
             assert process.stdin
             process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
@@ -40,7 +40,7 @@ class Pair:
     def _answers(self) -> list[dict[str, Any]]:
         lines = [process.stdout.readline() for process in self.processes]  # type: ignore[union-attr]
         if not all(lines):
-            raise RuntimeError("one of the two processes has died: it says why above")
+            raise RuntimeError("one of the two processes has died: see its error above")
         return [json.loads(line) for line in lines]
 
     def rate(self, shaped: float | None) -> float:
@@ -50,5 +50,5 @@ class Pair:
 
 
 def seconds_of(answers: list[dict[str, Any]]) -> float:
-    """From the first to begin until the last was done: one machine, one clock."""
+    """Seconds from the first start to the last end; both ranks have the same clock."""
     return float(max(one["done"] for one in answers) - min(one["began"] for one in answers))

@@ -1,6 +1,7 @@
-"""What bench_cluster.py prints: what was measured, the cost model beside it, and the model at 7.6 B weights.
+"""The report of bench_cluster.py: measurements, the cost model compared with them, and a model of 7.6 B weights.
 
-A point is one case (weights, cut into tensors, changed to a density) on one link; `ways` holds by way what a sync took.
+A point is one case (weights, cut into tensors, changed to a density) on one link; `ways` has, by method, the figures of
+a sync.
 """
 
 import statistics
@@ -33,7 +34,7 @@ def fastest(point: Point, among: Iterable[str] | None = None, by: str = "seconds
 
 
 def report(points: list[Point], given: int, rounds: int) -> None:
-    """Print everything. given: the syncs that ours had, at each point, before the first that counts."""
+    """Print everything. given: the untimed syncs of our methods at each point, before the timed ones."""
     print(
         f"\nTimes are medians of up to {rounds} syncs (fewer where one takes long), in ms from a barrier until both"
         f" are done; × is over the fastest in the column.\nOurs had {given} syncs at each point before, the first one"
@@ -61,7 +62,7 @@ def cases_of(points: list[Point]) -> list[list[Point]]:
 
 
 def case_table(case: list[Point]) -> str:
-    """Methods by links, for weights that are the same on all of them."""
+    """A table of methods by links, for one case."""
     first = case[0]
     links = [f"{point['link']}{'' if point['link'] in ('lo', 'full') else ' Gbit/s'}" for point in case]
     rows = []
@@ -100,12 +101,12 @@ def cell(point: Point, way: str) -> str:
 
 
 def work_s(found: dict[str, Any]) -> float:
-    """Seconds of work that are not the link's, at both ends."""
+    """Seconds of work at both ends, without the link."""
     return float(sum(found.get(name, 0.0) for name in WORK))
 
 
 def modelled_bytes(way: str, point: Point) -> float:
-    """S for dense, S/X with X = 1/(3ρ) for index and value; of ours what it sent."""
+    """S for dense, S/X with X = 1/(3ρ) for index and value; for ours the bytes that it sent."""
     dense = 2.0 * point["weights"]
     if "dense" in way:
         return dense
@@ -114,7 +115,7 @@ def modelled_bytes(way: str, point: Point) -> float:
 
 
 def cost_model(points: list[Point]) -> str:
-    """Bytes over the link plus work at both ends, beside what was measured."""
+    """A table of the modelled time, bytes over the link plus work at both ends, and the measured one."""
     rows = []
     for point in points:
         if point["sweep"] not in ("links", "recorded"):
@@ -147,13 +148,13 @@ def cost_model(points: list[Point]) -> str:
 
 
 def at_one_percent(points: list[Point], way: str) -> Point | None:
-    """The largest case that changes about 1 %, on the fastest link that was measured with this way."""
+    """The largest case that changes about 1 %, on the fastest link that was measured with this method."""
     known = [p for p in points if way in p["ways"] and 0.004 < p["density"] < 0.02 and p["tensors"] <= 300]
     return max(known, key=lambda p: (p["weights"], p["rate"]), default=None)
 
 
 def beyond_bytes_s(point: Point, way: str) -> float:
-    """What a sync took beyond its bytes: work at both ends, as far as it did not run beside the rest."""
+    """Seconds of a sync in addition to those of its bytes: work at both ends that did not overlap with the transfer."""
     found = point["ways"][way]
     return max(0.0, float(found["seconds"] - 8 * found["sent_bytes"] / point["rate"]))
 
@@ -198,7 +199,7 @@ Check = tuple[bool, str, dict[str, float]]
 
 
 def checks(points: list[Point]) -> Iterator[Check]:
-    """Yield (reached, in words, figures) for everything that was asked."""
+    """Yield (whether it was reached, a sentence, figures) for every goal."""
     known = [point for point in points if "ours" in point["ways"]]
     yield from messages_check(known)
     yield from bytes_check(known)
@@ -210,7 +211,7 @@ def checks(points: list[Point]) -> Iterator[Check]:
 
 
 def messages_check(points: list[Point]) -> Iterator[Check]:
-    """By link and method: choosing, ours may take another method for other tensors, so the held ones are compared."""
+    """By link and fixed method; `ours`, which chooses, is left out, since its choice may depend on the tensors."""
     counts: dict[str, dict[int, float]] = {}
     for point in points:
         for way, found in point["ways"].items():
@@ -220,7 +221,7 @@ def messages_check(points: list[Point]) -> Iterator[Check]:
     if compared:
         seen = "; ".join(f"{name}: {span(f'{n:g}' for n in by_count.values())}" for name, by_count in compared.items())
         most = max(max(by_count.values()) - min(by_count.values()) for by_count in compared.values())
-        said = f"messages of ours do not depend on the number of tensors, but for one that timing may save ({seen})"
+        said = f"messages of ours do not depend on the number of tensors, except for one that timing may save ({seen})"
         yield most <= 1, said, {"messages_differ_by": most}
 
 
@@ -268,7 +269,7 @@ def worst_check(points: list[Point], label: str, by: str = "seconds", way: str =
 
 
 def choice_check(points: list[Point]) -> Iterator[Check]:
-    """Whether choosing gave what the best of ours' own methods gives."""
+    """Whether the automatic choice is as fast as the best of our fixed methods."""
     ratios = []
     for point in points:
         held = [way for way in point["ways"] if way.startswith("ours, ")]
@@ -278,7 +279,7 @@ def choice_check(points: list[Point]) -> Iterator[Check]:
     if ratios:
         ratio, point, best = max(ratios, key=lambda one: one[0])
         said = (
-            f"ours ÷ the best of ours held to one method: at worst {ratio:.2f} ({point['sweep']}, {point['case']}, "
+            f"ours ÷ the best of ours with a fixed method: at worst {ratio:.2f} ({point['sweep']}, {point['case']}, "
             f"{point['link']}: chose {point['ways']['ours']['method']}, best {best.removeprefix('ours, ')})"
         )
         yield ratio <= 1.25, said, {"worst choice": ratio}

@@ -1,8 +1,8 @@
-"""The processes of bench_cluster.py: one that has new weights, and one that is to get them.
+"""The processes of bench_cluster.py: a source with new weights, and a receiver.
 
     python benchmarks/cluster_roles.py '{"rank": 0, "store": "FILE"}'      # both ranks; gloo, two processes
 
-Each reads JSON lines and answers them with JSON lines, and ends when its standard input does.
+Each process reads JSON lines, answers with JSON lines, and ends when its standard input does.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Role:
         return {}
 
     def begin(self) -> dict[str, Any]:
-        """Go back to the start."""
+        """Restore the initial weights."""
         start = np.load(self.folder / "start.npy", mmap_mode="r").view(np.int16)
         np.copyto(self.flat.numpy(), start)
         if self.before is not None:
@@ -53,7 +53,7 @@ class Role:
         return {}
 
     def join(self, ways: list[str], bucket_bytes: int) -> dict[str, Any]:
-        """Make ways that will have their first sync at the next step."""
+        """Set up the methods that have their first sync at the next step."""
         for name in ways:
             if name in OURS:
                 self.ways[name] = Ours(self.model, self.source, OURS[name])
@@ -62,7 +62,7 @@ class Role:
         return {}
 
     def step(self, number: int) -> dict[str, Any]:
-        """The source has new weights; the receiver has, before every sync, those of the step before."""
+        """Give the source its new weights; before every sync the receiver has those of the previous step."""
         weights, number = (self.flat.numpy(), number) if self.source else (self.before, number - 1)
         if number > 0:
             changed = np.load(self.folder / f"positions{number}.npy")
@@ -81,7 +81,7 @@ class Role:
         return {"sha256": hashlib.sha256(self.flat.numpy().data).hexdigest()}
 
     def probe(self, size_bytes: int) -> dict[str, Any]:
-        """Time one broadcast of that many bytes: what the link gives."""
+        """Time one broadcast of the given number of bytes, to measure the rate of the link."""
         data = torch.zeros(size_bytes, dtype=torch.uint8)
         dist.barrier()
         began = time.monotonic()

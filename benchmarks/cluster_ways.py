@@ -1,8 +1,9 @@
-"""The ways of bench_cluster.py to bring one rank's weights to another: four that others use, and ours.
+"""The methods of bench_cluster.py to sync one rank's weights to another: four that others use, and ours.
 
-A way is an object made from the model, {name: BF16 tensor}, on both ranks; rank 0 is the source. Both call `sync` at
-the same time, and then the receiver has the source's weights. What is counted is what a way hands to torch for one
-receiver, and the calls it makes. All find changes with the same kernel, so that ways are compared and not kernels.
+A method (a "way" in the code) is an object that both ranks make from the model, {name: BF16 tensor}; rank 0 is the
+source. Both call `sync` at the same time, and then the receiver has the source's weights. Counted are the bytes that a
+method passes to torch for one receiver, and its calls. All methods find changes with the same kernel, so that methods
+are compared and not kernels.
 """
 
 import time
@@ -36,20 +37,20 @@ def as_bits(tensor: torch.Tensor) -> Any:
 
 
 class Sent:
-    """What one sync took: messages, bytes and seconds by phase."""
+    """The figures of one sync: messages, bytes and seconds by phase."""
 
     def __init__(self) -> None:
         self.messages = self.sent_bytes = 0
         self.phases: dict[str, float] = {}
 
     def begin(self, data: torch.Tensor) -> Any:
-        """Broadcast bytes from rank 0; the answer can be waited for."""
+        """Broadcast bytes from rank 0; return a handle to wait for."""
         self.messages += 1
         self.sent_bytes += data.nbytes
         return dist.broadcast(data, 0, async_op=True)
 
     def carry(self, data: Any) -> None:
-        """Broadcast a tensor or an array, and wait for it. Nothing is sent of nothing."""
+        """Broadcast a tensor or an array, and wait for it. If it is empty, nothing is sent."""
         raw = as_bytes(data) if isinstance(data, torch.Tensor) else torch.from_numpy(data.view(np.uint8))
         if raw.numel():
             self.begin(raw).wait()
@@ -65,7 +66,7 @@ class Sent:
 
 
 class Way(Protocol):
-    """A way to sync; made once on both ranks."""
+    """A method to sync, which is set up once on both ranks."""
 
     def sync(self) -> dict[str, Any]: ...
 
@@ -265,7 +266,7 @@ class IndexValueBucketed:
 
 
 class Ours:
-    """Broadcast, choosing for itself or held to one method; or bare, to know what being safe costs."""
+    """Broadcast, with an automatic or a fixed method; or "bare", without its checks, to measure what they cost."""
 
     def __init__(self, model: Model, source: bool, method: str) -> None:
         from pulsesync.group.broadcast import Broadcast
@@ -286,7 +287,7 @@ class Ours:
 
 @contextmanager
 def without_checks() -> Iterator[None]:
-    """Take digests and the reading of old weights out of the library, in this process: both ranks must do it."""
+    """Disable digests and the undo log of the library in this process; both ranks must do it."""
     nothing = Sum(0, 0)
     plain = digest.moved, digest.count_block, Bundle.pick
     digest.moved = patch.moved = digest.count_block = lambda *_: nothing  # type: ignore[assignment]

@@ -4,7 +4,7 @@ The trainers are as real as in a run across processes: each has its own inner op
 momentum, and what they exchange goes through the library's gate, coder and exchange. Only the transport is a list in
 memory. Rollouts of a round are generated with the BF16 values of the round's shared weights, as workers would.
 
-There is one policy, on the device, through which the trainers pass; residuals and momenta stay in host memory.
+All trainers use one policy, on the device, in turn; residuals and momenta stay in host memory.
 """
 
 import threading
@@ -29,7 +29,7 @@ from pulsesync.loco.vectors import F32, chunks_of
 
 
 class Chosen:
-    """A gate that sends a number of entries, the largest or any: as many as a budget of bytes pays for."""
+    """A gate that sends the largest entries or random ones: as many as fit in a budget of bytes."""
 
     dense = False
 
@@ -56,7 +56,7 @@ class Chosen:
 
 @dataclass(eq=False)
 class Trainer:
-    """What is one trainer's own."""
+    """The state that belongs to one trainer."""
 
     optimizer: torch.optim.Optimizer
     residual: F32
@@ -106,7 +106,7 @@ class Fleet:
         return Trainer(optimizer, np.zeros_like(self.shared.theta), momentum)
 
     def replace(self, number: int, momentum: F32 | None) -> None:
-        """Let a trainer leave with all that is its own, and another take its place, with this momentum or none."""
+        """Replace a trainer, whose own state is lost, by a new one, with this momentum or none."""
         self.trainers[number] = self._join(momentum)
 
     # Weights in and out of the policy
@@ -133,17 +133,17 @@ class Fleet:
     # A round
 
     def play(self, trainer: int, steps: int, number: int) -> Rollouts:
-        """Rollouts for so many steps of a trainer, by the weights that are in the policy."""
+        """Rollouts for the given number of steps of a trainer, with the current weights of the policy."""
         seed = (self.seed * 1_000_003 + number) * 1009 + trainer
         return self.game.play(self.policy, self.prompts * steps, seed)
 
     def evaluate(self, prompts: int) -> float:
-        """The mean reward of the shared weights, as BF16, on prompts that are the same for everybody."""
+        """The mean reward of the shared weights, as BF16, on the same prompts in every call."""
         self.write(self.shared.theta, as_workers=True)
         return float(self.game.play(self.policy, prompts, 987_654_321).rewards.mean())
 
     def learn(self, optimizer: torch.optim.Optimizer, rollouts: Rollouts) -> None:
-        """Take a step: gradients at the weights, or at their BF16 values, as autocast has them; moves the masters."""
+        """Update the FP32 weights by a step. Gradients are taken at them, or at their BF16 values, as by autocast."""
         if self.forward == "BF16":
             self._masters = self._gathered()
             self._scatter(self._masters.bfloat16().float())
@@ -171,7 +171,7 @@ class Fleet:
         update.commit(part.sent)
 
     def step(self, total: F32 | None = None) -> None:
-        """Move on by what was taken, or by another sum, whose memory is used up."""
+        """Apply the outer step with the sum of this round, or with another sum, whose memory is overwritten."""
         members = {f"{r:05d}": "" for r in range(len(self.trainers))}
         result = self.shared.resolve(Outcome(members, self.total if total is None else total), self.rule)
         if not result.members:
@@ -179,7 +179,7 @@ class Fleet:
         self.shared = result.after
 
     def work_together(self) -> None:
-        """The same number of steps with gradients averaged at each: one large batch, rollouts of the same moment."""
+        """The same number of steps by DDP: gradients are averaged at each, with rollouts of the current weights."""
         gathered = []
         for step in range(self.sync_every):
             self.write(self.shared.theta, as_workers=True)
@@ -197,7 +197,7 @@ class Fleet:
         return Coder(0, self.shared.round + 1, self.shared.digest, described)
 
     def apart(self, number: int) -> float:
-        """The share of weights at which a trainer begins its next round with another BF16 value than the shared one."""
+        """The share of weights for which a trainer's next round begins with another BF16 value than the shared one."""
         theta, residual = self.shared.theta, self.trainers[number].residual
         start = self.rule.start(theta, residual)
         if start is theta:
@@ -214,7 +214,7 @@ def _rows(rollouts: Rollouts, begin: int, end: int) -> Rollouts:
 
 
 class _ThreadTeam:
-    """Stands in for `Collective` between threads; it counts as that does."""
+    """Replaces `Collective` between threads, and counts bytes as it does."""
 
     def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, size
@@ -254,7 +254,7 @@ class _ThreadGroup(GroupExchange):
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of one round, means over trainers: the payload as encoded in one piece, and what passed by each way."""
+    """Bytes of one round, means over trainers: the payload encoded in one piece, and what each exchange sends."""
 
     payload: float
     wire: dict[str, tuple[float, float]]  # "owner" or "gather" -> sent, received
@@ -263,7 +263,7 @@ class Sent:
 
 
 def measure(fleet: Fleet, parts: Sequence[SentUpdate], ways: Sequence[str] = ("owner", "gather")) -> Sent:
-    """Exchange these updates, which are sparse; see that the results are the same bits everywhere; count."""
+    """Exchange these sparse updates, check that all trainers get the same bits, and count the bytes."""
     coder, size, count = fleet.coder(dense=False), fleet.shared.theta.size, len(parts)
     payload = [len(coder.encode(f"{r:05d}", part.sent, part.unit)) for r, part in enumerate(parts)]
     wire, totals = {}, []
@@ -294,5 +294,5 @@ def measure(fleet: Fleet, parts: Sequence[SentUpdate], ways: Sequence[str] = ("o
 
 
 def dense_bytes(size: int, trainers: int) -> tuple[int, float]:
-    """What DiLoCo sends of FP32 updates: the payload, and by a ring all-reduce, sent and received alike."""
+    """The bytes of FP32 updates in DiLoCo: the payload, and those that a ring all-reduce sends (and receives)."""
     return 4 * size, 2 * (trainers - 1) / trainers * 4 * size

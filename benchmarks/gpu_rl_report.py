@@ -1,4 +1,4 @@
-"""What a run of bench_gpu_rl.py showed, and how it is told: step by step, by arm, as tables."""
+"""The results of a run of bench_gpu_rl.py, and their report as tables: step by step, and by arm."""
 
 import argparse
 import math
@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 from bench_codec import table
 
-ARMS = {  # and what stands over them
+ARMS = {  # and their column headings
     "copy": "without: copy_ on the device, the cheapest sync there is",
     "sync": "with sync",
     "behind": "with sync, the worker a step behind",
 }
-SYNC = ("publish", "commit", "sync", "copy")  # phases in which a worker is brought to new weights
+SYNC = ("publish", "commit", "sync", "copy")  # phases of a worker's update
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step took and did."""
+    """The figures of a step."""
 
     arm: str
     number: int
@@ -31,7 +31,7 @@ class Step:
     launches_s: float  # that a number of small operations took before learning
     core: int  # on which learning began
     reward: float
-    taught: int  # samples that had an advantage: learning takes the longer, the more there are
+    taught: int  # samples with an advantage: the time of learning grows with them
     published: dict[str, Any] = field(default_factory=dict)
     synced: dict[str, Any] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class Version:
 
 @dataclass
 class Measured:
-    """All that a run showed."""
+    """All results of a run."""
 
     weights: int
     before: list[Step] = field(default_factory=list)  # with copy, when there was no publisher yet
@@ -99,7 +99,7 @@ def shown(values: list[float], scale: float = 1.0, digits: int = 3) -> str:
 
 
 def series(steps: list[Step]) -> dict[str, list[float]]:
-    """All that is told of an arm, step by step."""
+    """All figures of an arm, step by step."""
     phases = {name: [step.seconds[name] for step in steps if name in step.seconds] for name in ("play", "learn", *SYNC)}
     sent, got = ([told for step in steps if (told := getattr(step, what))] for what in ("published", "synced"))
     return {
@@ -142,8 +142,8 @@ ROWS = (  # what, of which series, times, digits
     ("copy_, ms", "copy", 1e3, 2),
     ("publish: trainer blocked, ms", "publish", 1e3, 2),
     ("waiting for the commit, ms", "commit", 1e3, 2),
-    ("behind it: encode, ms", "encode_s", 1e3, 2),
-    ("behind it: store, ms", "store_s", 1e3, 2),
+    ("in the background: encode, ms", "encode_s", 1e3, 2),
+    ("in the background: store, ms", "store_s", 1e3, 2),
     ("worker's sync, ms", "sync", 1e3, 2),
     ("of it: fetch, ms", "fetch_s", 1e3, 2),
     ("of it: check and decode, ms", "prepare_s", 1e3, 2),
@@ -176,12 +176,12 @@ COMPARED: dict[str, Callable[[Step], float]] = {  # of an arm and of copy
 
 
 def per_thousand(steps: list[Step], of: Callable[[Step], float]) -> list[float]:
-    """Step by step, for a thousand samples that teach: learning takes them alone, in pieces of equal size."""
+    """Seconds of learning by step, for a thousand samples with an advantage: learning skips all others."""
     return [1e3 * of(step) / step.taught for step in steps if step.taught]
 
 
 def against_copy(found: Measured, arm: str, block: int, of: Callable[[Step], float]) -> list[float]:
-    """Round by round, what learning a sample took with an arm, as a multiple of what it took with copy."""
+    """By round: the time to learn a sample with an arm, as a multiple of that with `copy`."""
 
     def rounds(name: str) -> list[float]:
         steps = found.of(name)
@@ -248,7 +248,7 @@ def crossings(lr: float, last: int) -> list[int]:
     """Steps at which weights of one binade change together for the first time, each binade twice as large as the last.
 
     Masters begin at BF16 values. Adam moves them by about the learning rate, and a weight that moves the same way in
-    every step is rounded to the next BF16 value when it has come half the distance: |w| / 512 at the upper end of a
+    every step is rounded to the next BF16 value after half the distance: |w| / 512 at the upper end of a
     binade, |w| / 256 at the lower.
     """
     binades = (2.0**exponent for exponent in range(-40, 1))
@@ -278,7 +278,7 @@ def classes(versions: list[Version], borders: list[int]) -> dict[str, list[Versi
 
 
 def tell_versions(found: Measured, options: argparse.Namespace) -> dict[str, Any]:
-    """Print what versions hold, one by one and by class; return what goes into the JSON."""
+    """Print the contents of versions, one by one and by class; return what goes into the JSON."""
     if not found.versions:
         return {}
     # Masters of --tiny have learnt before the first step, and are between BF16 values.
@@ -343,7 +343,7 @@ MADE = "Random weights of the shapes of {}; the reward is the share of a complet
 
 
 def conditions(found: Measured, options: argparse.Namespace, origin: dict[str, Any]) -> str:
-    """What the numbers mean nothing without."""
+    """Print the command, hardware and settings that the figures belong to."""
     machine, versions = origin["machine"], origin["versions"]
     return (
         f"Command: `{options.command}`. Date: {origin['date']}. Commit: {origin['commit']}.\n"

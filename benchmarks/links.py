@@ -7,8 +7,9 @@
         link.shape(100e6)                               # bits a second, both ways; None: as fast as it goes
 
 `Namespaces` shapes packets in the kernel (two network namespaces, a veth pair, `tc tbf` at both ends) and needs root.
-`Proxy` needs nothing: a thread passes bytes on at a rate. Neither adds latency. Where connections cannot be led through
-a proxy, as gloo's cannot, `pace_sockets` has the kernel send at a rate what a process writes; it needs no root.
+`Proxy` needs no privileges: a thread forwards bytes at the given rate. Neither adds latency. Where connections cannot
+go through a proxy, as gloo's cannot, `pace_sockets` makes the kernel limit the rate at which a process sends; it needs
+no root.
 """
 
 import json
@@ -30,7 +31,7 @@ SO_MAX_PACING_RATE = 47  # of Linux; Python's socket module does not name it
 
 
 class Link:
-    """Processes at two ends, and what is between them. What was started ends with it."""
+    """Processes at two ends, and the link between them. Closing it ends all processes that it started."""
 
     name = ""
 
@@ -123,7 +124,8 @@ class Namespaces(Link):
                 with suppress(OSError):  # there was none
                     _run("tc", "-n", space, "qdisc", "del", *place)
                 continue
-            # What may go at once after a rest: little beside what is sent, and enough for the timer to keep the rate.
+            # The bytes that may be sent at once after an idle time: few compared with a transfer, and enough for the
+            # timer to keep the rate.
             burst = max(4000, int(bits_per_s / 8 * 0.001))
             shaper = ("tbf", "rate", f"{int(bits_per_s)}bit", "burst", f"{burst}b", "latency", "50ms")
             _run("tc", "-n", space, "qdisc", "replace", *place, *shaper)
@@ -145,7 +147,7 @@ class Namespaces(Link):
 class Proxy(Link):
     """One thread for each direction of each connection; those to the worker share one rate."""
 
-    name = "a proxy that passes bytes on at a rate (no network namespaces here)"
+    name = "a proxy that forwards bytes at a rate (no network namespaces here)"
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +208,7 @@ class Proxy(Link):
 
 
 def open_link(kind: str = "auto") -> Link:
-    """Open the best link there can be here, or the kind that is asked for."""
+    """Open the best kind of link that this machine allows, or the given kind."""
     if kind in ("auto", "netns"):
         try:
             return Namespaces()
@@ -217,7 +219,7 @@ def open_link(kind: str = "auto") -> Link:
 
 
 def pace_sockets(bits_per_s: float | None) -> int:
-    """Have every TCP connection that this process has now send at a rate, each by itself; return how many there are.
+    """Limit the send rate of each current TCP connection of this process; return the number of connections.
 
     Linux paces what TCP sends by timers of its own (SO_MAX_PACING_RATE); None: as fast as it goes. Others, such as
     gVisor, take the option and may do nothing: measure what a link then gives.
@@ -237,7 +239,7 @@ def pace_sockets(bits_per_s: float | None) -> int:
 
 
 def _run(*command: str) -> str:
-    """Run a tool; return what it prints. Raises: OSError, with what it says."""
+    """Run a tool; return its output. Raises: OSError, with its error message."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -245,7 +247,7 @@ def _run(*command: str) -> str:
 
 
 def _remove_left_over() -> None:
-    """Remove the namespaces of benchmarks that were killed before they could."""
+    """Remove the namespaces of benchmarks that were killed before they removed them."""
     for space in Path("/run/netns").glob("pulsebench-*"):
         pid = space.name.split("-")[1]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
@@ -254,7 +256,7 @@ def _remove_left_over() -> None:
 
 
 def end_like_ctrl_c() -> None:
-    """Have a polite kill clean up as Ctrl-C does."""
+    """Have SIGTERM clean up as Ctrl-C does."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Cut src/pulsesync/lab/demo/data/grpo-slice.npz out of the recorded run; README.md beside that file describes it."""
+"""Cut src/pulsesync/lab/demo/data/grpo-slice.npz out of the recorded run; README.md next to that file describes it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Small models that are trained for real, so that a forecast can be compared with what they send.
+"""Small models that are really trained, so that forecasts can be compared with the bytes that they send.
 
     measured = train(Run("llama", width=256, layers=4, vocabulary=4096))
     measured.weights_by_class, measured.changed, measured.sent      # the start; then one number for each step
 
-Everything is made from nothing. Language models are two families of transformers in plain torch, with the usual
-initialisation or with torch's, on the source text of Python's standard library (real, structured text that every
-machine with Python has). A run may be pretrained first, so that the measured steps begin from trained weights, as
-reinforcement learning does. "demo" is the pretrained policy that pulsesync ships, and plays its game of sums. Every
-step is published as the next version of one chain, and all that it adds to the store is counted.
+No downloads are needed. Language models are two families of transformers in plain torch, with the usual initialisation
+or with torch's, on the source text of Python's standard library (real, structured text that every machine with Python
+has). A run may be pretrained first, so that the measured steps begin from trained weights, as in reinforcement
+learning. "demo" is the pretrained policy that pulsesync ships, which learns to add. Every step is published as the next
+version of one run, and all bytes that it adds to the store are counted.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def start_only(self) -> "Run":
-        """What the weights before the first step depend on."""
+        """The settings that determine the weights before the first step."""
         return Run(
             self.family,
             self.width,
@@ -105,7 +105,7 @@ class Run:
 
 @dataclass
 class Measured:
-    """What a run began with, and what each of its steps changed and sent."""
+    """The initial weights of a run, and what each of its steps changed and sent."""
 
     tensors: int
     weights_by_class: dict[int, int]
@@ -177,7 +177,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) ->
 
 @torch.no_grad()
 def _round(model: nn.Module) -> None:
-    """As from a checkpoint in BF16."""
+    """Round the weights, as if they were loaded from a checkpoint in BF16."""
     for weight in model.parameters():
         weight.copy_(weight.bfloat16())
 
@@ -319,7 +319,7 @@ def _initialise(model: nn.Module, run: Run, residual: float) -> None:
 
 _FAMILIES: dict[str, Callable[[Run], nn.Module]] = {"gpt2": _GPT2, "llama": _Llama}
 
-# Nothing was fitted to these, and none was looked at before the forecast was what it is.
+# No constant was fitted on these runs, and none was looked at before the forecast was final.
 _DEMO = Run("demo", algorithm="grpo")
 _BYTES = Run("gpt2", 96, 2, 256, pretraining=150)
 _WORDS = Run("llama", 96, 2, 512, pretraining=150)
@@ -343,7 +343,7 @@ HELD_OUT = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file for one JSON line for each run")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, with one thread each")
     asked = parser.parse_args()
     by_start: dict[Run, list[Run]] = {}  # those that begin with one pretrained model go to one process
     for run in HELD_OUT:

@@ -50,7 +50,7 @@ LAYER_NAMES = {
 
 
 def load(trace_dir: str | Path, gguf: str | Path | None = None) -> RecordedRun:
-    """Open the recording in trace_dir, building and checking the start weights if no earlier call left them behind.
+    """Open the recording in trace_dir. Build and check the start weights, unless an earlier call has saved them.
 
     Raises:
         FileNotFoundError: trace_dir holds no recording, or the start weights must be built and gguf is missing.
@@ -74,7 +74,7 @@ def load(trace_dir: str | Path, gguf: str | Path | None = None) -> RecordedRun:
         run = RecordedRun(names, shapes, start, parts)
         run.check(header["final_sha256"])
         cached.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = cached.with_suffix(f".{os.getpid()}.npy")  # renamed when whole: a killed run leaves no half cache
+        unfinished = cached.with_suffix(f".{os.getpid()}.npy")  # renamed when complete: a killed run leaves no cache
         np.save(unfinished, start)
         unfinished.rename(cached)
     return RecordedRun(names, shapes, np.load(cached, mmap_mode="r"), parts)
@@ -129,7 +129,7 @@ class RecordedRun:
     def steps(self, first: int = 0) -> Iterator[tuple[int, State, State]]:
         """Yield (step, old, new) in order, beginning at step first.
 
-        Both states are updated in place from step to step: whoever needs one longer copies it, and nobody writes to it.
+        Both states are updated in place from step to step: copy a state to keep it longer, and do not write to it.
         """
         new = np.array(self._start)
         old: Bits | None = None
@@ -158,7 +158,7 @@ class RecordedRun:
         raise IndexError(f"step {step} is outside the recorded {len(self)} steps")
 
     def check(self, sha256: str) -> None:
-        """Replay the whole run and compare its end with the digest from the training machine.
+        """Replay the whole run and compare its last state with the digest from the training machine.
 
         Raises:
             ValueError: they differ.
@@ -237,6 +237,6 @@ def round_to_bf16(values: npt.NDArray[np.float32]) -> Bits:
 
 
 def add_arguments(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    """Give a script the two options that find the recording."""
+    """Add the two options with which a script finds the recording."""
     parser.add_argument("--trace", metavar="DIR", required=required, help="folder of the recording (grpo-lr3e-6.part*)")
     parser.add_argument("--gguf", metavar="FILE", help="SmolLM2-135M-Instruct.Q4_1.gguf, needed the first time only")

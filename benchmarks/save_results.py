@@ -1,4 +1,4 @@
-"""Keep what a benchmark printed: its text as a page for people, its JSON as a file for programs that the page links to.
+"""Save the output of a benchmark: its text as a page, and its JSON as a data file to which the page links.
 
     python benchmarks/bench_codec.py --rounds 7 | python benchmarks/save_results.py codec_aarch64_2026-11-15
 

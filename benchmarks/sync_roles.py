@@ -1,7 +1,7 @@
-"""The processes of bench_sync.py: the one that serves, the one that holds a worker's weights, those that are weighed.
+"""The processes of bench_sync.py: the server, the worker, and those whose memory is measured.
 
-Each takes one JSON object as its argument, reads JSON lines and answers them with JSON lines, and ends when its
-standard input does.
+Each takes one JSON object as its argument, reads JSON lines, answers with JSON lines, and ends when its standard input
+does.
 """
 
 import ctypes
@@ -62,7 +62,7 @@ def serve(given: dict[str, Any]) -> None:
 
 
 class Worker:
-    """Holds weights, and brings them to the next version when it is told that there is one."""
+    """Has weights, and syncs them to the next version when a message asks for it."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         import pulsesync
@@ -76,7 +76,7 @@ class Worker:
         self.state = split(self.flat, shapes)
 
     def begin(self, url: str, start: str | None) -> dict[str, Any]:
-        """Take up weights from a file, or zeros, and a place to follow; ours looks there what it has."""
+        """Start with the weights of a file, or with zeros, and follow the run at `url`."""
         from pulsesync import Subscriber
         from pulsesync.store import open_store
 
@@ -86,7 +86,7 @@ class Worker:
         return {}
 
     def sync(self, key: str = "", size: int = 0, version: int | None = None) -> dict[str, Any]:
-        """Get the new weights in place; say when that was done, and how long each part of it took."""
+        """Write the new weights in place; return when that was done, and the seconds of each part."""
         began, used = time.monotonic(), time.process_time()
         if self.subscriber is not None:
             report = self.subscriber.sync(as_bf16(self.state), version)
@@ -139,7 +139,7 @@ def work(given: dict[str, Any]) -> None:
 
 
 class Weighed:
-    """A fresh process with weights in it: what does something take beside them?"""
+    """A fresh process with weights: measures the memory that an operation takes in addition to them."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         import pulsesync
@@ -155,7 +155,7 @@ class Weighed:
 
     @contextmanager
     def weighed(self, out: dict[str, Any]) -> Iterator[None]:
-        """Note the most memory in use while the block runs, and what stays, over what there was before."""
+        """Measure the peak of memory while the block runs, and what stays allocated, above what was in use before."""
         self.resets = reset_peak() and self.resets
         before, anonymous = status("VmRSS"), status("RssAnon")
         most, stop = [anonymous], threading.Event()
@@ -172,19 +172,19 @@ class Weighed:
             stop.set()
             watching.join()
         out["peak_bytes"] = peak() - before
-        out["peak_own_bytes"] = most[0] - anonymous  # without pages of files, which the system takes back at will
+        out["peak_own_bytes"] = most[0] - anonymous  # without pages of files, which the system can reclaim
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         out["stays_bytes"] = status("VmRSS") - before
         out["peak_was_reset"] = self.resets
 
     def train(self, step: int) -> None:
-        """Move the weights one step on, in place."""
+        """Apply one step to the weights, in place."""
         positions, values = (np.load(self.folder / f"{what}{step}.npy", mmap_mode="r") for what in ("at", "to"))
-        self.flat[positions] = values  # without memory of its own: positions are of the type that indexing takes
+        self.flat[positions] = values  # allocates nothing: positions have the type that indexing needs
 
     def trainer(self, wait: bool, steps: int, **options: Any) -> dict[str, Any]:
-        """Root and anchor first, then patches; what both take is counted over the weights alone."""
+        """Publish the first version and its anchor, then patches; both figures are above the weights alone."""
         from pulsesync import Publisher
 
         root: dict[str, Any] = {}
@@ -206,7 +206,7 @@ class Weighed:
         return {"first": root, "then": patches, "history_bytes": history}
 
     def resume(self, steps: int) -> dict[str, Any]:
-        """A publisher takes up a run that a process before it has left, and publishes a patch."""
+        """A new publisher resumes the run of an earlier process, and publishes a patch."""
         from pulsesync import Publisher
 
         for step in range(steps):

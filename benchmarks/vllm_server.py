@@ -6,7 +6,7 @@
             ...                                                  # update the weights while it generates
         print(times.longest_gap(begin, end))
 
-Everything is on 127.0.0.1, every wait has an end, and what is started is stopped.
+Everything is on 127.0.0.1, every wait has a timeout, and every process that is started is stopped.
 """
 
 import http.client
@@ -65,8 +65,8 @@ Answers = list[Answer]
 def difference(some: Answers, others: Answers) -> float:
     """The largest difference of two log-probabilities of the same token after the same tokens.
 
-    Where different tokens were generated, the rest is not compared; the first of them must be as likely as the other,
-    which shows as the difference of the two.
+    Where different tokens were generated, the rest is not compared; the two tokens must be about equally likely, and
+    the difference of their log-probabilities counts.
     """
     largest = 0.0
     for one, other in zip(some, others, strict=True):
@@ -87,7 +87,7 @@ def free_port() -> int:
 
 @contextmanager
 def process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a group of its own, which is stopped with all that it started. Its output goes to a file."""
+    """A process with its own process group, all of which is stopped at the end. Its output goes to a file."""
     with log.open("wb") as file:
         child = subprocess.Popen(
             command, env={**os.environ, **environment}, stdout=file, stderr=file, start_new_session=True
@@ -133,7 +133,7 @@ class Server:
         self._process.__exit__(None, None, None)
 
     def call(self, method: str, path: str, body: Any = None, *, raw: bool = False) -> Any:
-        """What a route answers. Raises: AssertionError, for any status but 200."""
+        """The response of a route. Raises: AssertionError, for any status but 200."""
         link = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER_S)
         try:
             data = None if body is None else json.dumps(body)
@@ -185,7 +185,7 @@ class TokenTimes:
             raise self._error
 
     def wait_for(self, count: int) -> None:
-        """Return when so many more tokens have come."""
+        """Wait until `count` more tokens have arrived."""
         goal, until = len(self.times) + count, time.monotonic() + ANSWER_S
         while len(self.times) < goal:
             if self._error or time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""Train SmolLM2 for 20 steps on real text, and publish every step: the run that bench_vllm.py brings engines to.
+"""Train SmolLM2 for 20 steps on real text, and publish every step: the run of bench_vllm.py.
 
     python benchmarks/vllm_versions.py MODEL RUN           # MODEL: a Hugging Face folder; about 90 seconds on 2 cores
 
@@ -63,10 +63,10 @@ def train(model: Any, tokenizer: Any, steps: int, rate: float) -> Iterator[float
 
 
 def publish(folder: Path, run: Path, steps: int = STEPS, rate: float = RATE) -> dict[str, Any]:
-    """Publish the versions 0 to `steps` of the model in a folder; return what they were."""
+    """Publish the versions 0 to `steps` of the model in a folder; return the figures of each."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    warm_up()  # otherwise the first publish compiles
+    warm_up()  # otherwise the first publish compiles kernels
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -129,7 +129,7 @@ class Replay:
         self.subscriber = Subscriber(str(run))
 
     def go(self, version: int) -> str:
-        """Bring the weights to a version; return their digest, which was counted anew."""
+        """Sync the weights to a version; return their recomputed digest."""
         report = self.subscriber.sync(self.named, version, verify=True)
         assert report.version == version, f"{report.version} instead of {version}"
         return report.digest
