@@ -402,7 +402,7 @@ def costs(arms: list[Arm]) -> str:
 
 
 def curves(arms: list[Arm]) -> str:
-    """Rewards by step: a column for both ways where they are equal at every step, and else one for each."""
+    """Rewards by step: one column for both methods if they are equal at every step, otherwise one for each."""
     columns = []
     for pair in pairs_of(arms):
         for arm in pair[:1] if pair[0].rewards == pair[1].rewards else pair:

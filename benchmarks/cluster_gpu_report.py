@@ -58,7 +58,7 @@ def progress(point: Point) -> str:
 
 
 class Points:
-    """Points by model, way, density and link."""
+    """Points by model, method, density and link."""
 
     def __init__(self, points: list[Point]) -> None:
         self.all = [point for point in points if point["way"] not in ("choices", "about", "alone")]
