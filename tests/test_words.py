@@ -1,9 +1,10 @@
 """Everything that people read is in plain English: errors, log messages, help texts, docstrings, comments and pages.
 
 The project once had a dialect of its own. Each row of `ROWS` is a word of it, and what to write instead. What is looked
-at is every string literal with a space in it, every docstring and every comment of the package and the examples, and
-every page; names in the code, and `code` inside a sentence, are not. Of the tests it is every docstring, comment,
-message of an assertion or error, and reason to skip: other literals there are data, such as programs and ids.
+at is every string literal with a space in it, every docstring and every comment of the package, the examples, the
+benchmarks and the tools, and every page; names in the code, and `code` inside a sentence, are not. Of the tests it is
+every docstring, comment, message of an assertion or error, and reason to skip: other literals there are data, such as
+programs and ids.
 """
 
 import ast
@@ -258,9 +259,9 @@ def _check_block(source: str, first_line: int) -> list[Finding]:
 
 
 def read_by_people() -> list[Path]:
-    """The README, the pages, and the Python files of the package, the examples and the tests, except this one."""
-    files = [ROOT / "README.md"]
-    for folder in ("src/pulsesync", "docs", "examples"):
+    """All pages, and the Python files of the package, examples, benchmarks, tools and tests, except this one."""
+    files = list(ROOT.glob("*.md"))
+    for folder in ("src/pulsesync", "docs", "examples", "benchmarks", "tools"):
         files += [path for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)]
     files += [path for path in TESTS.rglob("*.py") if path.name != Path(__file__).name]
     return sorted(path for path in files if "__pycache__" not in path.parts)
