@@ -163,8 +163,8 @@ def check(record: bytes, found: Signature | None, trust: Collection[str], squash
     if not said or said.by not in trust:
         raise SignatureError(
             f"the record is signed by the key {found.key}, which is not trusted; nothing of it was applied. "
-            "Compare it with the public key on the trainer's machine: if they are the same, correct trust=; if not, "
-            "another program writes to this run",
+            "Compare it with the public key on the trainer's machine, and do not copy it from here: if they are the "
+            "same, correct trust=; if not, another program writes to this run, and must be stopped",
             public_key=found.key,
         )
     if squashed_run is None or not _verify(said.by, said.signature, _statement(squashed_run, found.key)):

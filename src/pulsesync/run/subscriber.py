@@ -68,8 +68,8 @@ TOGETHER = 16  # patches decoded together, so that the weights are copied and co
 AHEAD_BYTES = 1 << 24
 AHEAD_SHARE = 32
 REPAIR = (
-    "Stop using the weights, and doubt what they generated since the last sync. sync(model, verify=True) loads them "
-    "again; then find the code or program that writes to them"
+    "Stop using the weights, and doubt what they generated since they were last verified. sync(model, verify=True) "
+    "loads them again; then find the code or program that writes to them"
 )
 INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first and the longest pause between checks of a store with nothing new
 

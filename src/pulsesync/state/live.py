@@ -31,7 +31,7 @@ from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.patch import HistoryLookup, WholeBlock
 from pulsesync.state.slices import Slices, TileStorage, place_tile, windows
 from pulsesync.state.staging import StagedBlocks
-from pulsesync.state.views import NOT_WRITABLE, SourceMarks, dtype_in_torch, other_names
+from pulsesync.state.views import CASTS, NOT_WRITABLE, SourceMarks, dtype_in_torch, other_names
 
 Flat = TypeVar("Flat")  # a tensor as a backend reads and writes it
 Delta = TypeVar("Delta")  # changes of weights: positions, old bits and new bits
@@ -719,6 +719,7 @@ def _advice(here: TensorSpec, spec: TensorSpec, tied_to: str | None, widen: bool
         return "tensors on a GPU cannot be widened: give the model BF16 weights, or widen a copy in host memory"
     if widen and spec.dtype == "BF16" and tied_to:
         return f"{tied_to!r}, to which it is tied, has another dtype in this model: give both the same"
-    return f"the weights are unchanged. Convert the model: model.to(torch.{dtype_in_torch(spec.dtype)})" + (
+    cast = f", or publish with cast={here.dtype!r}" if spec.dtype == "F32" and here.dtype in CASTS else ""
+    return f"the weights are unchanged. Convert the model: model.to(torch.{dtype_in_torch(spec.dtype)}){cast}" + (
         "; widen=True is for tensors that are BF16 in the run" if widen and here.dtype == "F32" else ""
     )
