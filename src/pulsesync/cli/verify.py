@@ -62,8 +62,8 @@ def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
 
 
 _ADVICE = (
-    "Workers take another path where there is one, and otherwise keep their version. Restore what is bad "
-    "from a backup, or keep publishing: the next anchor is a path around it."
+    "Workers take another path where there is one, and otherwise keep their version. Check the disk or store. "
+    "Restore what is bad from a backup, or keep publishing: the next anchor is a path around it."
 )
 _PLURALS = {
     "version": "versions",

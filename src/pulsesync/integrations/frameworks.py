@@ -24,7 +24,7 @@ from pulsesync import device
 from pulsesync.core.threads import spread
 from pulsesync.errors import StateError, VerificationError
 from pulsesync.run.reporting import SyncReport
-from pulsesync.run.subscriber import REPAIR, Subscriber
+from pulsesync.run.subscriber import Subscriber, written_by_another
 from pulsesync.state.host import HostState
 from pulsesync.store import Location
 
@@ -145,11 +145,7 @@ class FrameworkSubscriber:
         """
         digest = self.subscriber.verify()
         if differing := _differing(published_tensors(weights), self._copy):
-            raise VerificationError(
-                f"the weights in memory are not version {self.version}: something else has written to "
-                f"{differing[0]!r}. {REPAIR}",
-                tensor=differing[0],
-            )
+            raise VerificationError(written_by_another(self.version, differing[0]), tensor=differing[0])
         return digest
 
     def close(self) -> None:

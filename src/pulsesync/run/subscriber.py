@@ -67,10 +67,6 @@ TOGETHER = 16  # patches decoded together, so that the weights are copied and co
 # decoded patch takes several times its own bytes, so this is less memory than one decoded patch needs.
 AHEAD_BYTES = 1 << 24
 AHEAD_SHARE = 32
-REPAIR = (
-    "Stop using the weights, and doubt what they generated since they were last verified. sync(model, verify=True) "
-    "loads them again; then find the code or program that writes to them"
-)
 INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first and the longest pause between checks of a store with nothing new
 
 logger = logging.getLogger(__name__)
@@ -935,7 +931,7 @@ class Subscriber:
         if actual != expected:
             tiles, now = self._state.layout.tiles, self._state.sums
             first = next(tiles[n].tensor.name for n in sorted(now) if now[n] != before[n])
-            self._damage = f"{_written_by_another(version, first)}. {REPAIR}"
+            self._damage = written_by_another(version, first)
             self._check_scrub(expected, actual)
         return actual
 
@@ -953,9 +949,8 @@ class Subscriber:
                 if version is not None:
                     self.events.recounted(version, tile is None, began)
                 if tile is not None:
-                    found = _written_by_another(version, tile.tensor.name)
-                    self._damage = f"{found}. {REPAIR}"
-                    logger.warning("A recount found that %s.", found)
+                    self._damage = written_by_another(version, tile.tensor.name)
+                    logger.warning("A recount found that %s.", self._damage)
 
         thread = threading.Thread(target=work, name="pulse-scrub", daemon=True)
         thread.start()
@@ -985,8 +980,13 @@ def _reason(error: Exception) -> str:
     return error.reason if isinstance(error, PulseError) else str(error)
 
 
-def _written_by_another(version: int | None, tensor: str) -> str:
-    return f"the weights in memory are not version {version}: something else has written to {tensor!r}"
+def written_by_another(version: int | None, tensor: str) -> str:
+    """Return the message about weights that are not those of their version, and what to do."""
+    return (
+        f"the weights in memory are not version {version}: something else has written to {tensor!r}. Stop using the "
+        "weights, and doubt what they generated since they were last verified. sync(model, verify=True) loads them "
+        "again; then find the code or program that writes to them"
+    )
 
 
 def _pauses(first_s: float, longest_s: float) -> Iterator[float]:
