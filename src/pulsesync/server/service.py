@@ -21,8 +21,9 @@ from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
 from pulsesync.server.calls import in_thread
 from pulsesync.server.monitor import SentAnswer, ServerMonitor
 from pulsesync.store.base import WINDOW_BYTES, Store, forget, is_content_addressed, is_near, size_of
-from pulsesync.store.http import LISTING_TYPE, check_token
+from pulsesync.store.http import LISTING_TYPE
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
+from pulsesync.store.transport import clean_token
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -68,7 +69,7 @@ def make_app(store: Store, token: str | None = None, *, open_metrics: bool = Fal
         PulseError: Starlette is not installed.
     """
     if token is not None:
-        check_token(token)
+        token = clean_token(token)
     try:
         from starlette.applications import Starlette
         from starlette.routing import Route
