@@ -16,8 +16,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
+from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import NotFoundError, StoreError
 from pulsesync.store.base import (
     MAX_ENTRIES,
@@ -30,7 +31,16 @@ from pulsesync.store.base import (
 )
 from pulsesync.store.deadlines import PIECE_BYTES, Response
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
-from pulsesync.store.transport import ENDLESS_TIMEOUTS, HttpTransport, clean_token, is_loopback, limit_time, read, skip
+from pulsesync.store.transport import (
+    ENDLESS_TIMEOUTS,
+    HttpTransport,
+    clean_token,
+    is_in_clear,
+    limit_time,
+    parse_server,
+    read,
+    skip,
+)
 
 LISTING_TYPE = "application/x-ndjson"  # one object a line: {"key": …, "size": bytes, "modified": seconds since 1970}
 LISTING_MORE = "Pulse-Listing-More"  # header of a page: yes or no; an answer without it is the entire listing
@@ -74,7 +84,7 @@ class HttpStore(ReadOnlyStore):
 
     def __init__(
         self,
-        url: str,
+        url: str | ParsedLocation,
         token: str | None = None,
         timeout_s: float = 30,
         cafile: str | None = None,
@@ -82,11 +92,7 @@ class HttpStore(ReadOnlyStore):
         min_bytes_per_s: float = 1 << 14,
         token_in_clear: bool = False,
     ) -> None:
-        parts = urlsplit(url)
-        if "@" in parts.netloc:
-            raise ValueError("the address of a server must not contain a user or a password; pass token= instead")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"the address of a server must be such as https://host/path; got {url!r}")
+        at = parse_server(url)
         if not (timeout_s > 0 and min_bytes_per_s > 0):
             raise ValueError(
                 f"timeout_s and min_bytes_per_s must be positive, so that every request ends; got {timeout_s=}, "
@@ -94,14 +100,14 @@ class HttpStore(ReadOnlyStore):
             )
         if token is not None:
             token = clean_token(token)
-            if parts.scheme == "http" and not is_loopback(parts.hostname) and not token_in_clear:
+            if is_in_clear(at) and not token_in_clear:
                 raise ValueError(
-                    f"{url} is not https, so the token would be sent unencrypted to another machine; use https, or "
+                    f"{at} is not https, so the token would be sent unencrypted to another machine; use https, or "
                     "permit it with token_in_clear=True (on the command line PULSE_TOKEN_IN_CLEAR=1, for a relay "
                     "--upstream-token-in-clear)"
                 )
-        self.url = url.rstrip("/")
-        self._transport = HttpTransport(parts, token, timeout_s, cafile, min_bytes_per_s)
+        self.url = str(at).rstrip("/")
+        self._transport = HttpTransport(at, token, timeout_s, cafile, min_bytes_per_s)
         self._listing_s = ENDLESS_TIMEOUTS * timeout_s
         self._doubted: set[str] = set()  # keys whose next request must not be answered from a cache
         self._sizes: dict[str, int] = {}  # of content-addressed objects, as answers state them

@@ -12,8 +12,8 @@ import ssl
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from urllib.parse import SplitResult
 
+from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import StoreError
 from pulsesync.store.deadlines import PIECE_BYTES, Connection, Deadline, Response
 
@@ -21,7 +21,7 @@ _TOKEN = re.compile(r"[!-~]+")
 ENDLESS_TIMEOUTS = 10  # the time limit of an answer that may be endless, as a multiple of timeout_s
 
 
-def clean_token(token: str) -> str:
+def clean_token(token: str, what: str = "token") -> str:
     """Return a token without the white space around it, such as the newline at the end of a file or of a secret.
 
     Raises:
@@ -29,9 +29,9 @@ def clean_token(token: str) -> str:
     """
     token = token.strip()
     if not token:
-        raise ValueError("the token is empty; pass a token, or None to run without authentication")
+        raise ValueError(f"the {what} is empty; pass a {what}, or None to run without authentication")
     if not _TOKEN.fullmatch(token):
-        raise ValueError("a token must be printable ASCII characters without spaces; this token has others")
+        raise ValueError(f"a {what} must be printable ASCII characters without spaces; this one has others")
     return token
 
 
@@ -46,11 +46,29 @@ def is_loopback(host: str) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
+def parse_server(url: str | ParsedLocation) -> ParsedLocation:
+    """Parse the address of a server. Raises: ValueError, if it is not an http or https address."""
+    at = ParsedLocation.parse(url)
+    if at.scheme not in ("http", "https"):
+        raise ValueError(f"the address of a server must be such as https://host/path; got {str(at)!r}")
+    return at
+
+
+def is_in_clear(at: ParsedLocation) -> bool:
+    """Return whether what is sent to a server can be read on the way: it is another machine, without TLS."""
+    return at.scheme == "http" and not is_loopback(_host_and_port(at)[0])
+
+
+def _host_and_port(at: ParsedLocation) -> tuple[str, int]:
+    host, _, port = at.authority.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 class HttpTransport:
     """Sends requests below an address. It is shared by all threads.
 
     Args:
-        address: The address, which the caller has checked.
+        at: The address.
         token: Sent as a bearer token with every request.
         timeout_s: Limit for connecting, for the TLS handshake, for the headers of an answer, and for every `timeout_s *
             min_bytes_per_s` bytes of a body.
@@ -62,13 +80,12 @@ class HttpTransport:
     """
 
     def __init__(
-        self, address: SplitResult, token: str | None, timeout_s: float, cafile: str | None, min_bytes_per_s: float
+        self, at: ParsedLocation, token: str | None, timeout_s: float, cafile: str | None, min_bytes_per_s: float
     ) -> None:
-        assert address.hostname
-        self._host, self._port, self._path = address.hostname, address.port, address.path.rstrip("/")
+        (self._host, self._port), self._path = _host_and_port(at), at.url_path
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s, self._min_bytes_per_s = timeout_s, min_bytes_per_s
-        self._tls = _trust(cafile) if address.scheme == "https" else None
+        self._tls = _trust(cafile) if at.scheme == "https" else None
         self._idle: list[Connection] = []  # append and pop are atomic: no lock
         weakref.finalize(self, _close, self._idle)
 
@@ -99,8 +116,11 @@ class HttpTransport:
     def _send(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
     ) -> tuple[Connection, Response]:
-        """Send a request over a kept connection, or, if the server has closed that, over a new one."""
-        kept = True
+        """Send a request over a kept connection, or, if the server has closed that, over a new one.
+
+        A POST is sent over a new one: it could be executed twice.
+        """
+        kept = method != "POST"
         while True:
             kept, connection = self._connection(kept)
             try:

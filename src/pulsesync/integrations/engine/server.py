@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from http.client import HTTPException
 from typing import Any
 
-from pulsesync.core.events import without_credentials
+from pulsesync.core.location import without_credentials
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import trusted
