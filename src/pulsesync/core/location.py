@@ -23,7 +23,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _SERVER = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?", re.ASCII)
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _MISTYPED = re.compile(rf"({'|'.join(_SCHEMES)}):(?!//)", re.IGNORECASE)
-_IN_SEGMENT = "!$&'()*+,;=:@"  # what a path may have beside what `quote` leaves, by RFC 3986
+_IN_SEGMENT = "!$&'()*+,;=:@"  # what `quote` need not encode in a path, by RFC 3986
 
 _URL = re.compile(r"""(://)(?:[^/\s'"]*@)?([^\s?#'"]*)(?:[?#][^\s'")]+)?""")
 _ASSIGNED = re.compile(
