@@ -18,10 +18,12 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    TrustPointers,
     UsageError,
     Version,
     export_metrics,
     open_place,
+    read_movers,
     read_trust,
     size,
 )
@@ -45,6 +47,7 @@ def follow(
     kv_cache: Literal["drop", "keep"] = "drop",
     api_key: str | None = None,
     trust: Trust = None,
+    trust_pointers: TrustPointers = None,
     cache: Path | None = None,
     once: Flag = False,
     interval_s: Interval = 1.0,
@@ -87,6 +90,7 @@ def follow(
         api_key: The key that the server was started with, if any; PULSE_VLLM_API_KEY or PULSE_SGLANG_API_KEY in the
             environment if not given.
         trust: Public key of a publisher to trust, or a file of such keys; nothing else is then accepted.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         cache: Folder in which fetched bytes are kept, shared with other processes; FOLDER/.cache if not given.
         once: Update to the newest version and end; exit code 3 if there is none yet.
         interval_s: Seconds between checks for a new version.
@@ -125,6 +129,7 @@ def follow(
     except ValueError as e:
         raise UsageError(f"--heartbeat: {e}") from e
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
+    movers = read_movers(trust_pointers, keys)
     export_metrics(metrics)
     server = VllmServer(vllm, api_key=api_key or os.environ.get("PULSE_VLLM_API_KEY")) if vllm is not None else None
     sglang_key = api_key or os.environ.get("PULSE_SGLANG_API_KEY")
@@ -136,6 +141,7 @@ def follow(
                 _reachable(run),
                 store,
                 trust=keys,
+                trust_pointers=movers,
                 kv_cache=kv_cache,
                 pointer=pointer,
                 max_staleness=max_staleness,
@@ -152,6 +158,7 @@ def follow(
             store,
             folder,
             trust=keys,
+            trust_pointers=movers,
             cache=cache,
             hold_s=hold_s,
             follow=pointer,

@@ -75,7 +75,7 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Pointer:
     line, block = _split(data)
     signed = signature.parse(block)
     if trust is not None:
-        signature.check(line, signed, trust)
+        signature.check_move(line, signed, trust)
     table = load_json(line, "the pointer")
     versions.check_name(table.get("format"), FORMAT, "the pointer")
     try:

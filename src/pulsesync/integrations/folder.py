@@ -46,7 +46,7 @@ from pulsesync.errors import (
 )
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
 from pulsesync.run.heartbeats import HeartbeatWriter
@@ -108,6 +108,7 @@ class HuggingFaceFolder:
         location: A path or URL of the run, or a store.
         folder: Where the weights go: a folder that is empty, does not exist yet, or was used for this before.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         cache: A folder for fetched bytes, which other processes may share; if not given, a small one in the folder.
         hold_s: Seconds for which a copy that is no longer current is not changed, so that a program that has begun to
             load it can finish; `reading` keeps it longer.
@@ -130,6 +131,7 @@ class HuggingFaceFolder:
         folder: str | Path,
         *,
         trust: str | Collection[str] | None = None,
+        trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         hold_s: float = 0.0,
         shard_bytes: int = SHARD_BYTES,
@@ -140,7 +142,7 @@ class HuggingFaceFolder:
     ) -> None:
         self._target = FollowTarget(follow, max_staleness)
         self.folder = Path(folder)
-        self.trust = trusted(trust)
+        self.trust, self._movers = trusted(trust), trusted_for_pointers(trust_pointers, trust)
         self.hold_s, self.shard_bytes, self.follow_replaced = hold_s, shard_bytes, follow_replaced
         store = open_store(location)
         self._origin = store
@@ -248,7 +250,7 @@ class HuggingFaceFolder:
         Raises:
             RunChangedError: the location has another run than the folder; NothingPublishedError.
         """
-        records, current = RunReader(self.store, self.trust), self.current
+        records, current = RunReader(self.store, self.trust, trust_pointers=self._movers), self.current
         try:
             if current:
                 records.check_run(current.run, current.version, current.digest)

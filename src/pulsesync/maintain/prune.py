@@ -17,6 +17,7 @@ from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys
 from pulsesync.run.pointers import list_moves
 from pulsesync.run.reader import RunReader
@@ -56,7 +57,8 @@ def prune(
     keep_versions: int = 100,
     keep_hours: float = 24.0,
     grace_hours: float = 1.0,
-    trust: Collection[str] | None = None,
+    trust: str | Collection[str] | None = None,
+    trust_pointers: str | Collection[str] | None = None,
     progress: Report = quietly,
 ) -> PruneReport:
     """Delete what no worker should need: see docs/protocol.md, Retention. All times are by the store's clock.
@@ -75,7 +77,7 @@ def prune(
             f"{keep_versions=}, {keep_hours=}, {grace_hours=}"
         )
     now_s = _now(store)
-    records = RunReader(store, trust)
+    records = RunReader(store, trusted(trust), trust_pointers=trusted_for_pointers(trust_pointers, trust))
     versions = list(_read(store, records, "manifests/", progress))
     others = [record for prefix in ("anchors/", "squashes/") for record in _read(store, records, prefix, progress)]
     pointers = _pointers(store, records, versions)

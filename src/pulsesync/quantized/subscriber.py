@@ -72,6 +72,7 @@ class QuantizedSubscriber:
         plain: Where the mirror of the run's weights is kept: "device", on the device of the worker's tensors, or
             "host".
         trust: As for `Subscriber`.
+        trust_pointers: As for `Subscriber`.
         cache: As for `Subscriber`.
         undo: How many syncs can be rolled back without fetching anything.
         verify_every: Recount mirror and tensors at every N-th sync, as `sync(verify=True)` does; 0: at none.
@@ -88,6 +89,7 @@ class QuantizedSubscriber:
         *,
         plain: str = "device",
         trust: str | Collection[str] | None = None,
+        trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         undo: int = 1,
         verify_every: int = 0,
@@ -104,7 +106,15 @@ class QuantizedSubscriber:
         self._plain, self._confirm = plain, confirm
         # The mirror can be one sync ahead of the tensors: if the caller did not confirm, or if writing failed.
         kept = undo + 1 if undo else 0
-        self._subscriber = Subscriber(location, trust=trust, cache=cache, undo=kept, follow=follow, heartbeat=heartbeat)
+        self._subscriber = Subscriber(
+            location,
+            trust=trust,
+            trust_pointers=trust_pointers,
+            cache=cache,
+            undo=kept,
+            follow=follow,
+            heartbeat=heartbeat,
+        )
         self._subscriber.events.muted = True  # a sync is complete when the worker's tensors are written
         self.events = SyncEvents(self._subscriber.events.location, self._subscriber.events.heartbeat)
         self._mirror: dict[str, torch.Tensor] = {}

@@ -45,7 +45,7 @@ from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import fetch_body, stream_bodies
 from pulsesync.run.heartbeats import HeartbeatWriter
@@ -169,6 +169,8 @@ class Subscriber:
         location: A path or URL of the run, or a store.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
             not checked.
+        trust_pointers: Public keys that may sign moves of pointers, and nothing else; it needs `trust`, whose keys may
+            sign moves, too.
         cache: A folder in which fetched bytes are kept, shared by the processes of a host; a restarted worker uses it.
         slices: Which part of each tensor is local, by name pattern.
         undo: How many syncs can be undone without fetching anything.
@@ -196,6 +198,7 @@ class Subscriber:
         location: Location,
         *,
         trust: str | Collection[str] | None = None,
+        trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         slices: Slices | None = None,
         undo: int = 1,
@@ -213,6 +216,7 @@ class Subscriber:
         store = open_store(location)
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.trust = trusted(trust)
+        self._movers = trusted_for_pointers(trust_pointers, trust)
         self.slices = slices
         self.widen = widen
         self.verify_every = verify_every
@@ -445,7 +449,7 @@ class Subscriber:
         if self._target.max_staleness is None:
             raise ValueError("check_fresh needs a limit: pass max_staleness= to the Subscriber")
         self._check_open()
-        self._goal(None, RunReader(self.store, self.trust, epoch_patches=self._epoch_patches))
+        self._goal(None, self._records())
         return self._target.check_staleness(self.version)
 
     def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
@@ -469,12 +473,15 @@ class Subscriber:
                 torn=True,
             ) from e
 
+    def _records(self, avoid: Collection[str] = ()) -> RunReader:
+        return RunReader(self.store, self.trust, avoid, self._epoch_patches, self._movers)
+
     def _find_and_go(self, source: Any, version: int | None, follow_replaced: bool, progress: _Progress) -> SyncReport:
         """Plan, fetch and apply; if something on the path is missing or bad, plan again."""
         avoid: set[str] = set()
         first: PulseError | None = None
         for attempt in range(1 + REPLANS):
-            records = RunReader(self.store, self.trust, avoid, self._epoch_patches)
+            records = self._records(avoid)
             try:
                 with progress.timed("fetch"):
                     goal = self._find_goal(version, records, follow_replaced)
@@ -886,7 +893,7 @@ class Subscriber:
             StateError: the tensors are not those of the run; StoreError, SignatureError.
         """
         self._check_open()
-        records = RunReader(self.store, self.trust, epoch_patches=self._epoch_patches)
+        records = self._records()
         record = records.version(version)
         if record is None:
             return False

@@ -12,7 +12,7 @@ from typing import Any
 from pulsesync.core.events import without_credentials
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.manifest import Manifest
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport
 from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.pointers import FollowTarget
@@ -134,6 +134,7 @@ class ServerFollower:
         location: The path or URL of the run, as the server can reach it.
         store: The same run, as this process can reach it, to see what is published.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         kv_cache: What happens to the KV cache at an update: "drop" it, or "keep" it, although old weights have computed
             it.
         pointer: Name of a pointer of the run to follow; None: the newest version.
@@ -153,6 +154,7 @@ class ServerFollower:
         store: Store,
         *,
         trust: Collection[str] | None = None,
+        trust_pointers: Collection[str] | None = None,
         kv_cache: str = "drop",
         pointer: str | None = None,
         max_staleness: int | None = None,
@@ -161,6 +163,7 @@ class ServerFollower:
     ) -> None:
         self.server, self.location = server, location
         self._store, self._trust = store, trusted(trust)
+        self._movers = trusted_for_pointers(trust_pointers, trust)
         self._options: dict[str, Any] = {
             "trust": trust,
             "kv_cache": kv_cache,
@@ -233,7 +236,7 @@ class ServerFollower:
         whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
         if version is not None:
             return None, whole
-        reader = RunReader(self._store, self._trust)
+        reader = RunReader(self._store, self._trust, trust_pointers=self._movers)
         goal = self._target.find(reader, None)
         if goal is None:
             raise reader.nothing_published()
