@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pulsesync.core.arguments import shown
 from pulsesync.errors import FormatError, SignatureError
 from pulsesync.format import versions
 
@@ -54,8 +55,11 @@ class SigningKey:
     delegation: Delegation | None = None
 
     def __post_init__(self) -> None:
-        if not _KEY.fullmatch(self.secret):
-            raise ValueError("a signing key must be 64 hexadecimal digits; make one with: pulse keygen")
+        if not isinstance(self.secret, str) or not _KEY.fullmatch(self.secret):
+            raise ValueError(
+                "a signing key must be 64 hexadecimal digits; make one with: pulse keygen FILE, and read it with: "
+                "SigningKey.from_file(FILE)"
+            )
 
     def __repr__(self) -> str:  # so that the secret never appears in a log
         return f"SigningKey(public={self.public!r})"
@@ -95,8 +99,25 @@ class SigningKey:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.secret)).sign(message).hex()
 
     def delegate(self, run: str, public: str) -> Delegation:
-        """Let a key squash a run: its owner passes the result to SigningKey as delegation."""
+        """Let a key squash a run: its owner passes the result to SigningKey as delegation.
+
+        Raises:
+            ValueError: `run` is not the id of a run, or `public` not a public key.
+        """
+        for name, value, digits in (("run", run, 32), ("public", public, 64)):
+            if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
+                raise ValueError(f"{name} must be {digits} hexadecimal digits; got {shown(value)}")
         return Delegation(self.public, self.sign(_statement(run, public)))
+
+
+def check_signing_key(key: SigningKey | None) -> SigningKey | None:
+    """Check and return a signing key, or None. Raises: TypeError, without what was given: it may be a secret."""
+    if key is not None and not isinstance(key, SigningKey):
+        raise TypeError(
+            f"signing_key must be a SigningKey; got a value of type {type(key).__name__}: read the file of a key with "
+            "SigningKey.from_file(FILE)"
+        )
+    return key
 
 
 def trusted(keys: str | Collection[str] | None) -> frozenset[str] | None:
@@ -136,9 +157,9 @@ def trusted_for_pointers(keys: str | Collection[str] | None, trust: str | Collec
 def _public_keys(argument: str, keys: str | Collection[str]) -> frozenset[str]:
     given = list(keys) if isinstance(keys, Collection) and not isinstance(keys, str | bytes) else [keys]
     if not given or not all(isinstance(key, str) and _KEY.fullmatch(key.lower()) for key in given):
-        shown = ", ".join(sorted(repr(key)[:80] for key in given)) or "none"
+        found = ", ".join(sorted(map(shown, given))) or "none"
         raise ValueError(
-            f"{argument} must be one or more public keys of 64 hexadecimal digits, or None; got {shown}. Keys in a "
+            f"{argument} must be one or more public keys of 64 hexadecimal digits, or None; got {found}. Keys in a "
             "file are read by: pathlib.Path(file).read_text().split()"
         )
     return frozenset(key.lower() for key in given)

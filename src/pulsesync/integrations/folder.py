@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pulsesync.core import arguments
 from pulsesync.errors import (
     BaseMismatchError,
     ChecksumError,
@@ -141,13 +142,14 @@ class HuggingFaceFolder:
         heartbeat: str | None = None,
     ) -> None:
         self._target = FollowTarget(follow, max_staleness)
-        self.folder = Path(folder)
+        self.folder = arguments.folder("folder", folder)
         self.trust, self._movers = trusted(trust), trusted_for_pointers(trust_pointers, trust)
-        self.hold_s, self.shard_bytes, self.follow_replaced = hold_s, shard_bytes, follow_replaced
+        self.hold_s, self.follow_replaced = arguments.seconds("hold_s", hold_s), follow_replaced
+        self.shard_bytes = arguments.whole("shard_bytes", shard_bytes, 1, what="a number of bytes")
         store = open_store(location)
         self._origin = store
         self._own_cache = cache is None
-        self._cache = Path(cache) if cache is not None else self.folder / CACHE
+        self._cache = arguments.folder("cache", cache) if cache is not None else self.folder / CACHE
         self.store: Store = CachedStore(store, self._cache)
         self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
         self._events = SyncEvents(location_of(store), self._heartbeat)
@@ -198,6 +200,7 @@ class HuggingFaceFolder:
         Raises:
             PulseError: as `Subscriber.sync`. `current` is then unchanged, and the same call can be repeated.
         """
+        version = arguments.optional_whole("version", version, what="the number of a version")
         try:
             done = self._update(version)
         except NothingPublishedError as e:  # it waits for a version; metrics do not count that as a failure

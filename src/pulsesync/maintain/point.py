@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Collection
 
+from pulsesync.core.arguments import whole
 from pulsesync.errors import (
     ConflictError,
     MissingLinkError,
@@ -22,7 +23,7 @@ from pulsesync.format import signature
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.pointer import Pointer, check_name
-from pulsesync.format.signature import SigningKey, trusted, trusted_for_pointers
+from pulsesync.format.signature import SigningKey, check_signing_key, trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.reader import RunReader
 from pulsesync.store import Location, open_store
@@ -61,6 +62,8 @@ def move_pointer(
             FormatError, ChainError; StoreError: if it is `retryable`, the same call can be repeated.
     """
     check_name(name)
+    check_signing_key(signing_key)
+    version = whole("version", version, what="the number of a version")
     store = open_store(location)
     movers = trusted_for_pointers(trust_pointers, trust)
     allowed = trusted(signing_key.public if trust is None and signing_key else trust)

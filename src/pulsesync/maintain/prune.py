@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
+from pulsesync.core import arguments
 from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format.manifest import Manifest, RecordKind
@@ -71,11 +72,9 @@ def prune(
             is a record that existed at the beginning, nothing was deleted. Lists, and records that appear meanwhile,
             are read later: what was deleted by then stays deleted, and the next prune continues.
     """
-    if keep_versions < 1 or keep_hours < 0 or grace_hours < 0:
-        raise ValueError(
-            "keep_versions must be at least 1, and keep_hours and grace_hours must not be negative; got "
-            f"{keep_versions=}, {keep_hours=}, {grace_hours=}"
-        )
+    keep_versions = arguments.whole("keep_versions", keep_versions, 1, what="a number of versions")
+    keep_hours = arguments.number("keep_hours", keep_hours, what="a number of hours")
+    grace_hours = arguments.number("grace_hours", grace_hours, what="a number of hours")
     now_s = _now(store)
     records = RunReader(store, trusted(trust), trust_pointers=trusted_for_pointers(trust_pointers, trust))
     versions = list(_read(store, records, "manifests/", progress))

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from pulsesync.core.arguments import seconds, whole
 from pulsesync.errors import PulseError, StoreError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import trusted, trusted_for_pointers
@@ -100,6 +101,7 @@ def read_fleet(
         NothingPublishedError: there is no run, or no version in it yet; SignatureError, FormatError, ChainError: its
         newest version or a pointer cannot be read; StoreError. A heartbeat that cannot be read is no error.
     """
+    max_lag, max_age_s = whole("max_lag", max_lag, what="a number of versions"), seconds("max_age_s", max_age_s)
     store = open_store(location)
     reader = RunReader(store, trusted(trust), trust_pointers=trusted_for_pointers(trust_pointers, trust))
     newest = reader.newest()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
+from pulsesync.core.arguments import optional_whole
 from pulsesync.errors import (
     ChainError,
     MissingLinkError,
@@ -81,10 +82,8 @@ class FollowTarget:
     """
 
     def __init__(self, name: str | None, max_staleness: int | None) -> None:
-        if max_staleness is not None and max_staleness < 0:
-            raise ValueError(f"max_staleness must be None or a number of versions, 0 or more; got {max_staleness}")
         self.name = None if name is None else check_name(name)
-        self.max_staleness = max_staleness
+        self.max_staleness = optional_whole("max_staleness", max_staleness, what="a number of versions")
         self._seen: Pointer | None = None
         self.version: int | None = None  # the version to follow, as it was last found
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pulsesync import device
+from pulsesync.core import arguments
 from pulsesync.core.threads import finish
 from pulsesync.errors import (
     BaseMismatchError,
@@ -211,26 +212,27 @@ class Subscriber:
         heartbeat: str | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
-        if verify_every < 0:
-            raise ValueError(f"verify_every must be a number of syncs, or 0 for never; got {verify_every}")
+        undo = arguments.whole("undo", undo, what="a number of syncs")
+        self.verify_every = arguments.whole("verify_every", verify_every, what="a number of syncs")
+        arguments.mapping("slices", slices, "names of tensors to a Slice or None")
+        arguments.function("confirm", confirm)
+        self._cache = arguments.folder("cache", cache) if cache is not None else None
         store = open_store(location)
-        self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
+        self.store: Store = CachedStore(store, self._cache, CACHE_BYTES) if self._cache is not None else store
         self.trust = trusted(trust)
         self._movers = trusted_for_pointers(trust_pointers, trust)
         self.slices = slices
         self.widen = widen
-        self.verify_every = verify_every
         self._target = FollowTarget(follow, max_staleness)
         self._confirm = confirm
         self._epoch_patches = epoch_patches
         self._origin = store  # for anchors, which are kept in the spool and not in the cache as well
-        self._cache = Path(cache) if cache is not None else None
         self._state: AnyState | None = None
         self._position: Position | None = None
         self._step: int | None = None
         # Run, version and step of the last report; set from outside where several copies of the weights take turns.
         self.reported: tuple[str, int, int] | None = None
-        self._undo: deque[tuple[Position, int, AnyTransition]] = deque(maxlen=max(undo, 0))
+        self._undo: deque[tuple[Position, int, AnyTransition]] = deque(maxlen=undo)
         self._executor = executor
         self._damage: str | None = None  # found by a scrub
         self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
@@ -346,6 +348,8 @@ class Subscriber:
                 `torn=True`: loading an anchor failed halfway, and the weights are between two versions. Do not use them
                 until a sync succeeds.
         """
+        version = arguments.optional_whole("version", version, what="the number of a version")
+        wait_s = arguments.seconds("wait_s", wait_s)
         try:
             with self._working():
                 self._syncs += 1
@@ -407,6 +411,8 @@ class Subscriber:
             PulseError: as `sync` does, except for errors of the store that are `retryable`.
         """
         self._check_open()
+        interval_s = arguments.seconds("interval_s", interval_s)
+        max_interval_s = arguments.seconds("max_interval_s", max_interval_s)
         pauses = _pauses(interval_s, max_interval_s)
         followed, waiting = self._position is not None, False
         while not self._closed.is_set():
@@ -893,6 +899,7 @@ class Subscriber:
             StateError: the tensors are not those of the run; StoreError, SignatureError.
         """
         self._check_open()
+        version = arguments.whole("version", version, what="the number of a version")
         records = self._records()
         record = records.version(version)
         if record is None:
@@ -945,6 +952,7 @@ class Subscriber:
     @contextmanager
     def scrub(self, every_s: float = 60.0) -> Iterator[None]:
         """Recount the live weights in the background, again and again; the next sync raises if they were damaged."""
+        every_s = arguments.seconds("every_s", every_s)
         stop = threading.Event()
 
         def work() -> None:

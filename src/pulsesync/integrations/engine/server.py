@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from http.client import HTTPException
 from typing import Any
 
+from pulsesync.core.arguments import number, one_of, shown
 from pulsesync.core.events import without_credentials
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.manifest import Manifest
@@ -38,7 +39,10 @@ class EngineServer(ABC):
     key_hint: str  # how to pass an API key, for errors
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        self.url, self._api_key, self._timeout_s = url.rstrip("/"), api_key, timeout_s
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ValueError(f"url must be the address of a server, such as http://127.0.0.1:8000; got {shown(url)}")
+        self.url, self._api_key = url.rstrip("/"), api_key
+        self._timeout_s = number("timeout_s", timeout_s, what="a number of seconds", above=0)
 
     @abstractmethod
     def status(self) -> dict[str, Any]:
@@ -164,6 +168,7 @@ class ServerFollower:
         self.server, self.location = server, location
         self._store, self._trust = store, trusted(trust)
         self._movers = trusted_for_pointers(trust_pointers, trust)
+        one_of("kv_cache", kv_cache, ("drop", "keep"))
         self._options: dict[str, Any] = {
             "trust": trust,
             "kv_cache": kv_cache,
