@@ -267,7 +267,8 @@ CASES = [
 
 def test_every_public_name_that_takes_arguments_is_an_entry_or_has_a_reason() -> None:
     placed = {entry.partition(".")[0] for entry in ENTRIES}.union(RETURNED, *NO_ENTRY.values())
-    for module in (*PUBLIC, frameworks, server):
+    modules: list[Any] = [*PUBLIC, frameworks, server]
+    for module in modules:
         for name in module.__all__:
             value: Any = getattr(module, name)
             is_error = inspect.isclass(value) and issubclass(value, BaseException)

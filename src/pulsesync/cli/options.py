@@ -13,6 +13,7 @@ from cyclopts.validators import Number
 
 from pulsesync import metrics
 from pulsesync.cli import progress
+from pulsesync.core.environment import read_switch
 from pulsesync.errors import NotFoundError, PulseError
 from pulsesync.format.signature import Delegation, SigningKey, trusted_for_pointers
 from pulsesync.store import RetryStore, Store, open_store
@@ -52,7 +53,7 @@ def open_place(location: str) -> Store:
             return open_store(location)
         from pulsesync.store.http import HttpStore
 
-        return RetryStore(HttpStore(location, read_token(), token_in_clear=_read_switch("PULSE_TOKEN_IN_CLEAR")))
+        return RetryStore(HttpStore(location, read_token(), token_in_clear=read_switch("PULSE_TOKEN_IN_CLEAR")))
     except ValueError as e:
         raise UsageError(str(e)) from e
 
@@ -69,14 +70,6 @@ def read_token(file: Path | None = None, variable: str = "PULSE_TOKEN") -> str |
     if token == "":
         raise UsageError(f"the token in {where} is empty: give one, or remove it to run without authentication")
     return token
-
-
-def _read_switch(variable: str) -> bool:
-    """Return True if an environment variable is 1, False if it is 0 or not set. Raises: UsageError."""
-    value = os.environ.get(variable, "0")
-    if value not in ("0", "1"):
-        raise UsageError(f"{variable} must be 0 or 1; got {value!r}")
-    return value == "1"
 
 
 def export_metrics(address: str | None) -> None:

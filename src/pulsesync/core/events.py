@@ -16,7 +16,6 @@ docs/events.md says what is emitted when, field by field.
 import atexit
 import logging
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pulsesync.core.arguments import shown, whole
+from pulsesync.core.location import without_credentials
 
 __all__ = [
     "AnchorPublished",
@@ -369,14 +369,6 @@ def emit(event: Event) -> None:
 def has_listeners() -> bool:
     """Whether there is a listener. Without one, an event that is costly to make need not be made."""
     return bool(_listening)
-
-
-_URL = re.compile(r"""(://)(?:[^/\s'"]*@)?([^\s?#'"]*)(?:[?#][^\s'")]+)?""")
-
-
-def without_credentials(text: str) -> str:
-    """A text without what can be a credential in the addresses that it names: user and password, query and fragment."""
-    return _URL.sub(r"\1\2", text)
 
 
 def describe_error(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import Any
 
 from pulsesync.core.arguments import shown
-from pulsesync.core.events import without_credentials
+from pulsesync.core.location import without_credentials
 from pulsesync.core.version import __version__
 from pulsesync.errors import FormatError, NotFoundError, StoreError
 from pulsesync.run import keys

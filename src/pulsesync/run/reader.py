@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pulsesync.core.events import without_credentials
+from pulsesync.core.location import without_credentials
 from pulsesync.errors import (
     ChainError,
     FormatError,

@@ -10,7 +10,7 @@ from http.client import HTTPException
 from typing import Any
 
 from pulsesync.core.arguments import number, one_of, shown
-from pulsesync.core.events import without_credentials
+from pulsesync.core.location import ParsedLocation, without_credentials
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import trusted, trusted_for_pointers
@@ -165,6 +165,7 @@ class ServerFollower:
         follow_replaced: bool = False,
         heartbeat: str | None = None,
     ) -> None:
+        ParsedLocation.parse(location)  # raises for what is none; the server opens it, so the text is passed on
         self.server, self.location = server, location
         self._store, self._trust = store, trusted(trust)
         self._movers = trusted_for_pointers(trust_pointers, trust)
