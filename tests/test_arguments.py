@@ -250,7 +250,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "SGD": (loco.SGD, {"lr": lambda: 1.0}),
 }
-SIGNATURES = {  # of entries that a function of this file calls
+SIGNATURES: dict[str, Callable[..., Any]] = {  # of entries that a function of this file calls
     "Subscriber.sync": pulse.Subscriber.sync,
     "Subscriber.watch": pulse.Subscriber.watch,
     "Subscriber.resume": pulse.Subscriber.resume,
