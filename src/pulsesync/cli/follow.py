@@ -17,10 +17,12 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    TrustPointers,
     UsageError,
     Version,
     export_metrics,
     open_place,
+    read_movers,
     read_trust,
     size,
 )
@@ -46,6 +48,7 @@ def follow(
     kv_cache: Literal["drop", "keep"] = "drop",
     api_key: str | None = None,
     trust: Trust = None,
+    trust_pointers: TrustPointers = None,
     cache: Path | None = None,
     once: Flag = False,
     interval_s: Interval = 1.0,
@@ -88,6 +91,7 @@ def follow(
         api_key: The key that the server was started with, if any; PULSE_VLLM_API_KEY or PULSE_SGLANG_API_KEY in the
             environment if not given.
         trust: Public key of a publisher to trust, or a file of such keys; nothing else is then accepted.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         cache: Folder in which fetched bytes are kept, shared with other processes; FOLDER/.cache if not given.
         once: Update to the newest version and end; exit code 3 if there is none yet.
         interval_s: Seconds between checks for a new version.
@@ -126,6 +130,7 @@ def follow(
     except ValueError as e:
         raise UsageError(f"--heartbeat: {e}") from e
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
+    movers = read_movers(trust_pointers, keys)
     export_metrics(metrics)
     try:
         server = None if vllm is None else VllmServer(vllm, api_key=api_key or read_variable("PULSE_VLLM_API_KEY"))
@@ -141,6 +146,7 @@ def follow(
                 _reachable(run),
                 store,
                 trust=keys,
+                trust_pointers=movers,
                 kv_cache=kv_cache,
                 pointer=pointer,
                 max_staleness=max_staleness,
@@ -157,6 +163,7 @@ def follow(
             store,
             folder,
             trust=keys,
+            trust_pointers=movers,
             cache=cache,
             hold_s=hold_s,
             follow=pointer,

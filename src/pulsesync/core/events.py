@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pulsesync.core.arguments import shown, whole
 from pulsesync.core.location import without_credentials
 
 __all__ = [
@@ -350,8 +351,9 @@ def listen(listener: Listener, *, queued: int = QUEUED) -> Listening:
         queued: How many events may wait for it. Later ones are dropped; `Listening.dropped` counts them.
     """
     global _listening
-    if queued < 1:
-        raise ValueError(f"queued must be at least 1; got {queued}")
+    queued = whole("queued", queued, 1, what="a number of events")
+    if not callable(listener):
+        raise TypeError(f"listener must be a function that is called with each event; got {shown(listener)}")
     added = Listening(listener, queued)
     with _lock:
         _listening = (*_listening, added)
