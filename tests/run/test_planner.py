@@ -7,7 +7,7 @@ import pytest
 
 from pulsesync.errors import ChainError, MissingLinkError, RunForkedError, RunReplacedError, RunRolledBackError
 from pulsesync.format.epochs import EPOCH_PATCHES
-from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
+from pulsesync.format.manifest import RECORD_BYTES, BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Position, find_path
 
@@ -296,13 +296,22 @@ def test_joining_a_long_run_looks_at_few_records() -> None:
     assert len(run.looks) < 2950 - 2880 + 10
 
 
-@pytest.mark.parametrize(("anchor_bytes", "takes_anchor"), [(600, True), (700, False)])
+@pytest.mark.parametrize(("anchor_bytes", "takes_anchor"), [(600_000, True), (700_000, False)])
 def test_between_an_anchor_and_patches_the_fewer_bytes_decide(anchor_bytes: int, takes_anchor: bool) -> None:
-    run = Run(80, patch_bytes=10)
+    run = Run(80, patch_bytes=10_000)
     run.anchor(2, anchor_bytes)
     run.records[keys.manifest_key(70)] = replace(run.version(70), anchor=2)
     way = run.way(1, 70)  # 69 patches, or an anchor and 6
     assert way[0] == ((RecordKind.ANCHOR, 64) if takes_anchor else (RecordKind.VERSION, 2))
+
+
+def test_records_have_bytes_too() -> None:
+    """Patches of a few bytes are not free: each is a record, which is fetched with them."""
+    run = Run(200, patch_bytes=1)
+    run.anchor(6, 100 * RECORD_BYTES)
+    run.records[keys.manifest_key(199)] = replace(run.version(199), anchor=6)
+    assert run.way(100, 199) == patches(101, 199)
+    assert run.way(80, 199)[0] == (RecordKind.ANCHOR, 192)
 
 
 def test_squashes_count_in_that_comparison() -> None:
@@ -330,7 +339,7 @@ def test_the_anchor_of_the_local_version_itself_is_not_looked_for() -> None:
 
 
 @cache
-def long_run(versions: int, every: int = 5, patch_bytes: int = 100, anchor_bytes: int = 10_000) -> Run:
+def long_run(versions: int, every: int = 5, patch_bytes: int = 100_000, anchor_bytes: int = 10_000_000) -> Run:
     """A run with an anchor every so many epochs, which the records name from half an epoch later on."""
     run, newest = Run(versions, patch_bytes), 0
     for number in range(versions):
@@ -366,7 +375,7 @@ def test_a_way_onward_is_read_as_far_as_it_has_fewer_bytes_than_the_anchors() ->
 
 
 def test_a_way_onward_of_many_more_records_is_not_gone_however_few_bytes_they_have() -> None:
-    run = long_run(2_000, patch_bytes=0)
+    run = long_run(2_000, patch_bytes=0, anchor_bytes=1 << 30)
     allowed = 1 + 30 + planner.MORE
     assert run.way(1_950 - allowed, 1_950) == patches(1_950 - allowed + 1, 1_950)
     assert run.way(1_950 - allowed - 1, 1_950)[0] == (RecordKind.ANCHOR, 1_920)
@@ -374,8 +383,8 @@ def test_a_way_onward_of_many_more_records_is_not_gone_however_few_bytes_they_ha
 
 
 def test_a_late_worker_takes_squashes_if_they_have_fewer_bytes() -> None:
-    run = Run(64 * 32 + 10, patch_bytes=100)
-    run.anchor(63, 10_000)
+    run = Run(64 * 32 + 10, patch_bytes=100_000)
+    run.anchor(63, 10_000_000)
     goal = 64 * 32 + 5
     run.records[keys.manifest_key(goal)] = replace(run.version(goal), anchor=63)
     run.squash(5, 0)
@@ -383,7 +392,7 @@ def test_a_late_worker_takes_squashes_if_they_have_fewer_bytes() -> None:
     squashed = [(RecordKind.SQUASH, 1024), (RecordKind.SQUASH, 2048), *patches(2049, goal)]
     assert run.way(0, goal) == squashed
     assert run.way(20, goal)[0] == (RecordKind.ANCHOR, 63 * 32)
-    run.squash(5, 0, 20_000)
+    run.squash(5, 0, 20_000_000)
     assert run.way(0, goal)[0] == (RecordKind.ANCHOR, 63 * 32)
 
 

@@ -230,7 +230,7 @@ def _onward(
     Raises:
         MissingLinkError: a version is missing, or does not follow; ChainError: it has the wrong position in its epoch.
     """
-    limit = None if anchored is None else (sum(record.size_bytes for record in anchored), len(anchored) + MORE)
+    limit = None if anchored is None else (sum(record.path_bytes for record in anchored), len(anchored) + MORE)
     if limit and goal.version - position.version > limit[1]:
         start = position.starts if position.at_start else position.epoch + 1
         if next(_squashes(start, _newest_start(goal), look), None) is None:
@@ -255,7 +255,7 @@ def _walk(
             )
         accept(at, record)
         path.append(record)
-        size_bytes += record.size_bytes
+        size_bytes += record.path_bytes
         if limit and (size_bytes > limit[0] or len(path) > limit[1]):
             return None
         at = Position.of(record)
