@@ -74,7 +74,7 @@ def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:
                 "version": record.version,
                 "kind": facts["kind"],
                 "from": facts["base"],
-                "step": record.step,
+                "step": f"{record.step} (back)" if record.rewound_at == record.version else record.step,
                 "epoch": f"{record.epoch}.{record.index}",
                 "bytes": f"{record.size_bytes:,}",
                 "time (UTC)": utc(record.created),

@@ -560,7 +560,8 @@ class RunWriter:
         _, index = base.last.next_patch
         tables = self._tables.after(reports, forget=index == 1)
         state, newest = tables.digest(base.state.layout), self.anchors.newest
-        record = next_record(base.last, version.step, parts, state, tables.history(index), newest, self._refs)
+        history, lowest = tables.history(index), version.lowest_step
+        record = next_record(base.last, version.step, parts, state, history, newest, self._refs, lowest)
         data = self._sign(record)
         changed, written = sum(report.changed for report in reports), record.object_bytes + len(data)
         report = self._report_patch(clock, version, base, record, changed, written)

@@ -103,6 +103,11 @@ class RunReader:
         """Return the key under which a record was found."""
         return next(key for key, known in self._known.items() if known is record)
 
+    def rewound_at(self, version: int) -> int | None:
+        """Return the newest version up to one at which the trainer went back, as far as this was read and recorded."""
+        known = self._known.get(keys.manifest_key(version))
+        return known.rewound_at if known else None
+
     def version(self, version: int) -> Manifest | None:
         return self.fetched(keys.manifest_key(version))
 
@@ -333,5 +338,6 @@ def describe(record: Manifest) -> dict[str, Any]:
         "index": record.index,
         "bytes": record.size_bytes,
         "digest": record.digest,
+        "rewound_at": record.rewound_at,
         "created": record.created,
     }

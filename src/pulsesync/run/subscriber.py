@@ -546,15 +546,17 @@ class Subscriber:
             from_version=from_version,
             from_step=from_step,
             pointer=self._target.name if asked is None else None,
+            rewound_at=records.rewound_at(self._position.version),
         )
         self.reported = (self._position.run, report.version, report.step)
         if report.went_back:
             logger.warning(
-                "The trainer went back to an earlier step: version %d is step %d, while version %d was step %d.",
-                report.version,
-                report.step,
+                "The trainer went back to an earlier step%s: version %d was step %d, and version %d is step %d.",
+                "" if report.rewound_at is None else f" at version {report.rewound_at}",
                 from_version,
                 from_step,
+                report.version,
+                report.step,
             )
         return report
 
