@@ -27,6 +27,7 @@ from pulsesync.core.threads import finish
 from pulsesync.errors import (
     BaseMismatchError,
     ChainError,
+    ChecksumError,
     ClosedError,
     FormatError,
     MissingBucketError,
@@ -484,45 +485,49 @@ class Subscriber:
             except (SignatureError, RunChangedError, NothingPublishedError):
                 raise
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
-                first = first or e
                 traceback.clear_frames(e.__traceback__)  # frees what it had read before the next attempt
                 failed_record, progress.failed_record = progress.failed_record, None
-                if (about := failed_record or e.key or "") in avoid:
-                    break  # there is no path that avoids it
-                avoid.add(about)
-                if isinstance(e, FormatError) and failed_record:
-                    progress.refused[about] = e  # its bodies were read twice
-                if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
-                    self._forget()  # the local weights are not the version that was assumed
-                if attempt < REPLANS:
-                    reason = e.args[0] if e.key == about else e.reason
-                    logger.warning("Planning the sync again, because %s failed: %s.", about or "it", reason)
+                # What is decoded against weights that something else has written can fail in any way, also as bad bytes:
+                # before a record is blamed, the weights are counted.
+                if failed_record and not isinstance(e, ChecksumError) and (damage := self._find_repairs(progress)):
+                    first = damage
+                else:
+                    first = first or e
+                    if (about := failed_record or e.key or "") in avoid:
+                        break  # there is no path that avoids it
+                    avoid.add(about)
+                    if isinstance(e, FormatError) and failed_record:
+                        progress.refused[about] = e  # its bodies were read twice
+                    if isinstance(e, BaseMismatchError):
+                        self._forget()  # the local weights are not the version that was assumed
+                    if attempt < REPLANS:
+                        reason = e.args[0] if e.key == about else e.reason
+                        logger.warning("Planning the sync again, because %s failed: %s.", about or "it", reason)
             progress.replanned = attempt + 1
             progress.fetched_bytes += records.fetched_bytes
         assert first is not None
         raise first
 
-    def _find_repairs(self, progress: _Progress) -> None:
-        """Recount the local weights; if something else wrote to some, forget that they were at a version."""
+    def _find_repairs(self, progress: _Progress) -> VerificationError | None:
+        """Recount the local weights; if something else wrote to some, forget their version, and return the error."""
         state = self._state
         if state is None or self._position is None:
-            return
+            return None
         began, version = time.perf_counter(), self._position.version
         damaged = state.find_damaged()
         self.events.recounted(version, not damaged, began)
-        if damaged:
-            logger.warning(
-                "Something other than a sync has written to %d tensors of version %d; the first is %r. All weights are "
-                "loaded again from an anchor.",
-                len(damaged),
-                version,
-                damaged[0],
-            )
-            self._forget()
-            self._to_repair, progress.recounted = tuple(damaged), state
-
-    def _damaged(self) -> bool:
-        return self._state is not None and self._state.find_damage() is not None
+        if not damaged:
+            return None
+        logger.warning(
+            "Something other than a sync has written to %d tensors of version %d; the first is %r. All weights are "
+            "loaded again from an anchor.",
+            len(damaged),
+            version,
+            damaged[0],
+        )
+        self._forget()
+        self._to_repair, progress.recounted = tuple(sorted({*self._to_repair, *damaged})), state
+        return VerificationError(written_by_another(version, damaged[0]), version=version, tensor=damaged[0])
 
     def _report(self, progress: _Progress, records: RunReader, asked: int | None) -> SyncReport:
         assert self._position is not None
@@ -885,7 +890,10 @@ class Subscriber:
         Raises:
             StateError: the tensors are not those of the run; StoreError, SignatureError.
         """
-        self._check_open()
+        with self._working():
+            return self._resume(source, version, history)
+
+    def _resume(self, source: Any, version: int, history: bytes | None) -> bool:
         records = RunReader(self.store, self.trust, epoch_patches=self._epoch_patches)
         record = records.version(version)
         if record is None:
@@ -910,10 +918,15 @@ class Subscriber:
     def verify(self, source: Any | None = None) -> str:
         """Recount the digest of all live weights and return it; check that they are the local version, bit for bit.
 
+        It waits for a sync that is running; `confirm` must not call it.
+
         Raises:
             VerificationError: something else wrote to them, or these are not the tensors that were synced.
         """
-        self._check_open()
+        with self._working():
+            return self._verify(source)
+
+    def _verify(self, source: Any | None) -> str:
         if self._state is None or self._position is None:
             raise VerificationError("there is nothing to verify, because nothing has been synced yet; call sync first")
         if source is not None and not self._state.holds(source):
