@@ -1,4 +1,4 @@
-"""Weights on a device that something else has written to: the next sync repairs and names them, and blames no record."""
+"""Weights on a device that something else has written to: the next sync repairs them and blames no record."""
 
 import logging
 from typing import Any

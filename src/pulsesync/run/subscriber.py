@@ -456,7 +456,7 @@ class Subscriber:
         if self._state is not None and not self._state.holds(source):
             self._forget()  # these are other tensors than those that were synced
             self._to_repair = ()
-        elif verify:
+        elif verify or (self._state is not None and self._state.superseded):
             with progress.timed("prepare"):
                 self._find_repairs(progress)
         try:
@@ -487,8 +487,8 @@ class Subscriber:
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
                 traceback.clear_frames(e.__traceback__)  # frees what it had read before the next attempt
                 failed_record, progress.failed_record = progress.failed_record, None
-                # What is decoded against weights that something else has written can fail in any way, also as bad bytes:
-                # before a record is blamed, the weights are counted.
+                # Decoding against weights that something else has written can fail in any way, as bad bytes too: before
+                # a record is blamed, the weights are counted.
                 if failed_record and not isinstance(e, ChecksumError) and (damage := self._find_repairs(progress)):
                     first = damage
                 else:
@@ -517,10 +517,11 @@ class Subscriber:
         damaged = state.find_damaged()
         self.events.recounted(version, not damaged, began)
         if not damaged:
+            state.claim()
             return None
         logger.warning(
-            "Something other than a sync has written to %d tensors of version %d; the first is %r. All weights are "
-            "loaded again from an anchor.",
+            "%s has written to %d tensors of version %d; the first is %r. All weights are loaded again from an anchor.",
+            "Another Subscriber of this process" if state.superseded else "Something other than a sync",
             len(damaged),
             version,
             damaged[0],
@@ -627,6 +628,7 @@ class Subscriber:
         """Attach a state; if its weights are those of a published version, the sync starts from that version."""
         self._forget()
         self._state = state
+        state.claim()
         if state.whole and not state.untied and (start := records.start(state.digest)):
             state.history = state.bring(History(start.index))
             self._move_to(start)
@@ -848,6 +850,8 @@ class Subscriber:
         with self._working():
             if self._state is None or not self._undo:
                 return None
+            if self._state.superseded and self._find_repairs(_Progress()):
+                return None  # the undo log is for other weights
             before = self.version
             position, step, back = self._undo.pop()
             began = time.perf_counter()
@@ -911,6 +915,7 @@ class Subscriber:
                 return False
         self._forget()
         self._state, state.history = state, state.bring(known)
+        state.claim()
         self._move_to(record)
         self.reported = (record.run, record.version, record.step)
         return True

@@ -129,7 +129,7 @@ def _spoil_head(world: World) -> None:
 
 
 def _publish_for_sure(world: World, trainer: SimulatedTrainer) -> None:
-    """Publish; a publisher that finds a version of another one, or a team that lost a rank, is replaced by a new one."""
+    """Publish; a publisher that finds another one's version, or a team that lost a rank, is replaced by a new one."""
     try:
         outcome = publish(world, trainer, now=True)
     except (AnotherPublisherError, GroupError):
