@@ -14,9 +14,11 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    TrustPointers,
     no_run,
     open_place,
     read_key,
+    read_movers,
     read_trust,
     size,
 )
@@ -92,6 +94,7 @@ def prune(
     keep_hours: Amount = 24.0,
     grace_hours: Amount = 1.0,
     trust: Trust = None,
+    trust_pointers: TrustPointers = None,
     as_json: Json = False,
 ) -> int:
     """Delete old versions that no worker should need; an anchor and every version since it always remain.
@@ -105,6 +108,7 @@ def prune(
         keep_hours: Keep also every version that is younger than this, by the store's clock.
         grace_hours: Time for workers to finish a sync that they have begun, before bodies are deleted.
         trust: Public key of a publisher to trust, or a file of such keys.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         as_json: Print one JSON object, for machines.
 
     Raises:
@@ -112,6 +116,7 @@ def prune(
         PulseError: the run cannot be read, or cannot be pruned.
     """
     store, keys = open_place(run), read_trust(trust)
+    movers = read_movers(trust_pointers, keys)
     if RunReader(store, keys).newest() is None:
         raise NothingThereError(no_run(run))
     printer = Printer(as_json)
@@ -122,6 +127,7 @@ def prune(
             keep_hours=keep_hours,
             grace_hours=grace_hours,
             trust=keys,
+            trust_pointers=movers,
             progress=bars.report,
         )
     printer.tell(

@@ -30,7 +30,7 @@ from pulsesync.errors import (
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body, stream_bodies
 from pulsesync.run.planner import Position
@@ -174,6 +174,7 @@ class RunVerifier:
     Args:
         location: A path or URL of the run, or a store.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         epoch_patches: As for a `Subscriber`.
         progress: Called with how many records were read, of how many, and what is done, while they are read.
 
@@ -187,12 +188,14 @@ class RunVerifier:
         location: Location,
         *,
         trust: str | Collection[str] | None = None,
+        trust_pointers: str | Collection[str] | None = None,
         epoch_patches: int = EPOCH_PATCHES,
         progress: Report = quietly,
     ) -> None:
         self.store = open_store(location)
         self.trust = trusted(trust)
-        self._records = RunReader(self.store, self.trust, epoch_patches=epoch_patches)
+        movers = trusted_for_pointers(trust_pointers, trust)
+        self._records = RunReader(self.store, self.trust, epoch_patches=epoch_patches, trust_pointers=movers)
         self.found = find_records(self._records, progress=progress)  # all records that will be checked
         if not self.found:
             raise NotFoundError(

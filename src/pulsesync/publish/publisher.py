@@ -13,7 +13,6 @@ and by `close`, once by each, until a later version is committed, which contains
 """
 
 import logging
-import operator
 import os
 import reprlib
 import time
@@ -24,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
+from pulsesync.core import arguments
 from pulsesync.core.scratch import ScratchFolder
 from pulsesync.core.threads import outlives_threads, start, submit
 from pulsesync.errors import ClosedError, StateError
@@ -32,7 +32,7 @@ from pulsesync.format import patch
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_VERSION, Manifest
-from pulsesync.format.signature import SigningKey
+from pulsesync.format.signature import SigningKey, check_signing_key
 from pulsesync.group.collective import SoloTeam, Team
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import Keep, baseline_for, check_keep
@@ -128,8 +128,13 @@ class Publisher:
         if anchor_codec not in get_args(AnchorCodecChoice):
             choices = ", ".join(map(repr, get_args(AnchorCodecChoice)))
             raise ValueError(f"anchor_codec must be one of {choices}; got {anchor_codec!r}")
-        if link is not None and not link > 0:
-            raise ValueError(f"link must be a number of bits per second above 0, or None; got {link!r}")
+        if link is not None:
+            arguments.number("link", link, what="None or a number of bits per second", above=0)
+        min_tile = arguments.whole("min_tile", min_tile, 1, what="a number of weights")
+        anchor_every = arguments.number("anchor_every", anchor_every, what="a fraction of the anchor's bytes")
+        arguments.mapping("grid", grid, "names of tensors to two sizes")
+        arguments.mapping("files", files, "names of files to their bytes or paths")
+        check_signing_key(signing_key)
         self._anchor_codec: AnchorCodecChoice = anchor_codec
         self._link = link
         self.team: Team = team or SoloTeam()
@@ -137,7 +142,7 @@ class Publisher:
         self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
         self.store = open_store(location)
         self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
-        self._spool = Path(spool) if spool else None
+        self._spool = None if spool is None else arguments.folder("spool", spool)
         if self._spool:
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
         self._given = executor
@@ -574,9 +579,7 @@ def _failed(error: BaseException, wait: bool) -> "Future[PublishReport]":
 
 def checked_step(step: int) -> int:
     """Raises: ValueError, TypeError, if step is not a whole number in the permitted range."""
-    if isinstance(step, bool) or not 0 <= (whole := operator.index(step)) <= MAX_VERSION:
-        raise ValueError(f"step must be a whole number from 0 to {MAX_VERSION}; got {step!r}")
-    return whole
+    return arguments.whole("step", step, 0, MAX_VERSION)
 
 
 def check_complete(shards: Shards) -> None:

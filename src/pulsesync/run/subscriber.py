@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pulsesync import device
+from pulsesync.core import arguments
 from pulsesync.core.threads import finish
 from pulsesync.errors import (
     BaseMismatchError,
@@ -46,7 +47,7 @@ from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import fetch_body, stream_bodies
 from pulsesync.run.heartbeats import HeartbeatWriter
@@ -170,6 +171,8 @@ class Subscriber:
         location: A path or URL of the run, or a store.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
             not checked.
+        trust_pointers: Public keys that may sign moves of pointers, and nothing else; it needs `trust`, whose keys may
+            sign moves, too.
         cache: A folder in which fetched bytes are kept, shared by the processes of a host; a restarted worker uses it.
         slices: Which part of each tensor is local, by name pattern.
         undo: How many syncs can be undone without fetching anything.
@@ -197,6 +200,7 @@ class Subscriber:
         location: Location,
         *,
         trust: str | Collection[str] | None = None,
+        trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         slices: Slices | None = None,
         undo: int = 1,
@@ -209,25 +213,27 @@ class Subscriber:
         heartbeat: str | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
-        if verify_every < 0:
-            raise ValueError(f"verify_every must be a number of syncs, or 0 for never; got {verify_every}")
+        undo = arguments.whole("undo", undo, what="a number of syncs")
+        self.verify_every = arguments.whole("verify_every", verify_every, what="a number of syncs")
+        arguments.mapping("slices", slices, "names of tensors to a Slice or None")
+        arguments.function("confirm", confirm)
+        self._cache = arguments.folder("cache", cache) if cache is not None else None
         store = open_store(location)
-        self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
+        self.store: Store = CachedStore(store, self._cache, CACHE_BYTES) if self._cache is not None else store
         self.trust = trusted(trust)
+        self._movers = trusted_for_pointers(trust_pointers, trust)
         self.slices = slices
         self.widen = widen
-        self.verify_every = verify_every
         self._target = FollowTarget(follow, max_staleness)
         self._confirm = confirm
         self._epoch_patches = epoch_patches
         self._origin = store  # for anchors, which are kept in the spool and not in the cache as well
-        self._cache = Path(cache) if cache is not None else None
         self._state: AnyState | None = None
         self._position: Position | None = None
         self._step: int | None = None
         # Run, version and step of the last report; set from outside where several copies of the weights take turns.
         self.reported: tuple[str, int, int] | None = None
-        self._undo: deque[tuple[Position, int, AnyTransition]] = deque(maxlen=max(undo, 0))
+        self._undo: deque[tuple[Position, int, AnyTransition]] = deque(maxlen=undo)
         self._executor = executor
         self._damage: str | None = None  # found by a scrub
         self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
@@ -343,6 +349,8 @@ class Subscriber:
                 `torn=True`: loading an anchor failed halfway, and the weights are between two versions. Do not use them
                 until a sync succeeds.
         """
+        version = arguments.optional_whole("version", version, what="the number of a version")
+        wait_s = arguments.seconds("wait_s", wait_s)
         try:
             with self._working():
                 self._syncs += 1
@@ -404,6 +412,8 @@ class Subscriber:
             PulseError: as `sync` does, except for errors of the store that are `retryable`.
         """
         self._check_open()
+        interval_s = arguments.seconds("interval_s", interval_s)
+        max_interval_s = arguments.seconds("max_interval_s", max_interval_s)
         pauses = _pauses(interval_s, max_interval_s)
         followed, waiting = self._position is not None, False
         while not self._closed.is_set():
@@ -446,7 +456,7 @@ class Subscriber:
         if self._target.max_staleness is None:
             raise ValueError("check_fresh needs a limit: pass max_staleness= to the Subscriber")
         self._check_open()
-        self._goal(None, RunReader(self.store, self.trust, epoch_patches=self._epoch_patches))
+        self._goal(None, self._records())
         return self._target.check_staleness(self.version)
 
     def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
@@ -470,12 +480,15 @@ class Subscriber:
                 torn=True,
             ) from e
 
+    def _records(self, avoid: Collection[str] = ()) -> RunReader:
+        return RunReader(self.store, self.trust, avoid, self._epoch_patches, self._movers)
+
     def _find_and_go(self, source: Any, version: int | None, follow_replaced: bool, progress: _Progress) -> SyncReport:
         """Plan, fetch and apply; if something on the path is missing or bad, plan again."""
         avoid: set[str] = set()
         first: PulseError | None = None
         for attempt in range(1 + REPLANS):
-            records = RunReader(self.store, self.trust, avoid, self._epoch_patches)
+            records = self._records(avoid)
             try:
                 with progress.timed("fetch"):
                     goal = self._find_goal(version, records, follow_replaced)
@@ -894,11 +907,12 @@ class Subscriber:
         Raises:
             StateError: the tensors are not those of the run; StoreError, SignatureError.
         """
+        version = arguments.whole("version", version, what="the number of a version")
         with self._working():
             return self._resume(source, version, history)
 
     def _resume(self, source: Any, version: int, history: bytes | None) -> bool:
-        records = RunReader(self.store, self.trust, epoch_patches=self._epoch_patches)
+        records = self._records()
         record = records.version(version)
         if record is None:
             return False
@@ -956,6 +970,7 @@ class Subscriber:
     @contextmanager
     def scrub(self, every_s: float = 60.0) -> Iterator[None]:
         """Recount the live weights in the background, again and again; the next sync raises if they were damaged."""
+        every_s = arguments.seconds("every_s", every_s)
         stop = threading.Event()
 
         def work() -> None:

@@ -17,8 +17,9 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
+from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import NotFoundError, StoreError
 from pulsesync.store.base import ObjectEntry, ReadOnlyStore, is_content_addressed, unreachable
 from pulsesync.store.deadlines import PIECE_BYTES, Connection, Deadline, Response
@@ -86,7 +87,7 @@ class HttpStore(ReadOnlyStore):
 
     def __init__(
         self,
-        url: str,
+        url: str | ParsedLocation,
         token: str | None = None,
         timeout_s: float = 30,
         cafile: str | None = None,
@@ -94,11 +95,11 @@ class HttpStore(ReadOnlyStore):
         min_bytes_per_s: float = 1 << 14,
         token_in_clear: bool = False,
     ) -> None:
-        parts = urlsplit(url)
-        if "@" in parts.netloc:
-            raise ValueError("the address of a server must not contain a user or a password; pass token= instead")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"the address of a server must be such as https://host/path; got {url!r}")
+        at = ParsedLocation.parse(url)
+        if at.scheme not in ("http", "https"):
+            raise ValueError(f"the address of a server must be such as https://host/path; got {str(at)!r}")
+        host, _, port = at.authority.rpartition(":")
+        host = host.strip("[]")
         if not (timeout_s > 0 and min_bytes_per_s > 0):
             raise ValueError(
                 f"timeout_s and min_bytes_per_s must be positive, so that every request ends; got {timeout_s=}, "
@@ -106,17 +107,17 @@ class HttpStore(ReadOnlyStore):
             )
         if token is not None:
             check_token(token)
-            if parts.scheme == "http" and not is_loopback(parts.hostname) and not token_in_clear:
+            if at.scheme == "http" and not is_loopback(host) and not token_in_clear:
                 raise ValueError(
-                    f"{url} is not https, so the token would be sent unencrypted to another machine; use https, or "
+                    f"{at} is not https, so the token would be sent unencrypted to another machine; use https, or "
                     "permit it with token_in_clear=True (on the command line PULSE_TOKEN_IN_CLEAR=1, for a relay "
                     "--upstream-token-in-clear)"
                 )
-        self.url = url.rstrip("/")
-        self._host, self._port, self._path = parts.hostname, parts.port, parts.path.rstrip("/")
+        self.url = str(at).rstrip("/")
+        self._host, self._port, self._path = host, int(port), at.url_path
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s, self._min_bytes_per_s = timeout_s, min_bytes_per_s
-        self._tls = _trust(cafile) if parts.scheme == "https" else None
+        self._tls = _trust(cafile) if at.scheme == "https" else None
         self._doubted: set[str] = set()  # keys whose next request must not be answered from a cache
         self._sizes: dict[str, int] = {}  # of content-addressed objects, as answers state them
         self._idle: list[Connection] = []  # append and pop are atomic: no lock

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import ConflictError, MissingBucketError, NotFoundError, StoreError
 from pulsesync.store.aws import ENDPOINT_VARIABLES, find_credentials
 from pulsesync.store.base import ObjectEntry, refused, unreachable
@@ -62,26 +63,25 @@ class ObjectStore:
             credentials.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str | ParsedLocation, **options: Any) -> None:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
 
         given = (*options.values(), *(options.get("config") or {}).values())
-        _check_no_user(url, *given, *(os.environ.get(name) for name in ENDPOINT_VARIABLES))
-        if "?" in url or "#" in url:
-            raise ValueError(
-                f"the URL of a store must not contain settings; got {url}: use keywords or environment variables"
-            )
+        at = ParsedLocation.parse(url)
+        if at.scheme not in ("s3", "gs", "az"):
+            raise ValueError(f"the URL of an object store must begin with s3://, gs:// or az://; got {at}")
+        _check_no_user(*given, *(os.environ.get(name) for name in ENDPOINT_VARIABLES))
         client: ClientConfig = {**_CLIENT, **options.pop("client_options", {})}
-        self.url = url
+        self.url = str(at)
         try:
-            self._credentials = find_credentials(options) if url.startswith("s3://") else None
+            self._credentials = find_credentials(options) if at.scheme == "s3" else None
             if self._credentials:
                 _check_no_user(*self._credentials.options.values())
                 options |= self._credentials.options
-            self._store = from_url(url, client_options=client, retry_config={"max_retries": 0}, **options)
+            self._store = from_url(at.url, client_options=client, retry_config={"max_retries": 0}, **options)
         except (BaseError, ValueError) as e:
-            raise ValueError(f"cannot open {url}: {_said(e)}") from e
+            raise ValueError(f"cannot open {at}: {_said(e)}") from e
         self._has_credentials = self._credentials is not None and not self._credentials.from_metadata
 
     @property
