@@ -509,8 +509,8 @@ def refuse_link(path: Path) -> None:
     """Raises: StoreError, if a folder in which other files are deleted is a link to a folder of someone else."""
     if path.is_symlink():
         raise StoreError(
-            f"{path} is a symbolic link to {os.readlink(path)}, whose other files would be deleted: remove the link, or "
-            "give another folder",
+            f"{path} is a symbolic link to {os.readlink(path)}, whose other files would be deleted: remove the link, "
+            "or give another folder",
             key=str(path),
         )
 
