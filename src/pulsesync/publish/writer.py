@@ -565,7 +565,7 @@ class RunWriter:
         changed, written = sum(report.changed for report in reports), record.object_bytes + len(data)
         report = self._report_patch(clock, version, base, record, changed, written)
         self._draft = replace(draft, record=data, tables=tables, report=report)
-        self._path_bytes += record.size_bytes
+        self._path_bytes += record.path_bytes
         try:
             create(self.store, record, data, base.last)
         except AnotherPublisherError:
