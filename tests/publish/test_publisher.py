@@ -2310,7 +2310,7 @@ def test_an_anchor_of_another_run_in_the_spool_is_thrown_away(tmp_path: Path) ->
         pub.publish(Training().weights)
     other = MemoryStore()
     publish_steps(other, 2)
-    publish_steps(other, 1, Training(seed=1), spool=tmp_path)
+    publish_steps(other, 1, Training(seed=1), spool=tmp_path, resume=True)
     assert list((tmp_path / "outbox").iterdir()) == []
     assert anchored(other) == [0]
     assert equal(synced(other), Training(seed=1).weights)

@@ -48,7 +48,8 @@ class PublishingCallback:
     """Publishes the weights of a Trainer: when training begins, and after every optimizer step.
 
     The first version has the weights that training starts with. A run that exists is resumed: version numbers increase,
-    and the step is the trainer's. When training ends, everything is sent and the publisher is closed; another `train()`
+    and the step is the trainer's. Another model is refused, unless the Trainer has loaded a checkpoint; `resume=True`
+    publishes it nevertheless. When training ends, everything is sent and the publisher is closed; another `train()`
     resumes the run. After an exception in training, call `close`, or let the process end: what was published is sent
     then.
 
@@ -131,6 +132,7 @@ class PublishingCallback:
         weights = self._weights(model)
         if self.publisher is None:
             options = {**self.options, "cast": self._cast(weights, args)}
+            options.setdefault("resume", state.global_step > 0)  # the Trainer has loaded a checkpoint
             options["files"] = {**self._files(model, processing_class, options["cast"]), **(options.get("files") or {})}
             self.publisher = self._open(sharded, args, options)
         self._publish(weights, state.global_step)

@@ -70,6 +70,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         location: A path or URL of the run, which all processes can reach.
         cast: The dtype that FP32 tensors are published in: one for all, or by name pattern, "" to leave them FP32.
         anchor_every: As for `Publisher`.
+        resume: As for `Publisher`.
         signing_key: A file with the signing key, on the host of trainer rank 0. The key itself cannot be an option,
             because verl logs its configuration.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused.
@@ -90,6 +91,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         location: str,
         cast: str | Mapping[str, str] | None = "BF16",
         anchor_every: float = 1.0,
+        resume: bool = False,
         signing_key: str | None = None,
         trust: str | Sequence[str] | None = None,
         cache: str | None = None,
@@ -98,7 +100,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.bucket_size, self.is_master = bucket_size, is_master
         self.location, self.timeout_s = location, timeout_s
         self._cast = cast if cast is None or isinstance(cast, str) else dict(cast)  # verl may pass OmegaConf's types
-        self._anchor_every, self._key_file = anchor_every, signing_key
+        self._anchor_every, self._resume, self._key_file = anchor_every, resume, signing_key
         keys = trust if trust is None or isinstance(trust, str) else list(trust)
         self._subscriber = Subscriber(location, trust=keys, cache=cache)
         self._trust = trusted(keys)
@@ -172,7 +174,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return self._publisher.publish(share.tensors, step=step)
 
     def _open(self, team: Team) -> Publisher:
-        options: dict[str, Any] = {"cast": self._cast, "anchor_every": self._anchor_every}
+        options: dict[str, Any] = {"cast": self._cast, "anchor_every": self._anchor_every, "resume": self._resume}
         if self._key_file is not None and team.rank == 0:
             options["signing_key"] = SigningKey(Path(self._key_file).read_text(encoding="ascii").strip())
         return Publisher(self.location, team=team, **options)

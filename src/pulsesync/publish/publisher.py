@@ -41,8 +41,9 @@ from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, Raiser, SendQueue
 from pulsesync.publish.reporting import PublishEvents
+from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.team import TeamTalk
-from pulsesync.publish.writer import PublisherState, RankBase, RunWriter, WriterOptions, signed
+from pulsesync.publish.writer import RankBase, RunWriter, WriterOptions, signed
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
@@ -61,6 +62,9 @@ class Publisher:
 
     Args:
         location: A path or URL of the run, or a store.
+        resume: Add these weights to a run that exists, whatever they are. Without it, the first publish is refused if
+            its weights do not continue the run: its step is not above that of the last version, over half of the
+            weights differ from it, and no checkpoint's state was loaded (`load_state_dict`).
         codec: How patches are coded. "auto": each tile with the codec that makes it smallest; or all with `step`, on a
             link so fast that fewer bytes save less time than they cost. The choice is made for each epoch, by the times
             of the last versions; reports and the log give it with its reason.
@@ -100,6 +104,7 @@ class Publisher:
         self,
         location: Location,
         *,
+        resume: bool = False,
         codec: patch.CodecName = "auto",
         link: float | None = None,
         cast: str | Mapping[str, str] | None = None,
@@ -152,7 +157,7 @@ class Publisher:
         self._process: int | None = None  # the process that published first
         self._writer: RunWriter  # made by the first publish
         self._options = WriterOptions(
-            codec, dict(grid or {}), min_tile, signing_key, dict(files or {}), anchor_every, epoch_patches
+            codec, dict(grid or {}), min_tile, signing_key, dict(files or {}), anchor_every, epoch_patches, resume
         )
 
     # Publishing
@@ -218,12 +223,12 @@ class Publisher:
             old: the weights of the last version, if no copy is kept (keep="hook").
 
         Raises:
-            StateError: tensors were added, removed, reshaped or tied differently; AnotherPublisherError: another
-            publisher writes to this run; RunChangedError: the run is not that of `load_state_dict`; ClosedError: the
-            publisher was closed, belongs to another process, or the interpreter is ending; StoreError, or another error
-            of an earlier version; RuntimeError: it was called by a signal handler within another call, or by a callback
-            that would wait for itself. After any exception the base is still the last committed version: the next
-            version contains the changes of both steps.
+            StateError: tensors were added, removed, reshaped or tied differently, or the first weights do not continue
+            the run (see `resume`); AnotherPublisherError: another publisher writes to this run; RunChangedError: the
+            run is not that of `load_state_dict`; ClosedError: the publisher was closed, belongs to another process, or
+            the interpreter is ending; StoreError, or another error of an earlier version; RuntimeError: it was called
+            by a signal handler within another call, or by a callback that would wait for itself. After any exception
+            the base is still the last committed version: the next version contains the changes of both steps.
         """
         began = time.perf_counter()
         if old is not None and self.keep != "hook":
