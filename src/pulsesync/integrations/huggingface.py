@@ -34,7 +34,7 @@ from pulsesync.integrations.pretrained import (
 from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.state.views import CASTS
+from pulsesync.state.views import CASTS, read_cast
 from pulsesync.store import Location
 
 __all__ = ["PulseCallback"]  # noqa: F822 - by __getattr__, below
@@ -213,7 +213,7 @@ class PublishingCallback:
     def _files(self, model: Any, processing_class: Any, cast: Any) -> dict[str, bytes]:
         if self._as == "only":
             return adapter_weights(model, save_embeddings=self._save_embeddings)[1]
-        chosen = cast.get("*") if isinstance(cast, Mapping) else cast
+        chosen = read_cast(cast).get("*")
         of = merged_files if self._as == "merged" else checkpoint_files
         return of(model, processing_class, dtype=CASTS.get(chosen or ""))
 
@@ -232,7 +232,7 @@ class PublishingCallback:
                 "most weights change in every step, so that patches are large. Pass cast='BF16' if workers use BF16, "
                 "or cast={} to publish FP32 without this warning."
             )
-            return None
+            return {}
         return _CASTS[precision]
 
     def _open(self, sharded: bool, args: Any, options: dict[str, Any]) -> Publisher:

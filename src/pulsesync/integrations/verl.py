@@ -41,7 +41,7 @@ from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.views import torch_dtype
+from pulsesync.state.views import read_cast, torch_dtype
 
 BACKEND = "pulse"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between two checks of the store while the trainers publish
@@ -99,7 +99,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         self.bucket_size, self.is_master = bucket_size, is_master
         self.location, self.timeout_s = location, timeout_s
-        self._cast = cast if cast is None or isinstance(cast, str) else dict(cast)  # verl may pass OmegaConf's types
+        self._cast = None if cast is None else read_cast(cast)
         self._anchor_every, self._resume, self._key_file = anchor_every, resume, signing_key
         keys = trust if trust is None or isinstance(trust, str) else list(trust)
         self._subscriber = Subscriber(location, trust=keys, cache=cache)

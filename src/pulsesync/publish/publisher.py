@@ -47,6 +47,7 @@ from pulsesync.publish.writer import RankBase, RunWriter, WriterOptions, signed
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
+from pulsesync.state.views import Cast, read_cast
 from pulsesync.store import CachedStore, Location, open_store
 from pulsesync.store.base import is_local
 
@@ -71,7 +72,9 @@ class Publisher:
         link: Bits per second of the slowest link between the run and a worker that matters; None: measured on uploads
             over the network. For a run on a local disk or in memory nothing can be measured: unless `link` is given,
             everything is coded as small as possible.
-        cast: The dtype that workers use, for all FP32 tensors or by name pattern.
+        cast: The dtype that workers use, for all FP32 tensors or by name pattern, where an empty one means no cast:
+            "BF16" (or "bfloat16", torch.bfloat16), "F16", "F8_E4M3", "F8_E5M2". A tensor of BF16, FP16 or FP64 must
+            have the dtype already. {}: publish FP32, without the warning if most weights change in a step.
         grid: How tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces or as
             a list of borders.
         min_tile: No even piece of the grid has fewer weights than this.
@@ -107,7 +110,7 @@ class Publisher:
         resume: bool = False,
         codec: patch.CodecName = "auto",
         link: float | None = None,
-        cast: str | Mapping[str, str] | None = None,
+        cast: "Cast | Mapping[str, Cast] | None" = None,
         grid: layouts.Grid | None = None,
         min_tile: int = 1 << 20,
         signing_key: SigningKey | None = None,
@@ -139,7 +142,7 @@ class Publisher:
         self._link = link
         self.team: Team = team or SoloTeam()
         self.keep: Keep | None = keep
-        self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
+        self.cast = read_cast(cast)
         self.store = open_store(location)
         self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
         self._spool = Path(spool) if spool else None
@@ -157,7 +160,15 @@ class Publisher:
         self._process: int | None = None  # the process that published first
         self._writer: RunWriter  # made by the first publish
         self._options = WriterOptions(
-            codec, dict(grid or {}), min_tile, signing_key, dict(files or {}), anchor_every, epoch_patches, resume
+            codec,
+            dict(grid or {}),
+            min_tile,
+            signing_key,
+            dict(files or {}),
+            anchor_every,
+            epoch_patches,
+            resume,
+            warns_of_fp32=cast is None,
         )
 
     # Publishing

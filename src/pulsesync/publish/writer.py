@@ -77,6 +77,7 @@ class WriterOptions:
     anchor_every: float
     epoch_patches: int
     resume: bool = False  # publish to an existing run even weights that do not continue it
+    warns_of_fp32: bool = False  # once, if most weights of an FP32 model change in a version
     continues: PublisherState = field(default_factory=PublisherState)  # the version that the run must have; or empty
 
 
@@ -140,6 +141,7 @@ class RunWriter:
         self._unrecorded: int | None = None  # the epoch of an anchor that all ranks started and that has no record yet
         self._ranks: Sequence[Standing] = ()  # the last status of every rank
         # The following are used by the coordinator only.
+        self._warns_of_fp32 = options.warns_of_fp32
         self._was_refused = False  # whether weights were refused that do not continue the run
         self._tables = VersionTables()
         self._refs: tuple[FileRef, ...] = ()
@@ -569,8 +571,26 @@ class RunWriter:
         self.queue.sent()
         self._note_recorded(message.newest)
         report = self._report_patch(clock, version, base, last, message.changed, message.written)
+        self._warn_of_fp32(report, base.state.layout)
         self._try_anchor(base, message.anchor)
         return report
+
+    def _warn_of_fp32(self, report: PublishReport, layout: Layout) -> None:
+        """Warn once, on the coordinator, if it seems that FP32 masters are published because a cast was forgotten."""
+        wide = sum(spec.size for spec in layout.tensors if spec.dtype == "F32")
+        if not self._warns_of_fp32 or not self.talk.coordinates or 2 * min(wide, report.changed) <= report.total:
+            return
+        self._warns_of_fp32 = False
+        logger.warning(
+            "%s of %s weights (%.4g %%) changed in version %s, which has %s bytes, because they are published as FP32. "
+            "Pass cast='BF16' to Publisher if workers use BF16: of BF16 weights about 1 %% change in a step of "
+            "reinforcement learning. Pass cast={} to publish FP32 without this warning.",
+            f"{report.changed:,}",
+            f"{report.total:,}",
+            100 * report.density,
+            report.version,
+            f"{report.payload_bytes:,}",
+        )
 
     def _report_patch(
         self, clock: "_Clock", version: PendingVersion, base: RankBase, record: Manifest, changed: int, written: int
