@@ -41,11 +41,13 @@ from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, Raiser, SendQueue
 from pulsesync.publish.reporting import PublishEvents
+from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.team import TeamTalk
-from pulsesync.publish.writer import PublisherState, RankBase, RunWriter, WriterOptions, signed
+from pulsesync.publish.writer import RankBase, RunWriter, WriterOptions, signed
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
+from pulsesync.state.views import Cast, read_cast
 from pulsesync.store import CachedStore, Location, open_store
 from pulsesync.store.base import is_local
 
@@ -61,13 +63,18 @@ class Publisher:
 
     Args:
         location: A path or URL of the run, or a store.
+        resume: Add these weights to a run that exists, whatever they are. Without it, the first publish is refused if
+            its weights do not continue the run: its step is not above that of the last version, over half of the
+            weights differ from it, and no checkpoint's state was loaded (`load_state_dict`).
         codec: How patches are coded. "auto": each tile with the codec that makes it smallest; or all with `step`, on a
             link so fast that fewer bytes save less time than they cost. The choice is made for each epoch, by the times
             of the last versions; reports and the log give it with its reason.
         link: Bits per second of the slowest link between the run and a worker that matters; None: measured on uploads
             over the network. For a run on a local disk or in memory nothing can be measured: unless `link` is given,
             everything is coded as small as possible.
-        cast: The dtype that workers use, for all FP32 tensors or by name pattern.
+        cast: The dtype that workers use, for all FP32 tensors or by name pattern, where an empty one means no cast:
+            "BF16" (or "bfloat16", torch.bfloat16), "F16", "F8_E4M3", "F8_E5M2". A tensor of BF16, FP16 or FP64 must
+            have the dtype already. {}: publish FP32, without the warning if most weights change in a step.
         grid: How tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces or as
             a list of borders.
         min_tile: No even piece of the grid has fewer weights than this.
@@ -100,9 +107,10 @@ class Publisher:
         self,
         location: Location,
         *,
+        resume: bool = False,
         codec: patch.CodecName = "auto",
         link: float | None = None,
-        cast: str | Mapping[str, str] | None = None,
+        cast: "Cast | Mapping[str, Cast] | None" = None,
         grid: layouts.Grid | None = None,
         min_tile: int = 1 << 20,
         signing_key: SigningKey | None = None,
@@ -139,7 +147,7 @@ class Publisher:
         self._link = link
         self.team: Team = team or SoloTeam()
         self.keep: Keep | None = keep
-        self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
+        self.cast = read_cast(cast)
         self.store = open_store(location)
         self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
         self._spool = None if spool is None else arguments.folder("spool", spool)
@@ -157,7 +165,15 @@ class Publisher:
         self._process: int | None = None  # the process that published first
         self._writer: RunWriter  # made by the first publish
         self._options = WriterOptions(
-            codec, dict(grid or {}), min_tile, signing_key, dict(files or {}), anchor_every, epoch_patches
+            codec,
+            dict(grid or {}),
+            min_tile,
+            signing_key,
+            dict(files or {}),
+            anchor_every,
+            epoch_patches,
+            resume,
+            warns_of_fp32=cast is None,
         )
 
     # Publishing
@@ -223,12 +239,12 @@ class Publisher:
             old: the weights of the last version, if no copy is kept (keep="hook").
 
         Raises:
-            StateError: tensors were added, removed, reshaped or tied differently; AnotherPublisherError: another
-            publisher writes to this run; RunChangedError: the run is not that of `load_state_dict`; ClosedError: the
-            publisher was closed, belongs to another process, or the interpreter is ending; StoreError, or another error
-            of an earlier version; RuntimeError: it was called by a signal handler within another call, or by a callback
-            that would wait for itself. After any exception the base is still the last committed version: the next
-            version contains the changes of both steps.
+            StateError: tensors were added, removed, reshaped or tied differently, or the first weights do not continue
+            the run (see `resume`); AnotherPublisherError: another publisher writes to this run; RunChangedError: the
+            run is not that of `load_state_dict`; ClosedError: the publisher was closed, belongs to another process, or
+            the interpreter is ending; StoreError, or another error of an earlier version; RuntimeError: it was called
+            by a signal handler within another call, or by a callback that would wait for itself. After any exception
+            the base is still the last committed version: the next version contains the changes of both steps.
         """
         began = time.perf_counter()
         if old is not None and self.keep != "hook":
