@@ -26,6 +26,7 @@ from pulsesync.store.deadlines import PIECE_BYTES, Connection, Deadline, Respons
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
 
 LISTING_TYPE = "application/x-ndjson"  # one object a line: {"key": …, "size": bytes, "modified": seconds since 1970}
+LISTING_MORE = "Pulse-Listing-More"  # header of a page: yes or no; an answer without it is the entire listing
 
 _MAX_LISTING = 1 << 28
 _MAX_NUMBER = 1 << 53
