@@ -149,6 +149,21 @@ def test_an_option_that_is_given_but_empty_is_exit_code_2(run: Path, arguments: 
     assert done.refused(2, f"{named} is empty; give it a value, or leave it out")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (["status"], "pulse status needs RUN, which was not given; pulse status --help describes it"),
+        (["delegate", "run"], "pulse delegate needs PUBLIC, which was not given"),
+        (["plan", "--model", "m"], "pulse plan needs --lr, which was not given"),
+        (["log", "run", "--limit"], "--limit needs a value; pulse log --help describes it"),
+        (["status", "a", "b"], "pulse status does not take 'b'; pulse status --help lists what it takes"),
+        (["nope"], 'Unknown command "nope"'),
+    ],
+)
+def test_a_command_line_that_is_not_complete_is_explained(arguments: list[str], saying: str) -> None:
+    assert commands.pulse(*arguments).refused(2, saying)
+
+
 @pytest.mark.parametrize("trust", [",", "{folder}/empty"])
 def test_a_trust_option_without_a_key_in_it_is_exit_code_2(run: Path, tmp_path: Path, trust: str) -> None:
     (tmp_path / "empty").touch()

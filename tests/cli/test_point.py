@@ -69,7 +69,7 @@ def test_a_run_without_pointers_says_how_to_create_one(run: Path) -> None:
     done = pulse("point", run)
     assert (done.code, done.out) == (0, "")
     assert f"create one with: pulse point {run} stable VERSION" in done.err
-    assert f"there is no pointer canary in {run}" in pulse("point", run, "canary").err
+    assert pulse("point", run, "canary").refused(3, f"there is no pointer canary in {run}; create one with")
 
 
 def test_what_cannot_be_named_is_refused(run: Path, tmp_path: Path) -> None:

@@ -267,6 +267,19 @@ def test_a_worker_that_trusts_a_key_refuses_moves_that_it_did_not_sign(signer: S
     assert equal(held, states[2])
 
 
+def test_a_run_that_is_not_signed_is_named_as_such_and_no_check_is_to_be_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, _ = run_of(1)
+    with pytest.raises(SignatureError) as caught:
+        Subscriber(store, trust=KEY.public).sync(worker())
+    said = f"{caught.value} {caplog.text}"
+    assert "the record is not signed, but trust= accepts only what one of its keys signed" in said
+    assert "have it publish with signing_key= to a new location" in said
+    for wrong in ("bytes are bad", "drop trust=", "backup"):
+        assert wrong not in said
+
+
 # -- keys that may move pointers and nothing else ------------------------------------------------------------------
 
 

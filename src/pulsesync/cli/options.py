@@ -81,7 +81,10 @@ def export_metrics(address: str | None) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise UsageError(f"--metrics must be a port, or a host and a port such as 0.0.0.0:9464; got {address!r}")
-    metrics.export(int(port), host.strip("[]") or "127.0.0.1")
+    try:
+        metrics.export(int(port), host.strip("[]") or "127.0.0.1")
+    except ValueError as e:
+        raise UsageError(f"--metrics: {e}") from e
 
 
 def read_movers(text: str | None, trust: frozenset[str] | None) -> frozenset[str] | None:

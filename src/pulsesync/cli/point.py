@@ -63,7 +63,7 @@ def point(
 
     Raises:
         UsageError: NAME is not a valid name of a pointer.
-        NothingThereError: there is no run, or no version in it yet.
+        NothingThereError: there is no run, no version in it yet, or no pointer NAME.
         PulseError: the run cannot be read, or the pointer cannot be moved.
     """
     store, printer, signing_key, trusted = open_place(run), Printer(as_json), read_key(key), read_trust(trust)
@@ -87,7 +87,10 @@ def point(
         raise NothingThereError(str(e)) from e
     if not found:
         text = f"there is no pointer{'' if name is None else f' {name}'} in {run}"
-        printer.note("none", f"{text}; create one with: pulse point {run} {name or 'stable'} VERSION")
+        text += f"; create one with: pulse point {run} {name or 'stable'} VERSION"
+        if name is not None:
+            raise NothingThereError(text)
+        printer.note("none", text)
     if as_json:
         for pointer, step in found:
             printer.tell("pointer", "", **asdict(pointer), step=step)

@@ -55,7 +55,7 @@ def verify(
 
 def verify_run(run: str, *, trust: str | None, trust_pointers: str | None, as_json: bool) -> int:
     """Replay a run; exit code 0 if all of it is good, otherwise 1. Raises: PulseError, NothingThereError."""
-    printer, counted, bad = Printer(as_json), Counter[str](), 0
+    printer, counted, bad, blocked = Printer(as_json), Counter[str](), 0, 0
     allowed = read_trust(trust)
     movers = read_movers(trust_pointers, allowed)
     with show_progress(as_json) as bars:
@@ -66,19 +66,23 @@ def verify_run(run: str, *, trust: str | None, trust_pointers: str | None, as_js
         for one in track(bars, "replaying", audit.run(), len(audit.found)):
             kind = "pointer" if isinstance(one.record, Pointer) else one.record.kind.value if one.record else "record"
             counted[kind] += 1
-            bad += one.fault is not None
-            facts = {"key": one.key, "ok": one.fault is None, "fault": one.fault}
+            blocked += one.blocked
+            bad += one.fault is not None and not one.blocked
+            facts = {"key": one.key, "ok": one.fault is None, "fault": one.fault, "blocked": one.blocked}
             if as_json:
                 printer.tell("checked", "", **facts, version=one.record.version if one.record else None, kind=kind)
-            elif one.fault:
+            elif one.fault and not one.blocked:
                 hide()
                 print(f"{one.key}: {one.fault}", file=sys.stderr)
     counts = ", ".join(f"{count} {kind if count == 1 else _PLURALS[kind]}" for kind, count in counted.items())
     text = f"{counts}: " + ("all good" if not bad else f"{bad} bad")
-    printer.tell("summary", text, records=counted.total(), bad=bad, good=counted.total() - bad, **counted)
+    if blocked:
+        text += f", and {blocked} that could not be checked, because a record before them is bad"
+    good = counted.total() - bad - blocked
+    printer.tell("summary", text, records=counted.total(), bad=bad, blocked=blocked, good=good, **counted)
     if bad and not as_json:
         print(_ADVICE, file=sys.stderr)
-    return 1 if bad else 0
+    return 1 if bad or blocked else 0
 
 
 _ADVICE = (

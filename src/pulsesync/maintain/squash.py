@@ -94,6 +94,11 @@ class Squasher:
         self._at: Manifest | None = None  # the epoch start of the state
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span
 
+    @property
+    def next_version(self) -> int | None:
+        """The version from which on the next squashed patch can be written; None if no anchor was found yet."""
+        return self._at.version + self._epoch_patches if self._at is not None else None
+
     def run(self) -> list[SquashReport]:
         """Write every squashed patch that is possible now and does not exist yet.
 

@@ -319,7 +319,7 @@ def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
         with forgetting(store, key):
             return read()
     except FormatError as e:
-        logger.warning("Reading an object once more, because its bytes are bad: %s.", e.reason)
+        logger.warning("Reading an object once more, in case it was damaged in transit: %s.", e.reason)
     with forgetting(store, key):
         return read()
 
