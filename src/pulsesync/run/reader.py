@@ -246,12 +246,12 @@ class RunReader:
     def _last_listed(self, prefix: str) -> int:
         """Return the last record in a listing, -1 for none: the first may have been pruned, and the hint be lost."""
         try:
-            names = [entry.key.rpartition("/")[2] for entry in self.store.list(prefix)]
+            names = (entry.key.rpartition("/")[2] for entry in self.store.list(prefix))
+            return max((_number(name.encode()) for name in names), default=-1)
         except StoreError as e:
             if e.retryable:
                 raise  # a listing that failed does not show that there is nothing
             return -1  # a store that cannot list
-        return max((_number(name.encode()) for name in names), default=-1)
 
     def start(self, digest: str) -> Manifest | None:
         """Return the version whose state has this digest, if there is one: patches can be applied from there."""

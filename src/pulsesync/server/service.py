@@ -29,8 +29,9 @@ from pulsesync.server.sending import (
     while_connected,
 )
 from pulsesync.store.base import Store, forget, is_content_addressed, is_near, size_of
-from pulsesync.store.http import LISTING_MORE, LISTING_TYPE, check_token
+from pulsesync.store.http import LISTING_MORE, LISTING_TYPE
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
+from pulsesync.store.transport import clean_token
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -75,7 +76,7 @@ def make_app(store: Store, token: str | None = None, *, open_metrics: bool = Fal
         PulseError: Starlette is not installed.
     """
     if token is not None:
-        check_token(token)
+        token = clean_token(token)
     try:
         from starlette.applications import Starlette
         from starlette.routing import Route
