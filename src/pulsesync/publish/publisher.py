@@ -16,6 +16,7 @@ import logging
 import os
 import reprlib
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -26,7 +27,7 @@ from typing import Any, Literal, get_args, overload
 from pulsesync.core import arguments
 from pulsesync.core.scratch import ScratchFolder
 from pulsesync.core.threads import outlives_threads, start, submit
-from pulsesync.errors import ClosedError, StateError
+from pulsesync.errors import AnotherPublisherError, ClosedError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.epochs import EPOCH_PATCHES
@@ -39,6 +40,7 @@ from pulsesync.publish.baseline import Keep, baseline_for, check_keep
 from pulsesync.publish.cadence import Cadence, Every
 from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
+from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, Raiser, SendQueue
 from pulsesync.publish.reporting import PublishEvents
 from pulsesync.publish.resume import PublisherState
@@ -98,6 +100,8 @@ class Publisher:
         epoch_patches: As for a `Subscriber`.
         team: The processes that publish together, each with its shards; None: this process alone. `ShardedPublisher`
             is a publisher with a team.
+        take_over: Continue the run although another publisher has its lease. Otherwise the first publish waits until
+            that lease ends, for 60 s at most, and raises if the other publisher turns out to be alive.
 
     Raises:
         ValueError: an argument is not one of its choices, or there is no store for the location.
@@ -124,6 +128,7 @@ class Publisher:
         executor: Executor | None = None,
         epoch_patches: int = EPOCH_PATCHES,
         team: Team | None = None,
+        take_over: bool = False,
     ) -> None:
         check_keep(keep)
         if keep == "hook" and publish_every != 1:
@@ -161,6 +166,8 @@ class Publisher:
         self._cadence = Cadence(publish_every, max_behind)
         self.events = PublishEvents(location_of(self.store), self.team)
         self._queue = SendQueue(max_behind, alone=self.team.size == 1, ended=self.events.ended)
+        self._lease = PublisherLease(self.store, take_over)
+        weakref.finalize(self, self._lease.close)
         self._holds: list[Any] = []  # hooks of optimizers, until the publisher is closed
         self._process: int | None = None  # the process that published first
         self._writer: RunWriter  # made by the first publish
@@ -333,6 +340,8 @@ class Publisher:
                 report = self._writer.write(version)
             except BaseException as e:  # noqa: BLE001 - raised by the futures and by the next call
                 writer = self._writer
+                if isinstance(e, AnotherPublisherError):
+                    self._lease.close()
                 self._queue.failed(version, e, writer.settle_at_once, is_lost=writer.talk.is_lost)
             else:
                 self._queue.completed(report)
@@ -381,7 +390,15 @@ class Publisher:
         )
         costs = PatchCosts(self._options.codec, link)
         self._writer = RunWriter(
-            self.store, TeamTalk(self.team), queue, self._cadence, anchors, costs, self._options, self.events
+            self.store,
+            TeamTalk(self.team),
+            queue,
+            self._cadence,
+            anchors,
+            costs,
+            self._options,
+            self.events,
+            self._lease,
         )
         self._process = os.getpid()
 
@@ -559,6 +576,8 @@ class Publisher:
                     executor.shutdown()
             if self._scratch:
                 self._scratch.close()
+            self._lease.close()
+            self._lease.join()
 
     def __enter__(self) -> "Publisher":
         return self

@@ -38,6 +38,7 @@ from pulsesync.publish.cadence import Cadence, SentVersion
 from pulsesync.publish.commit import create, is_committed, next_record, root_record
 from pulsesync.publish.companions import Files, put_companions
 from pulsesync.publish.costs import PatchCosts, patch_codec
+from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, SendQueue
 from pulsesync.publish.ownership import RankReport, VersionTables, agreed
 from pulsesync.publish.reporting import PublishEvents
@@ -130,7 +131,9 @@ class RunWriter:
         costs: PatchCosts,
         options: WriterOptions,
         events: PublishEvents,
+        lease: PublisherLease,
     ) -> None:
+        self.lease = lease  # the coordinator's is that of the team
         self.store, self.talk, self.queue, self.anchors, self.options = store, talk, queue, anchors, options
         self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
         self.base: RankBase | None = None  # changed only under the queue's lock
@@ -240,6 +243,7 @@ class RunWriter:
 
     def _stand(self, version: PendingVersion) -> list[Standing]:
         def stand() -> Standing:
+            self.lease.check()
             if version.fault is not None and self.base is None:
                 raise version.fault  # in the other case it is raised when all ranks have made the same call
             if self.base is not None:
@@ -390,6 +394,7 @@ class RunWriter:
         return base
 
     def _find_last(self) -> CoordinatorMessage:
+        self.lease.wait(lambda: self.queue.closed)
         reader = self._reader()
         last = reader.newest()
         key = self.options.signing_key
@@ -401,6 +406,7 @@ class RunWriter:
             )
         if self.options.continues:
             check_continues(self.options.continues, reader, last)
+        self.lease.hold()
         return CoordinatorMessage(self._sign(last), newest=last.anchor) if last else CoordinatorMessage()
 
     def _compare_resumed(self, base: RankBase, version: PendingVersion) -> None:
