@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -1182,6 +1182,23 @@ def test_a_scrub_finds_a_flipped_bit_and_the_next_sync_says_so() -> None:
         sub.sync(held)
     sub.sync(held)
     assert equal(held, states[1])
+
+
+def test_a_verification_waits_for_a_sync_that_is_running() -> None:
+    store, states = run_of(3)
+    with ThreadPoolExecutor(1) as pool:
+        verifying: list[Future[str]] = []
+
+        def verify_meanwhile() -> None:
+            verifying.append(pool.submit(sub.verify))
+            with pytest.raises(TimeoutError):
+                verifying[-1].result(timeout=0.05)
+
+        sub, held = Subscriber(store, confirm=verify_meanwhile), worker()
+        for number in range(3):
+            digest = sub.sync(held, version=number).digest
+            assert verifying[-1].result(timeout=5) == digest
+    assert equal(held, states[2])
 
 
 def test_a_scrub_beside_syncs_finds_nothing_where_nothing_is() -> None:

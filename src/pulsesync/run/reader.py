@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pulsesync.core.events import without_credentials
+from pulsesync.core.location import without_credentials
 from pulsesync.errors import (
     ChainError,
     FormatError,
@@ -56,8 +56,10 @@ class RunReader:
         trust: Collection[str] | None,
         avoid: Collection[str] = (),
         epoch_patches: int = EPOCH_PATCHES,
+        trust_pointers: Collection[str] = (),
     ) -> None:
         self.store, self.trust, self.avoid = store, trust, avoid
+        self._movers = None if trust is None else frozenset((*trust, *trust_pointers))
         self._epoch_patches = epoch_patches
         self._known: dict[str, Manifest | None] = {}
         self.fetched_bytes = 0
@@ -119,8 +121,8 @@ class RunReader:
         """Return the newest move of a pointer after one, None if there is none; found as the newest version is.
 
         Raises:
-            SignatureError: no trusted key signed it; FormatError: it is not a pointer; ChainError: it belongs to
-            another key.
+            SignatureError: no key that may move pointers signed it; FormatError: it is not a pointer; ChainError: it
+            belongs to another key.
         """
         return self._last(
             keys.pointer_hint(name), keys.pointer_prefix(name), lambda number: self.move(name, number), after
@@ -135,7 +137,7 @@ class RunReader:
             return None
         self.fetched_bytes += len(data)
         try:
-            pointer = pointers.parse(data, self.trust)
+            pointer = pointers.parse(data, self._movers)
             if (pointer.name, pointer.number) != (name, number):
                 raise ChainError(
                     f"the record is move {pointer.number} of pointer {pointer.name!r}, which has another key; restore "
@@ -249,12 +251,12 @@ class RunReader:
     def _last_listed(self, prefix: str) -> int:
         """Return the last record in a listing, -1 for none: the first may have been pruned, and the hint be lost."""
         try:
-            names = [entry.key.rpartition("/")[2] for entry in self.store.list(prefix)]
+            names = (entry.key.rpartition("/")[2] for entry in self.store.list(prefix))
+            return max((_number(name.encode()) for name in names), default=-1)
         except StoreError as e:
             if e.retryable:
                 raise  # a listing that failed does not show that there is nothing
             return -1  # a store that cannot list
-        return max((_number(name.encode()) for name in names), default=-1)
 
     def start(self, digest: str) -> Manifest | None:
         """Return the version whose state has this digest, if there is one: patches can be applied from there."""
@@ -322,7 +324,7 @@ def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
         with forgetting(store, key):
             return read()
     except FormatError as e:
-        logger.warning("Reading an object once more, because its bytes are bad: %s.", e.reason)
+        logger.warning("Reading an object once more, in case it was damaged in transit: %s.", e.reason)
     with forgetting(store, key):
         return read()
 
