@@ -14,6 +14,7 @@ from cyclopts.validators import Number
 from pulsesync import metrics
 from pulsesync.cli import progress
 from pulsesync.core.environment import read_switch
+from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import NotFoundError, PulseError
 from pulsesync.format.signature import Delegation, SigningKey, trusted_for_pointers
 from pulsesync.store import RetryStore, Store, open_store
@@ -49,11 +50,12 @@ def no_run(location: str) -> str:
 def open_place(location: str) -> Store:
     """Open the store of a run; one at an http address is sent the token of the environment. Raises: UsageError."""
     try:
-        if not location.startswith(("http://", "https://")):
-            return open_store(location)
+        at = ParsedLocation.parse(location)
+        if at.scheme not in ("http", "https"):
+            return open_store(at)
         from pulsesync.store.http import HttpStore
 
-        return RetryStore(HttpStore(location, read_token(), token_in_clear=read_switch("PULSE_TOKEN_IN_CLEAR")))
+        return RetryStore(HttpStore(at, read_token(), token_in_clear=read_switch("PULSE_TOKEN_IN_CLEAR")))
     except ValueError as e:
         raise UsageError(str(e)) from e
 
