@@ -9,8 +9,10 @@ from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cyclopts import App
+from safetensors.numpy import save_file
 
 from pulsesync.cli import COMMANDS, overview
 from tests import commands
@@ -290,6 +292,8 @@ def test_no_command_prints_what_may_be_a_secret_in_a_location(
         ("publish", location, tmp_path / "run"),
         ("follow", location, tmp_path / "weights", "--once"),
         ("follow", tmp_path / "run", location, "--once"),
+        ("follow", tmp_path / "run", "--vllm", location, "--once"),
+        ("follow", tmp_path / "run", "--sglang", location, "--once"),
         ("export", location, tmp_path / "updates"),
         ("import", tmp_path, location, "--base", tmp_path),
         ("demo", "--store", location, "--replay"),
@@ -312,3 +316,15 @@ def test_no_command_makes_a_folder_of_what_is_no_path(
     if "://" not in place:
         assert commands.pulse("log", place).refused(2, "path")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_does_not_continue_the_run_needs_resume(tmp_path: Path) -> None:
+    for seed, name in enumerate(("first", "other")):
+        weights = np.random.default_rng(seed).standard_normal(100).astype(np.float32)
+        (tmp_path / name).mkdir()
+        save_file({"w": weights}, tmp_path / name / "model.safetensors")
+    run = tmp_path / "run"
+    assert commands.pulse("publish", tmp_path / "first", run).code == 0
+    other = ["publish", tmp_path / "other", run]
+    assert commands.pulse(*other).refused(1, "pass resume=True (pulse publish: --resume)")
+    assert commands.pulse(*other, "--resume").code == 0

@@ -57,7 +57,9 @@ def test_the_log_shows_the_newest_first_with_anchors_and_squashes(run: Path) -> 
     assert ("squash", 32, 64) in others
     assert ("anchor", None, 0) in others
     text = pulse("log", run, "--limit", 3).out.splitlines()
-    assert text[0].split() == ["version", "kind", "from", "step", "epoch", "bytes", "time", "(UTC)", "digest"]
+    columns = ["version", "kind", "from", "step", "epoch", "patch", "bytes", "time", "(UTC)", "digest"]
+    assert text[0].split() == columns
+    assert [line.split()[4:6] for line in text[1:]] == [["2", "5"], ["2", "4"], ["2", "3"]]  # 2.10 would be before 2.9
     assert [line.split()[0] for line in text[1:]] == ["69", "68", "67"]
 
 

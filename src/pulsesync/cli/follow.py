@@ -285,7 +285,10 @@ def _report_failure(error: PulseError, follower: ServerFollower, printer: Printe
 def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
     sync, mark = flip.sync, flip.mark
     path = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
-    back = f", back from step {sync.from_step}" if sync.went_back else ""
+    back = ""
+    if sync.went_back:
+        is_below = sync.step < (sync.from_step or 0)
+        back = f", back from step {sync.from_step}" if is_below else f"; it went back at version {sync.rewound_at}"
     if flip.left_out:
         printer.note("left-out", f"not written, because no loader reads them: {', '.join(flip.left_out)}")
     printer.tell(
@@ -296,6 +299,7 @@ def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
         folder=str(flip.folder),
         from_version=sync.from_version,
         from_step=sync.from_step,
+        rewound_at=sync.rewound_at,
         began=flip.began,
         path=list(sync.path),
         changed=sync.changed,

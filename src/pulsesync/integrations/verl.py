@@ -40,7 +40,7 @@ from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.views import torch_dtype
+from pulsesync.state.views import read_cast, torch_dtype
 
 BACKEND = "pulse"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between two checks of the store while the trainers publish
@@ -69,6 +69,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         location: A path or URL of the run, which all processes can reach.
         cast: The dtype that FP32 tensors are published in: one for all, or by name pattern, "" to leave them FP32.
         anchor_every: As for `Publisher`.
+        resume: As for `Publisher`.
         signing_key: A file with the signing key, on the host of trainer rank 0. The key itself cannot be an option,
             because verl logs its configuration.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused.
@@ -89,6 +90,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         location: str,
         cast: str | Mapping[str, str] | None = "BF16",
         anchor_every: float = 1.0,
+        resume: bool = False,
         signing_key: str | None = None,
         trust: str | Sequence[str] | None = None,
         cache: str | None = None,
@@ -96,8 +98,8 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         self.bucket_size, self.is_master = bucket_size, is_master
         self.location, self.timeout_s = location, timeout_s
-        self._cast = cast if cast is None or isinstance(cast, str) else dict(cast)  # verl may pass OmegaConf's types
-        self._anchor_every, self._key_file = anchor_every, signing_key
+        self._cast = None if cast is None else read_cast(cast)
+        self._anchor_every, self._resume, self._key_file = anchor_every, resume, signing_key
         keys = trust if trust is None or isinstance(trust, str) else list(trust)
         self._subscriber = Subscriber(location, trust=keys, cache=cache)
         self._trust = trusted(keys)
@@ -171,7 +173,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return self._publisher.publish(share.tensors, step=step)
 
     def _open(self, team: Team) -> Publisher:
-        options: dict[str, Any] = {"cast": self._cast, "anchor_every": self._anchor_every}
+        options: dict[str, Any] = {"cast": self._cast, "anchor_every": self._anchor_every, "resume": self._resume}
         if self._key_file is not None and team.rank == 0:
             options["signing_key"] = SigningKey.from_file(self._key_file)
         return Publisher(self.location, team=team, **options)

@@ -28,6 +28,7 @@ from pulsesync.core.threads import finish
 from pulsesync.errors import (
     BaseMismatchError,
     ChainError,
+    ChecksumError,
     ClosedError,
     FormatError,
     MissingBucketError,
@@ -465,7 +466,7 @@ class Subscriber:
         if self._state is not None and not self._state.holds(source):
             self._forget()  # these are other tensors than those that were synced
             self._to_repair = ()
-        elif verify:
+        elif verify or (self._state is not None and self._state.superseded):
             with progress.timed("prepare"):
                 self._find_repairs(progress)
         try:
@@ -497,45 +498,50 @@ class Subscriber:
             except (SignatureError, RunChangedError, NothingPublishedError):
                 raise
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
-                first = first or e
                 traceback.clear_frames(e.__traceback__)  # frees what it had read before the next attempt
                 failed_record, progress.failed_record = progress.failed_record, None
-                if (about := failed_record or e.key or "") in avoid:
-                    break  # there is no path that avoids it
-                avoid.add(about)
-                if isinstance(e, FormatError) and failed_record:
-                    progress.refused[about] = e  # its bodies were read twice
-                if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
-                    self._forget()  # the local weights are not the version that was assumed
-                if attempt < REPLANS:
-                    reason = e.args[0] if e.key == about else e.reason
-                    logger.warning("Planning the sync again, because %s failed: %s.", about or "it", reason)
+                # Decoding against weights that something else has written can fail in any way, as bad bytes too: before
+                # a record is blamed, the weights are counted.
+                if failed_record and not isinstance(e, ChecksumError) and (damage := self._find_repairs(progress)):
+                    first = damage
+                else:
+                    first = first or e
+                    if (about := failed_record or e.key or "") in avoid:
+                        break  # there is no path that avoids it
+                    avoid.add(about)
+                    if isinstance(e, FormatError) and failed_record:
+                        progress.refused[about] = e  # its bodies were read twice
+                    if isinstance(e, BaseMismatchError):
+                        self._forget()  # the local weights are not the version that was assumed
+                    if attempt < REPLANS:
+                        reason = e.args[0] if e.key == about else e.reason
+                        logger.warning("Planning the sync again, because %s failed: %s.", about or "it", reason)
             progress.replanned = attempt + 1
             progress.fetched_bytes += records.fetched_bytes
         assert first is not None
         raise first
 
-    def _find_repairs(self, progress: _Progress) -> None:
-        """Recount the local weights; if something else wrote to some, forget that they were at a version."""
+    def _find_repairs(self, progress: _Progress) -> VerificationError | None:
+        """Recount the local weights; if something else wrote to some, forget their version, and return the error."""
         state = self._state
         if state is None or self._position is None:
-            return
+            return None
         began, version = time.perf_counter(), self._position.version
         damaged = state.find_damaged()
         self.events.recounted(version, not damaged, began)
-        if damaged:
-            logger.warning(
-                "Something other than a sync has written to %d tensors of version %d; the first is %r. All weights are "
-                "loaded again from an anchor.",
-                len(damaged),
-                version,
-                damaged[0],
-            )
-            self._forget()
-            self._to_repair, progress.recounted = tuple(damaged), state
-
-    def _damaged(self) -> bool:
-        return self._state is not None and self._state.find_damage() is not None
+        if not damaged:
+            state.claim()
+            return None
+        logger.warning(
+            "%s has written to %d tensors of version %d; the first is %r. All weights are loaded again from an anchor.",
+            "Another Subscriber of this process" if state.superseded else "Something other than a sync",
+            len(damaged),
+            version,
+            damaged[0],
+        )
+        self._forget()
+        self._to_repair, progress.recounted = tuple(sorted({*self._to_repair, *damaged})), state
+        return VerificationError(written_by_another(version, damaged[0]), version=version, tensor=damaged[0])
 
     def _report(self, progress: _Progress, records: RunReader, asked: int | None) -> SyncReport:
         assert self._position is not None
@@ -559,15 +565,17 @@ class Subscriber:
             from_version=from_version,
             from_step=from_step,
             pointer=self._target.name if asked is None else None,
+            rewound_at=records.rewound_at(self._position.version),
         )
         self.reported = (self._position.run, report.version, report.step)
         if report.went_back:
             logger.warning(
-                "The trainer went back to an earlier step: version %d is step %d, while version %d was step %d.",
-                report.version,
-                report.step,
+                "The trainer went back to an earlier step%s: version %d was step %d, and version %d is step %d.",
+                "" if report.rewound_at is None else f" at version {report.rewound_at}",
                 from_version,
                 from_step,
+                report.version,
+                report.step,
             )
         return report
 
@@ -635,6 +643,7 @@ class Subscriber:
         """Attach a state; if its weights are those of a published version, the sync starts from that version."""
         self._forget()
         self._state = state
+        state.claim()
         if state.whole and not state.untied and (start := records.start(state.digest)):
             state.history = state.bring(History(start.index))
             self._move_to(start)
@@ -856,6 +865,8 @@ class Subscriber:
         with self._working():
             if self._state is None or not self._undo:
                 return None
+            if self._state.superseded and self._find_repairs(_Progress()):
+                return None  # the undo log is for other weights
             before = self.version
             position, step, back = self._undo.pop()
             began = time.perf_counter()
@@ -898,8 +909,11 @@ class Subscriber:
         Raises:
             StateError: the tensors are not those of the run; StoreError, SignatureError.
         """
-        self._check_open()
         version = arguments.whole("version", version, what="the number of a version")
+        with self._working():
+            return self._resume(source, version, history)
+
+    def _resume(self, source: Any, version: int, history: bytes | None) -> bool:
         records = self._records()
         record = records.version(version)
         if record is None:
@@ -917,6 +931,7 @@ class Subscriber:
                 return False
         self._forget()
         self._state, state.history = state, state.bring(known)
+        state.claim()
         self._move_to(record)
         self.reported = (record.run, record.version, record.step)
         return True
@@ -924,10 +939,15 @@ class Subscriber:
     def verify(self, source: Any | None = None) -> str:
         """Recount the digest of all live weights and return it; check that they are the local version, bit for bit.
 
+        It waits for a sync that is running; `confirm` must not call it.
+
         Raises:
             VerificationError: something else wrote to them, or these are not the tensors that were synced.
         """
-        self._check_open()
+        with self._working():
+            return self._verify(source)
+
+    def _verify(self, source: Any | None) -> str:
         if self._state is None or self._position is None:
             raise VerificationError("there is nothing to verify, because nothing has been synced yet; call sync first")
         if source is not None and not self._state.holds(source):
