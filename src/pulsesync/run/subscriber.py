@@ -167,6 +167,8 @@ class Subscriber:
 
     Args:
         location: A path or URL of the run, or a store.
+        token: Sent to the server of an http or https location, and to no other. If not given, the token that
+            PULSE_SEND_TOKENS has for that server, if it has one.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
             not checked.
         cache: A folder in which fetched bytes are kept, shared by the processes of a host; a restarted worker uses it.
@@ -195,6 +197,7 @@ class Subscriber:
         self,
         location: Location,
         *,
+        token: str | None = None,
         trust: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         slices: Slices | None = None,
@@ -210,7 +213,7 @@ class Subscriber:
     ) -> None:
         if verify_every < 0:
             raise ValueError(f"verify_every must be a number of syncs, or 0 for never; got {verify_every}")
-        store = open_store(location)
+        store = open_store(location, token=token)
         self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
         self.trust = trusted(trust)
         self.slices = slices
