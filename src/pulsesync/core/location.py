@@ -1,13 +1,15 @@
 """The location of a run, parsed once: it is compared, opened and shown from the same value.
 
 A text can mean different places to a reader and to a library that opens it: obstore's parser removes tabs, newlines and
-spaces at the ends, decodes `%2e`, and then resolves `..`; `urllib` removes tabs and newlines; a server decodes `%2f`.
+spaces at the ends, decodes `%2e`, and then resolves `..`; `urllib` removes tabs and newlines; servers decode `%2f`, and
+some resolve `..;` or drop dots and spaces at the end of a name.
 So nothing that could be read in two ways is accepted, and stores are opened from the parts, not from the text.
 """
 
 import ipaddress
 import os
 import re
+import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -21,7 +23,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _SERVER = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?", re.ASCII)
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _MISTYPED = re.compile(rf"({'|'.join(_SCHEMES)}):(?!//)", re.IGNORECASE)
-_IN_SEGMENT = "!$&'()*+,;=:@"  # what a path may have beside what `quote` leaves, by RFC 3986
+_IN_SEGMENT = "!$&'()*+,;=:@"  # what `quote` need not encode in a path, by RFC 3986
 
 _URL = re.compile(r"""(://)(?:[^/\s'"]*@)?([^\s?#'"]*)(?:[?#][^\s'")]+)?""")
 _ASSIGNED = re.compile(
@@ -75,7 +77,7 @@ class ParsedLocation:
             authority = _parse_server(scheme, authority, text)
         elif scheme != "memory" and not _BUCKET.fullmatch(authority):
             raise ValueError(f"{scheme}:// must be followed by the name of a bucket or container; got {redacted(text)}")
-        if any(segment in ("", ".", "..") for segment in segments):
+        if any(not name.partition(";")[0].strip(". ") for name in _normal(rest).rstrip("/").split("/")[1:]):
             raise ValueError(f"a URL must not contain '//', '/./' or '/../' in its path; got {redacted(text)}")
         return cls(scheme, authority, tuple(segments), text=text)
 
@@ -124,11 +126,16 @@ def _check_characters(rest: str, text: str) -> None:
             f"a location must not contain settings, so no '?' and no '#'; got {redacted(text)}: pass token= or the "
             "store's keywords, or set environment variables"
         )
-    if not rest.isprintable() or rest != rest.strip() or not _FORBIDDEN.isdisjoint(rest):
+    if not rest.isprintable() or rest != rest.strip() or not _FORBIDDEN.isdisjoint(_normal(rest)):
         raise ValueError(
             "a URL of a run must not contain control characters, '%', '\\', or spaces at its ends; got "
             f"{redacted(text)!r}: write each character as it is, such as a space for %20"
         )
+
+
+def _normal(rest: str) -> str:
+    """What a server that normalizes Unicode makes of a text: `．．` becomes `..`."""
+    return unicodedata.normalize("NFKC", rest)
 
 
 def _parse_server(scheme: str, authority: str, text: str) -> str:

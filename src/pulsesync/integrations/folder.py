@@ -379,7 +379,8 @@ class _Side:
         """Wait for processes that load this copy with `reading`, and keep others out."""
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
-            lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            refuse_link(self.folder)
+            lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -491,7 +492,9 @@ def owned(folder: Path) -> Iterator[None]:
             raise StoreError(
                 f"{folder} contains other files; give a folder that is empty or does not exist", key=str(folder)
             )
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        for name in ("a", "b", CACHE):
+            refuse_link(folder / name)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -502,6 +505,16 @@ def owned(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def refuse_link(path: Path) -> None:
+    """Raises: StoreError, if a folder in which other files are deleted is a link to a folder of someone else."""
+    if path.is_symlink():
+        raise StoreError(
+            f"{path} is a symbolic link to {os.readlink(path)}, whose other files would be deleted: remove the link, "
+            "or give another folder",
+            key=str(path),
+        )
+
+
 def _write(path: Path, data: bytes) -> None:
     """Ensure that a file has these bytes and is on the disk; it is not written again if it has them."""
     with writing(path):
@@ -509,7 +522,8 @@ def _write(path: Path, data: bytes) -> None:
             if path.stat().st_size == len(data) and path.read_bytes() == data:
                 return
         spool = path.with_name(f".new-{path.name}")
-        with spool.open("wb") as file:
+        spool.unlink(missing_ok=True)
+        with spool.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
