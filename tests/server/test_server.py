@@ -289,6 +289,8 @@ def test_pages_of_a_listing_are_the_listing(tmp_path: Path) -> None:
         for beyond in (after, "zzz"):
             page = ask(server.url, f"/one/?list=parts/&after={beyond}")
             assert (page.body, page.headers["Pulse-Listing-More"]) == (b"", "no")
+        with closing(HttpStore(f"{server.url}/one")) as store:
+            assert [entry.key for entry in store.list("parts/")] == [f"parts/{i:05d}" for i in range(2 * PAGE + 5)]
 
 
 def test_listings_that_nobody_reads_delay_neither_other_requests_nor_the_end(tmp_path: Path) -> None:

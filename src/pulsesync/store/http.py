@@ -31,6 +31,7 @@ from pulsesync.store.base import (
 )
 from pulsesync.store.deadlines import PIECE_BYTES, Response
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
+from pulsesync.store.tokens import IN_CLEAR, advise_token
 from pulsesync.store.transport import (
     ENDLESS_TIMEOUTS,
     HttpTransport,
@@ -103,10 +104,10 @@ class HttpStore(ReadOnlyStore):
             if is_in_clear(at) and not token_in_clear:
                 raise ValueError(
                     f"{at} is not https, so the token would be sent unencrypted to another machine; use https, or "
-                    "permit it with token_in_clear=True (on the command line PULSE_TOKEN_IN_CLEAR=1, for a relay "
-                    "--upstream-token-in-clear)"
+                    f"permit it with {IN_CLEAR}=1 in the environment, HttpStore(token_in_clear=True), or for a relay "
+                    "--upstream-token-in-clear"
                 )
-        self.url = str(at).rstrip("/")
+        self._at, self.url = at, str(at).rstrip("/")
         self._transport = HttpTransport(at, token, timeout_s, cafile, min_bytes_per_s)
         self._listing_s = ENDLESS_TIMEOUTS * timeout_s
         self._doubted: set[str] = set()  # keys whose next request must not be answered from a cache
@@ -280,11 +281,7 @@ class HttpStore(ReadOnlyStore):
             raise NotFoundError(f"there is no {key} at {self.url}", key=key)
         if status in (401, 403):
             wants = "does not accept this token" if self.has_token else "requires a token"
-            raise StoreError(
-                f"{self.url} {wants} ({status}): pass token=, or set PULSE_TOKEN on the command line "
-                "(PULSE_UPSTREAM_TOKEN for the upstream of a relay)",
-                key=key,
-            )
+            raise StoreError(f"{self.url} {wants} ({status}): {advise_token(self._at)}", key=key)
         if status not in (200, 206, 416):
             retryable = status in _BUSY or 500 <= status < 600
             answer = StoreError(f"{self.url} answers {status} for {key}", key=key, retryable=retryable)
