@@ -12,19 +12,23 @@ import io
 import ipaddress
 import json
 import re
+import secrets
 import ssl
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from pulsesync.errors import NotFoundError, StoreError
+from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.store.base import ObjectEntry, ReadOnlyStore, is_content_addressed, unreachable
 from pulsesync.store.deadlines import PIECE_BYTES, Connection, Deadline, Response
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
 
 LISTING_TYPE = "application/x-ndjson"  # one object a line: {"key": …, "size": bytes, "modified": seconds since 1970}
+WRITER_HEADER = "Pulse-Writer"  # a secret by which a server binds the name of a heartbeat to the client that sent it
 
 _MAX_LISTING = 1 << 28
 _MAX_NUMBER = 1 << 53
@@ -117,6 +121,8 @@ class HttpStore(ReadOnlyStore):
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._timeout_s, self._min_bytes_per_s = timeout_s, min_bytes_per_s
         self._tls = _trust(cafile) if parts.scheme == "https" else None
+        self._writer = secrets.token_hex(16)
+        self._now: tuple[float, float] | None = None  # the server's time, and the monotonic time at which it said so
         self._doubted: set[str] = set()  # keys whose next request must not be answered from a cache
         self._sizes: dict[str, int] = {}  # of content-addressed objects, as answers state them
         self._idle: list[Connection] = []  # append and pop are atomic: no lock
@@ -208,13 +214,28 @@ class HttpStore(ReadOnlyStore):
         """Send the heartbeat of a worker, which `pulse serve` and relays keep in memory; refuse everything else.
 
         Raises:
-            StoreError: this is not a heartbeat, or the server does not accept it.
+            ConflictError: another process sends heartbeats under this name; StoreError: this is not a heartbeat, or the
+            server does not accept it.
         """
         if not is_heartbeat(key):
             raise self._read_only(key)
         check_key(key)
-        with self._asked(f"/{quote(key)}", {}, key, "PUT", bytes(data)) as response:
+        with self._asked(f"/{quote(key)}", {WRITER_HEADER: self._writer}, key, "PUT", bytes(data)) as response:
             _skip(response, PIECE_BYTES, key)  # so that the connection can be used again
+
+    def now(self) -> float:
+        """Return the server's time in seconds since 1970, to a second, by its last answer; without one it is asked.
+
+        Raises:
+            StoreError: it does not answer, or does not state its time.
+        """
+        if self._now is None:
+            with suppress(NotFoundError):
+                self.get("head", 0, 1)
+        if self._now is None:
+            raise StoreError(f"{self.url} does not state its time in a Date header")
+        stated_s, at_s = self._now
+        return stated_s + time.monotonic() - at_s
 
     def forget(self, key: str) -> None:
         """Ask the server, and all caches in front of it, for a fresh copy the next time."""
@@ -244,6 +265,7 @@ class HttpStore(ReadOnlyStore):
         """Yield the answer to a request, if its status is one of success; keep the connection if all was read."""
         try:
             connection, response = self._send(method, path, headers, body)
+            self._learn_time(response)
             try:
                 if not (method == "HEAD" and response.status in _NO_HEAD):
                     self._check(response, key)
@@ -263,6 +285,12 @@ class HttpStore(ReadOnlyStore):
             verb = "send {} to" if body is not None else "read {} from"
             error = StoreError(f"cannot {verb.format(key)} {self.url}: {cause}", key=key, retryable=True)
             raise error.advise(unreachable(self.url)) from e
+
+    def _learn_time(self, response: http.client.HTTPResponse) -> None:
+        with suppress(TypeError, ValueError, OverflowError):  # it states none
+            stated = parsedate_to_datetime(response.headers["Date"]).timestamp()
+            age = response.headers.get("Age", "0")  # of an answer that a cache has kept
+            self._now = stated + int(age if _DIGITS.fullmatch(age) else 0), time.monotonic()
 
     def _send(
         self, method: str, path: str, headers: dict[str, str], body: bytes | None
@@ -307,6 +335,12 @@ class HttpStore(ReadOnlyStore):
             raise StoreError(
                 f"{self.url} {wants} ({status}): pass token=, or set PULSE_TOKEN on the command line "
                 "(PULSE_UPSTREAM_TOKEN for the upstream of a relay)",
+                key=key,
+            )
+        if status == 409:
+            raise ConflictError(
+                f"{self.url} keeps {key} for another process, which sent it less than a minute ago: give each worker a "
+                "name of its own",
                 key=key,
             )
         if status not in (200, 206, 416):
