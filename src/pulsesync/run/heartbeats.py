@@ -298,8 +298,8 @@ class HeartbeatWriter:
     def close(self) -> None:
         """Write a last record, in the background, and end. Any thread and any signal handler may call this."""
         self._ended = True
-        _open(self._end)
-        _open(self._gate)
+        open_gate(self._end)
+        open_gate(self._gate)
 
     def join(self, timeout_s: float = EXIT_S) -> None:
         """After `close`, wait until the last record was written, or the time has passed."""
@@ -317,7 +317,7 @@ class HeartbeatWriter:
         if self._thread is None:
             self._start()
         elif any(before[name] != value for name, value in facts.items() if name in _NEWS):
-            _open(self._gate)
+            open_gate(self._gate)
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="pulse-heartbeat", daemon=True)
@@ -345,12 +345,12 @@ class HeartbeatWriter:
             if self._refused:
                 self._wait_for_end(wait_s)
             elif self._gate.acquire(timeout=wait_s):
-                _open(self._gate)
+                open_gate(self._gate)
                 self._wait_for_end(self._soonest_s)
 
     def _wait_for_end(self, timeout_s: float) -> None:
         if self._end.acquire(timeout=timeout_s):
-            _open(self._end)
+            open_gate(self._end)
 
     def _write(self, record: Heartbeat) -> None:
         try:
@@ -395,7 +395,11 @@ class HeartbeatWriter:
         self._rival = rival
 
 
-def _open(gate: threading.Lock) -> None:
+def open_gate(gate: threading.Lock) -> None:
+    """Let a thread through that waits for a lock, now or later. Signal handlers and finalizers may call this.
+
+    A threading.Event is not for them: they may run in the middle of its `wait`, with its lock taken.
+    """
     with suppress(RuntimeError):  # it is open
         gate.release()
 
