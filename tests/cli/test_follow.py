@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pulsesync import Publisher
-from pulsesync.cli.follow import follow
+from pulsesync.cli.follow import _name_worker, follow
 from pulsesync.integrations.folder import read_mark
 from pulsesync.run import reader
 from pulsesync.state.checkpoint_files import open_checkpoint
@@ -307,6 +307,13 @@ def test_a_server_is_given_the_key_of_its_own_kind(
         follow(str(tmp_path), **address)
     with pytest.raises(SeenError, match="given"):
         follow(str(tmp_path), **address, api_key="given")
+    monkeypatch.setenv(f"PULSE_{engine.upper()}_API_KEY", "")
+    empty = f"PULSE_{engine.upper()}_API_KEY is set but empty; give it a value, or unset it"
+    assert pulse("follow", tmp_path, f"--{engine}", "http://127.0.0.1:1").refused(2, empty)
+
+
+def test_the_name_of_a_follower_has_nothing_secret_of_its_servers_address() -> None:
+    assert _name_worker(None, "http://me:s3cret@host:8000/?token=s3cret", None).endswith("-vllm-host-8000")
 
 
 def test_a_follower_is_shown_by_status_under_its_own_name(checkpoints: Checkpoints, tmp_path: Path) -> None:

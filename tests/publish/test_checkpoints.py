@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,11 +20,18 @@ import numpy as np
 import pytest
 
 from pulsesync import Publisher, SigningKey, Subscriber
-from pulsesync.errors import RunForkedError, RunReplacedError, RunRolledBackError, SignatureError, StoreError
+from pulsesync.errors import (
+    RunForkedError,
+    RunReplacedError,
+    RunRolledBackError,
+    SignatureError,
+    StateError,
+    StoreError,
+)
 from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.maintain.prune import prune
+from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.publish.writer import PublisherState
 from pulsesync.run import reader
 from pulsesync.store import LocalStore, MemoryStore, Store
 from tests.helpers import nudge
@@ -310,8 +317,8 @@ def test_a_run_that_was_forked_is_refused(look_again_at_once: None) -> None:
     store = MemoryStore()
     publish_steps(store, 3)
     fork = copy_of(store)
-    state = checkpoint_at(2, store, Training(seed=1), to=2)
-    checkpoint_at(3, fork, Training(seed=2), to=3)
+    state = checkpoint_at(2, store, Training(seed=1), to=2, resume=True)
+    checkpoint_at(3, fork, Training(seed=2), to=3, resume=True)
     error = refused(fork, state, RunForkedError)
     assert (error.version, error.expected, error.actual) == (5, state["digest"], version(fork, 5).digest)
 
@@ -329,6 +336,101 @@ def test_a_refusal_is_looked_at_twice(look_again_at_once: None) -> None:
     store.received = lose_once
     with restored(store, state) as pub:
         assert pub.publish(training.weights, step=2).version == 4
+
+
+# Weights that do not continue a run
+
+FILES = {"config.json": b"{}"}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_fresh_model_is_refused_and_nothing_is_written(wait: Any) -> None:
+    store, other = MemoryStore(), Training(seed=1)
+    publish_steps(store, 3)
+    before = objects(store)
+    with Publisher(store, files=FILES) as pub:
+        for step in (0, 2, 3):  # once refused, a higher step does not make it a continuation
+            with pytest.raises(StateError, match="do not continue the run") as caught:
+                pub.publish(other.weights, step=step, wait=wait)
+        assert pub.state_dict() == {}  # a checkpoint that is saved now does not make it one either
+        assert pub.version is None
+    assert objects(store) == before
+    message = str(caught.value)
+    for way in ("load_state_dict", "new location", "resume=True"):
+        assert way in message
+
+
+@pytest.mark.parametrize("way", ["resume", "checkpoint", "location", "above", "few"])
+def test_weights_that_continue_a_run_or_are_said_to_are_published(way: str, tmp_path: Path) -> None:
+    store, training = LocalStore(tmp_path / "run"), Training()
+    state = checkpoint_at(1, store, training, to=2)
+    weights = training.weights if way == "few" else Training(seed=1).weights
+    with Publisher(tmp_path / "new" if way == "location" else store, files=FILES, resume=way == "resume") as pub:
+        if way == "checkpoint":
+            pub.load_state_dict(state)
+        report = pub.publish(weights, step=3 if way == "above" else 0)
+    assert report.version == (0 if way == "location" else 3)
+    held = worker()
+    Subscriber(pub.store).sync(held)
+    assert equal(held, weights)
+    assert [file.name for file in version(pub.store, report.version).files] == ["config.json"]
+
+
+def test_a_publisher_that_resumes_its_own_run_is_not_refused() -> None:
+    """As a team does after a rank was lost, also if its caller gives no steps and most weights change in each."""
+    store = MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish(Training(seed=0).weights)
+        pub.flush()
+        pub._writer.base = None
+        assert pub.publish(Training(seed=1).weights).version == 1
+
+
+def test_a_model_without_tensors_starts_no_run() -> None:
+    store = MemoryStore()
+    with Publisher(store) as pub:
+        with pytest.raises(StateError, match="there is no tensor to publish"):
+            pub.publish({}, wait=False)
+        assert objects(store) == {}
+        assert pub.publish(Training().weights).version == 0
+
+
+@pytest.mark.parametrize(("step", "warns"), [(0, True), (1, False)])
+def test_a_version_that_could_not_be_compared_is_published_with_a_warning(
+    step: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Watched()
+    store.fail_at("anchors/", "parts/")
+    with suppress(StoreError), Publisher(store) as pub:
+        pub.publish(Training().weights)
+    store.fail_at()
+    caplog.clear()
+    with Publisher(store) as pub:
+        assert pub.publish(Training(seed=1).weights, step=step).codec is None
+    warned = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert ["its weights were not compared with version 0 (step 0)" in one for one in warned] == [True] * warns
+
+
+@pytest.mark.parametrize("says", ["nothing", "resume", "state"])
+def test_of_a_team_all_ranks_refuse_a_fresh_model(says: str) -> None:
+    store, training = MemoryStore(), Training()
+    first = Group(store, 3)
+    for step in range(3):
+        first.publish(training.weights, step=step)
+    first.flush()
+    state, before = first.pubs[0].state_dict(), objects(store)
+    group = Group(store, 3, files=FILES, resume=says == "resume")
+    if says == "state":
+        group.pubs[0].load_state_dict(state)
+    found = group.try_publish(Training(seed=1).weights, step=1)
+    if says != "nothing":
+        assert [one.version for one in found] == [3, 3, 3]
+        return
+    assert [(type(one), one.failed_rank) for one in found] == [(StateError, None), (StateError, 0), (StateError, 0)]
+    assert all("do not continue the run" in str(one) for one in found)
+    assert objects(store) == before
+    training.step()
+    assert group.publish(training.weights, step=3).version == 3
 
 
 def test_a_pruned_version_is_no_reason_to_refuse() -> None:

@@ -29,10 +29,13 @@ from pulsesync.cli import serve as serving
 from pulsesync.cli.options import UsageError
 from pulsesync.cli.serve import parse_size
 from pulsesync.errors import NotFoundError, PulseError, StoreError
-from pulsesync.server import make_app, serve
+from pulsesync.server import make_app, sending, serve
 from pulsesync.server import relay as make_relay
-from pulsesync.server.service import _send_piece, _Service
-from pulsesync.store import CachedStore, LocalStore, MemoryStore, forget
+from pulsesync.server.calls import SharedPlaces
+from pulsesync.server.listings import PAGE, Listings
+from pulsesync.server.sending import send_piece
+from pulsesync.server.service import _Service
+from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, forget
 from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
@@ -260,6 +263,130 @@ def test_a_listing_is_that_of_the_store(store: HttpStore, folder: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "/", "parts", "../", "parts/../../"])
 def test_a_prefix_that_is_none_is_a_bad_request(url: str, prefix: str) -> None:
     assert ask(url, f"/?list={prefix}").status == 400
+
+
+def test_pages_of_a_listing_are_the_listing(tmp_path: Path) -> None:
+    (tmp_path / "one" / "parts").mkdir(parents=True)
+    for i in range(2 * PAGE + 5):
+        (tmp_path / "one" / "parts" / f"{i:05d}").touch()
+    with running("serve", tmp_path) as server:
+        whole = ask(server.url, "/one/?list=parts/")
+        assert "Pulse-Listing-More" not in whole.headers  # as a server of 0.1.0 answers, with or without after=
+        pages, after, more = b"", "", "yes"
+        while more == "yes":
+            page = ask(server.url, f"/one/?list=parts/&after={after}")
+            assert page.headers["Content-Type"] == whole.headers["Content-Type"]
+            more, pages = page.headers["Pulse-Listing-More"], pages + page.body
+            assert page.body.count(b"\n") == (PAGE if more == "yes" else 5)
+            after = json.loads(page.body.splitlines()[-1])["key"]
+        assert pages == whole.body
+        assert whole.body.count(b"\n") == 2 * PAGE + 5
+        assert ask(server.url, "/one/?list=parts/&after=parts/00006x").body.startswith(b'{"key": "parts/00007"')
+        for beyond in (after, "zzz"):
+            page = ask(server.url, f"/one/?list=parts/&after={beyond}")
+            assert (page.body, page.headers["Pulse-Listing-More"]) == (b"", "no")
+
+
+def test_listings_that_nobody_reads_delay_neither_other_requests_nor_the_end(tmp_path: Path) -> None:
+    """Of 150, each of which takes a tenth of a second to make and is larger than what a connection takes unread."""
+    (tmp_path / "manifests").mkdir()
+    for i in range(3000):
+        (tmp_path / "manifests" / f"{i:016d}").touch()
+    (tmp_path / "head").write_bytes(b"2999")
+    with running("serve", tmp_path) as server, ExitStack() as unread:
+        address = urlsplit(server.url)
+        for _ in range(150):
+            connection = socket.socket()
+            unread.enter_context(connection).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((address.hostname, address.port))
+            connection.sendall(b"GET /?list=manifests/ HTTP/1.1\r\nHost: a\r\n\r\n")
+        begin = time.monotonic()
+        assert ask(server.url, "/head").body == b"2999"
+        assert ask(server.url, "/?list=manifests/").body.count(b"\n") == 3000
+        if sys.platform == "linux":
+            assert len(os.listdir(f"/proc/{server.process.pid}/task")) < 30
+        assert server.stop() == 0
+        assert time.monotonic() - begin < 5
+
+
+class CountedListings:
+    """Counts how often a store is listed, and how often at the same time."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.made: list[str] = []
+        self.running = self.most = 0
+        self.fails = fails
+
+    def __call__(self, prefix: str) -> list[ObjectEntry]:
+        self.made.append(prefix)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        time.sleep(0.05)
+        self.running -= 1
+        if self.fails:
+            raise StoreError("the store is away", retryable=True)
+        return [ObjectEntry(f"{prefix}a", 1, 2.0)]
+
+
+def test_equal_listings_are_made_once_a_second_and_two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.server.listings._KEEP_S", 0.2)
+    counted = CountedListings()
+
+    async def many() -> None:
+        listings = Listings(counted)
+        for _ in range(2):
+            found = await asyncio.gather(*(listings.get("", f"{i % 4}/") for i in range(100)))
+            assert {one.data for one in found} == {
+                b'{"key": "%d/a", "size": 1, "modified": 2.0}\n' % i for i in range(4)
+            }
+        assert sorted(counted.made) == ["0/", "1/", "2/", "3/"]
+        await asyncio.sleep(0.3)
+        assert not listings._flights
+        await listings.get("", "0/")
+
+    asyncio.run(many())
+    assert (len(counted.made), counted.most) == (5, 2)
+
+
+def test_a_listing_for_which_nobody_waits_any_more_is_not_begun(caplog: pytest.LogCaptureFixture) -> None:
+    counted = CountedListings(fails=True)
+
+    async def leave() -> None:
+        listings = Listings(counted)
+        tasks = [asyncio.create_task(listings.get("", f"{i}/")) for i in range(8)]
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.sleep(0.1)
+        with pytest.raises(StoreError, match="away"):
+            await listings.get("", "0/")
+        assert not listings._flights
+
+    asyncio.run(leave())
+    assert counted.made == ["0/", "1/", "0/"]
+    assert not caplog.records
+
+
+def test_a_client_takes_only_some_of_the_places() -> None:
+    async def take() -> None:
+        places, order = SharedPlaces(4, 2), list[str]()
+        release = asyncio.Event()
+
+        async def request(client: str) -> None:
+            async with places.taken(client):
+                order.append(client)
+                await release.wait()
+
+        tasks = [asyncio.create_task(request(client)) for client in "aaaabbb"]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert sorted(order) == ["a", "a", "b", "b"]
+        release.set()
+        await asyncio.gather(*tasks)
+        assert len(order) == 7
+        assert not places._own
+
+    asyncio.run(take())
 
 
 def test_the_token_opens_and_nothing_else(folder: Path, tmp_path: Path) -> None:
@@ -924,7 +1051,7 @@ def test_reports_are_remembered_within_bounds_and_those_of_absent_objects_not_at
 
 
 def test_a_client_that_takes_nothing_is_dropped_after_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulsesync.server.service._SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(sending, "SEND_TIMEOUT_S", 0.05)
     slices: list[int] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:
@@ -933,5 +1060,5 @@ def test_a_client_that_takes_nothing_is_dropped_after_one_slice(monkeypatch: pyt
             await asyncio.sleep(10)
 
     with pytest.raises(TimeoutError, match=r"262144 bytes within 0\.05 s"):
-        asyncio.run(_send_piece(send, bytes(PIECE), more=True))
+        asyncio.run(send_piece(send, bytes(PIECE), more=True))
     assert slices == [1 << 18] * 3

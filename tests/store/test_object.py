@@ -1,3 +1,4 @@
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 
 from pulsesync import Subscriber
-from pulsesync.errors import ConflictError, MissingBucketError, NotFoundError, NothingPublishedError, StoreError
+from pulsesync.errors import (
+    ConflictError,
+    LimitError,
+    MissingBucketError,
+    NotFoundError,
+    NothingPublishedError,
+    StoreError,
+)
 from pulsesync.store import ObjectStore, RetryStore, open_store
 from pulsesync.testing.stores import StoreTests
 from tests.s3 import Server
@@ -278,3 +286,30 @@ def test_an_address_with_a_user_is_refused_and_not_shown(place: str, monkeypatch
         ObjectStore("s3://user:s3cret@bucket/run?x" if place == "url" else "s3://bucket/run", **keys)
     assert "s3cret" not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+def pages(count: int) -> Callable[[BaseHTTPRequestHandler], None]:
+    """A server whose listing has no end, in pages of `count` objects."""
+    numbers = itertools.count()
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        number = next(numbers)
+        objects = "".join(
+            f"<Contents><Key>run/parts/{number:06d}{i}</Key><Size>1</Size><ETag>x</ETag>"
+            "<LastModified>2026-11-15T04:57:19.000Z</LastModified></Contents>"
+            for i in range(count)
+        )
+        more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{number}</NextContinuationToken>"
+        respond(request, 200, f"<ListBucketResult><Name>bucket</Name>{more}{objects}</ListBucketResult>".encode())
+
+    return answer
+
+
+def test_a_listing_whose_pages_do_not_end_is_given_up_by_entries_and_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.store.object.MAX_ENTRIES", 2500)
+    with broken_server(pages(1000)) as endpoint, pytest.raises(LimitError, match="more than 2,500 objects"):
+        store_at(endpoint).list("parts/")
+    monkeypatch.setattr("pulsesync.store.object._LISTING_S", 0.3)
+    with broken_server(pages(0)) as endpoint, pytest.raises(StoreError, match=r"within 0\.3 s") as caught:
+        store_at(endpoint).list("parts/")
+    assert caught.value.retryable

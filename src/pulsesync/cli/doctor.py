@@ -90,7 +90,7 @@ def _findings(location: str | None, read_only: bool, trust: frozenset[str] | Non
     try:
         store = open_place(location)
     except (PulseError, ImportError) as e:
-        yield Finding("location", "fail", str(e), "give a path, s3://…, gs://…, az://… or https://…")
+        yield Finding("location", "fail", str(e), None)
         return
     link: float | None = None
     for finding in check_location(store, read_only=read_only, trust=trust):

@@ -16,6 +16,7 @@ def publish(
     run: str,
     *,
     step: Count = 0,
+    resume: bool = False,
     cast: Literal["BF16", "F16", "F8_E4M3", "F8_E5M2"] | None = None,
     codec: CodecName = "auto",
     key: Key = None,
@@ -34,6 +35,8 @@ def publish(
         checkpoint: A safetensors file, or a folder as transformers writes it, with one file or several shards.
         run: Where to publish.
         step: The trainer's step, which logs and reports show.
+        resume: Publish a checkpoint that does not continue the run, too: one whose step is not above that of the last
+            version, and of which over half of the weights differ.
         cast: Publish FP32 tensors in this dtype, which should be the dtype that workers use.
         codec: How changes are coded; auto picks the smallest.
         key: File with the key to sign with, from pulse keygen.
@@ -48,6 +51,7 @@ def publish(
     opened = open_checkpoint(checkpoint)
     publisher = Publisher(
         open_place(run),
+        resume=resume,
         codec=codec,
         cast=cast,
         signing_key=read_key(key),

@@ -24,6 +24,7 @@ MAX_VERSION = 1 << 53
 MAX_FILES = 1 << 8
 MAX_FILE_BYTES = 1 << 28
 MAX_NAME_BYTES = 1 << 7
+RECORD_BYTES = 1 << 8  # of a record besides its parts, on average: four hashes, the run, perhaps a signature
 MAX_EXTENSIONS, MAX_EXTENSION_BYTES, MAX_TAG = 1 << 4, 1 << 12, (1 << 16) - 1  # the bytes: of all together
 CHECK_BYTES = 8
 RUN_BYTES, HASH_BYTES = 16, 32
@@ -111,6 +112,11 @@ class Manifest:
     def size_bytes(self) -> int:
         """Bytes of all its parts, including those that are stored in the record."""
         return sum(part.size for part in self.parts)
+
+    @property
+    def path_bytes(self) -> int:
+        """Bytes that a reader on a path fetches for it: those of its parts, and about those of the record besides."""
+        return self.size_bytes + RECORD_BYTES
 
     @property
     def object_bytes(self) -> int:

@@ -13,10 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
+from pulsesync.core import arguments
 from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys
 from pulsesync.run.clock import store_time
 from pulsesync.run.keys import CLOCK, PRUNED
@@ -56,7 +58,8 @@ def prune(
     keep_versions: int = 100,
     keep_hours: float = 24.0,
     grace_hours: float = 1.0,
-    trust: Collection[str] | None = None,
+    trust: str | Collection[str] | None = None,
+    trust_pointers: str | Collection[str] | None = None,
     progress: Report = quietly,
 ) -> PruneReport:
     """Delete what no worker should need: see docs/protocol.md, Retention. All times are by the store's clock.
@@ -69,13 +72,11 @@ def prune(
             is a record that existed at the beginning, nothing was deleted. Lists, and records that appear meanwhile,
             are read later: what was deleted by then stays deleted, and the next prune continues.
     """
-    if keep_versions < 1 or keep_hours < 0 or grace_hours < 0:
-        raise ValueError(
-            "keep_versions must be at least 1, and keep_hours and grace_hours must not be negative; got "
-            f"{keep_versions=}, {keep_hours=}, {grace_hours=}"
-        )
+    keep_versions = arguments.whole("keep_versions", keep_versions, 1, what="a number of versions")
+    keep_hours = arguments.number("keep_hours", keep_hours, what="a number of hours")
+    grace_hours = arguments.number("grace_hours", grace_hours, what="a number of hours")
     now_s = store_time(store)
-    records = RunReader(store, trust)
+    records = RunReader(store, trusted(trust), trust_pointers=trusted_for_pointers(trust_pointers, trust))
     versions = list(_read(store, records, "manifests/", progress))
     others = [record for prefix in ("anchors/", "squashes/") for record in _read(store, records, prefix, progress)]
     pointers = _pointers(store, records, versions)

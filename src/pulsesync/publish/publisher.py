@@ -13,7 +13,6 @@ and by `close`, once by each, until a later version is committed, which contains
 """
 
 import logging
-import operator
 import os
 import reprlib
 import time
@@ -25,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
+from pulsesync.core import arguments
 from pulsesync.core.scratch import ScratchFolder
 from pulsesync.core.threads import outlives_threads, start, submit
 from pulsesync.errors import AnotherPublisherError, ClosedError, StateError
@@ -33,7 +33,7 @@ from pulsesync.format import patch
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_VERSION, Manifest
-from pulsesync.format.signature import SigningKey
+from pulsesync.format.signature import SigningKey, check_signing_key
 from pulsesync.group.collective import SoloTeam, Team
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import Keep, baseline_for, check_keep
@@ -43,11 +43,13 @@ from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, P
 from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, Raiser, SendQueue
 from pulsesync.publish.reporting import PublishEvents
+from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.team import TeamTalk
-from pulsesync.publish.writer import PublisherState, RankBase, RunWriter, WriterOptions, signed
+from pulsesync.publish.writer import RankBase, RunWriter, WriterOptions, signed
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
+from pulsesync.state.views import Cast, read_cast
 from pulsesync.store import CachedStore, Location, open_store
 from pulsesync.store.base import is_local
 
@@ -63,13 +65,18 @@ class Publisher:
 
     Args:
         location: A path or URL of the run, or a store.
+        resume: Add these weights to a run that exists, whatever they are. Without it, the first publish is refused if
+            its weights do not continue the run: its step is not above that of the last version, over half of the
+            weights differ from it, and no checkpoint's state was loaded (`load_state_dict`).
         codec: How patches are coded. "auto": each tile with the codec that makes it smallest; or all with `step`, on a
             link so fast that fewer bytes save less time than they cost. The choice is made for each epoch, by the times
             of the last versions; reports and the log give it with its reason.
         link: Bits per second of the slowest link between the run and a worker that matters; None: measured on uploads
             over the network. For a run on a local disk or in memory nothing can be measured: unless `link` is given,
             everything is coded as small as possible.
-        cast: The dtype that workers use, for all FP32 tensors or by name pattern.
+        cast: The dtype that workers use, for all FP32 tensors or by name pattern, where an empty one means no cast:
+            "BF16" (or "bfloat16", torch.bfloat16), "F16", "F8_E4M3", "F8_E5M2". A tensor of BF16, FP16 or FP64 must
+            have the dtype already. {}: publish FP32, without the warning if most weights change in a step.
         grid: How tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces or as
             a list of borders.
         min_tile: No even piece of the grid has fewer weights than this.
@@ -104,9 +111,10 @@ class Publisher:
         self,
         location: Location,
         *,
+        resume: bool = False,
         codec: patch.CodecName = "auto",
         link: float | None = None,
-        cast: str | Mapping[str, str] | None = None,
+        cast: "Cast | Mapping[str, Cast] | None" = None,
         grid: layouts.Grid | None = None,
         min_tile: int = 1 << 20,
         signing_key: SigningKey | None = None,
@@ -133,16 +141,21 @@ class Publisher:
         if anchor_codec not in get_args(AnchorCodecChoice):
             choices = ", ".join(map(repr, get_args(AnchorCodecChoice)))
             raise ValueError(f"anchor_codec must be one of {choices}; got {anchor_codec!r}")
-        if link is not None and not link > 0:
-            raise ValueError(f"link must be a number of bits per second above 0, or None; got {link!r}")
+        if link is not None:
+            arguments.number("link", link, what="None or a number of bits per second", above=0)
+        min_tile = arguments.whole("min_tile", min_tile, 1, what="a number of weights")
+        anchor_every = arguments.number("anchor_every", anchor_every, what="a fraction of the anchor's bytes")
+        arguments.mapping("grid", grid, "names of tensors to two sizes")
+        arguments.mapping("files", files, "names of files to their bytes or paths")
+        check_signing_key(signing_key)
         self._anchor_codec: AnchorCodecChoice = anchor_codec
         self._link = link
         self.team: Team = team or SoloTeam()
         self.keep: Keep | None = keep
-        self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
+        self.cast = read_cast(cast)
         self.store = open_store(location)
         self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
-        self._spool = Path(spool) if spool else None
+        self._spool = None if spool is None else arguments.folder("spool", spool)
         if self._spool:
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
         self._given = executor
@@ -159,7 +172,15 @@ class Publisher:
         self._process: int | None = None  # the process that published first
         self._writer: RunWriter  # made by the first publish
         self._options = WriterOptions(
-            codec, dict(grid or {}), min_tile, signing_key, dict(files or {}), anchor_every, epoch_patches
+            codec,
+            dict(grid or {}),
+            min_tile,
+            signing_key,
+            dict(files or {}),
+            anchor_every,
+            epoch_patches,
+            resume,
+            warns_of_fp32=cast is None,
         )
 
     # Publishing
@@ -225,12 +246,12 @@ class Publisher:
             old: the weights of the last version, if no copy is kept (keep="hook").
 
         Raises:
-            StateError: tensors were added, removed, reshaped or tied differently; AnotherPublisherError: another
-            publisher writes to this run; RunChangedError: the run is not that of `load_state_dict`; ClosedError: the
-            publisher was closed, belongs to another process, or the interpreter is ending; StoreError, or another error
-            of an earlier version; RuntimeError: it was called by a signal handler within another call, or by a callback
-            that would wait for itself. After any exception the base is still the last committed version: the next
-            version contains the changes of both steps.
+            StateError: tensors were added, removed, reshaped or tied differently, or the first weights do not continue
+            the run (see `resume`); AnotherPublisherError: another publisher writes to this run; RunChangedError: the
+            run is not that of `load_state_dict`; ClosedError: the publisher was closed, belongs to another process, or
+            the interpreter is ending; StoreError, or another error of an earlier version; RuntimeError: it was called
+            by a signal handler within another call, or by a callback that would wait for itself. After any exception
+            the base is still the last committed version: the next version contains the changes of both steps.
         """
         began = time.perf_counter()
         if old is not None and self.keep != "hook":
@@ -593,9 +614,7 @@ def _failed(error: BaseException, wait: bool) -> "Future[PublishReport]":
 
 def checked_step(step: int) -> int:
     """Raises: ValueError, TypeError, if step is not a whole number in the permitted range."""
-    if isinstance(step, bool) or not 0 <= (whole := operator.index(step)) <= MAX_VERSION:
-        raise ValueError(f"step must be a whole number from 0 to {MAX_VERSION}; got {step!r}")
-    return whole
+    return arguments.whole("step", step, 0, MAX_VERSION)
 
 
 def check_complete(shards: Shards) -> None:

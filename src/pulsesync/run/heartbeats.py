@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import Any, Protocol
 
-from pulsesync.core.events import without_credentials
+from pulsesync.core.arguments import shown
+from pulsesync.core.location import without_credentials
 from pulsesync.core.version import __version__
 from pulsesync.errors import ConflictError, FormatError, NotFoundError, StoreError
 from pulsesync.run import keys
@@ -84,10 +85,10 @@ _REQUIRED = {"worker", "host", "pid", "package", "time_s"}
 
 def check_worker(name: str) -> str:
     """Return the name of a worker. Raises: ValueError, for what is none."""
-    if not WORKER.fullmatch(name):
+    if not isinstance(name, str) or not WORKER.fullmatch(name):
         raise ValueError(
             "the name of a worker must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit; got "
-            f"{name[:80]!r}"
+            f"{shown(name)}"
         )
     return name
 

@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from pulsesync.core.location import ParsedLocation
 from pulsesync.store.base import Location, ObjectEntry, Store, forget, size_of
 from pulsesync.store.cache import CachedStore, origin_of
 from pulsesync.store.local import LocalStore
@@ -32,35 +33,29 @@ __all__ = [
 ]
 
 
-def open_store(location: Location) -> Store:
+def open_store(location: Location | ParsedLocation) -> Store:
     """Open the store of a location; stores that use a network repeat calls that failed. A store is returned as it is.
 
     A location is a path (a string or a `pathlib.Path`), `file://path`, `memory://name` (one store for each name of a
     process), `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, or the `http://` or `https://`
-    address of a server.
+    address of a server. A URL is written without `%`: a space as a space. `~/name` is in the user's home folder.
 
     Raises:
+        TypeError: this is neither a text, a path nor a store.
         ValueError: the scheme is not among these, or the rest of the location is not valid for its store.
     """
-    if isinstance(location, os.PathLike):
-        return LocalStore(location)
-    if not isinstance(location, str):
+    if not isinstance(location, str | os.PathLike | ParsedLocation) and hasattr(location, "create"):
         return location
-    scheme, colon, rest = location.partition("://")
-    if not colon:
-        return LocalStore(location)
-    if scheme == "file":
-        return LocalStore(rest)
-    if scheme == "memory":
-        return named(rest)
-    if scheme in ("s3", "gs", "az"):
-        return RetryStore(ObjectStore(location))
-    if scheme in ("http", "https"):
-        from pulsesync.store.http import HttpStore
+    at = ParsedLocation.parse(location)
+    if at.path is not None:
+        return LocalStore(at.path)
+    if at.scheme == "memory":
+        return named("/".join((at.authority, *at.segments)))
+    if at.scheme in ("s3", "gs", "az"):
+        return RetryStore(ObjectStore(at))
+    from pulsesync.store.http import HttpStore
 
-        return RetryStore(HttpStore(location))
-    known = "a path, file://, memory://, s3://, gs://, az://, http:// and https://"
-    raise ValueError(f"a location must be one of {known}; got {scheme}://")
+    return RetryStore(HttpStore(at))
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
+from pulsesync.core import arguments
 from pulsesync.errors import FormatError, StoreError
 from pulsesync.store.base import WINDOW_BYTES, ObjectEntry, Store, forget, is_content_addressed, size_of
 from pulsesync.store.turns import PATIENCE_S, locked
@@ -71,9 +72,9 @@ class CachedStore:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.store = store
-        self.folder = Path(folder)
-        self.max_bytes = max_bytes
-        self._patience_s = patience_s
+        self.folder = arguments.folder("folder", folder)
+        self.max_bytes = arguments.optional_whole("max_bytes", max_bytes, what="a number of bytes")
+        self._patience_s = arguments.seconds("patience_s", patience_s)
         self._room_bytes = 0  # bytes that may be written before the folder is measured again
         self._right: dict[str, bytes] = {}  # by key, the fingerprint of pieces that have the hash that the key states
         self._away_until: dict[str, float] = {}  # by key, when to ask the store again for what was reported as bad

@@ -9,10 +9,11 @@ from collections.abc import Callable, Collection, Iterator
 from http.client import HTTPException
 from typing import Any
 
-from pulsesync.core.events import without_credentials
+from pulsesync.core.arguments import number, one_of, shown
+from pulsesync.core.location import ParsedLocation, without_credentials
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.manifest import Manifest
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport
 from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.pointers import FollowTarget
@@ -38,7 +39,10 @@ class EngineServer(ABC):
     key_hint: str  # how to pass an API key, for errors
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        self.url, self._api_key, self._timeout_s = url.rstrip("/"), api_key, timeout_s
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise ValueError(f"url must be the address of a server, such as http://127.0.0.1:8000; got {shown(url)}")
+        self.url, self._api_key = url.rstrip("/"), api_key
+        self._timeout_s = number("timeout_s", timeout_s, what="a number of seconds", above=0)
 
     @abstractmethod
     def status(self) -> dict[str, Any]:
@@ -134,6 +138,7 @@ class ServerFollower:
         location: The path or URL of the run, as the server can reach it.
         store: The same run, as this process can reach it, to see what is published.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         kv_cache: What happens to the KV cache at an update: "drop" it, or "keep" it, although old weights have computed
             it.
         pointer: Name of a pointer of the run to follow; None: the newest version.
@@ -153,14 +158,18 @@ class ServerFollower:
         store: Store,
         *,
         trust: Collection[str] | None = None,
+        trust_pointers: Collection[str] | None = None,
         kv_cache: str = "drop",
         pointer: str | None = None,
         max_staleness: int | None = None,
         follow_replaced: bool = False,
         heartbeat: str | None = None,
     ) -> None:
+        ParsedLocation.parse(location)  # raises for what is none; the server opens it, so the text is passed on
         self.server, self.location = server, location
         self._store, self._trust = store, trusted(trust)
+        self._movers = trusted_for_pointers(trust_pointers, trust)
+        one_of("kv_cache", kv_cache, ("drop", "keep"))
         self._options: dict[str, Any] = {
             "trust": trust,
             "kv_cache": kv_cache,
@@ -233,7 +242,7 @@ class ServerFollower:
         whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
         if version is not None:
             return None, whole
-        reader = RunReader(self._store, self._trust)
+        reader = RunReader(self._store, self._trust, trust_pointers=self._movers)
         goal = self._target.find(reader, None)
         if goal is None:
             raise reader.nothing_published()

@@ -19,8 +19,8 @@ from pulsesync.core.events import (
     describe_error,
     emit,
     has_listeners,
-    without_credentials,
 )
+from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import GroupError, PulseError, VerificationError
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ class UpdateEvents:
     """
 
     def __init__(self, location: str) -> None:
-        self.location = without_credentials(location)
+        self.location = str(ParsedLocation.parse(location))
 
     def updated(self, report: UpdateReport) -> UpdateReport:
         """Log and emit an update that is complete; return the report."""
