@@ -1,4 +1,4 @@
-"""An interrupt in the middle of publishes and syncs reaches the program as what it is; `interrupts.py` has the trial."""
+"""An interrupt in the middle of publishes and syncs reaches the program as it is; `interrupts.py` has the trial."""
 
 import json
 import subprocess
