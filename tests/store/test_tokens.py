@@ -63,7 +63,7 @@ def test_a_token_of_the_environment_goes_to_its_origin_alone(place: Place, monke
     monkeypatch.setenv("PULSE_TOKEN", "mine")  # what readers of this machine's own server must send
     other = [f"https://127.0.0.1:{port}", f"http://localhost:{port}", f"http://127.0.0.1:{int(port) ^ 1}", ORIGIN]
     monkeypatch.setenv("PULSE_SEND_TOKENS", " ".join(f"{origin}=s3cret" for origin in other))
-    for command in ("status", "log", "verify", "inspect", "plan --run", "doctor --read-only", "prune", "point"):
+    for command in ("status", "log", "verify", "inspect", "squash", "doctor --read-only", "prune", "point"):
         rest = ["stable", "0"] if command == "point" else []
         before = len(place.requests)
         pulse(*shlex.split(command), place.url, *rest)

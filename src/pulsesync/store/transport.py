@@ -55,7 +55,7 @@ def parse_server(url: str | ParsedLocation) -> ParsedLocation:
 
 
 def is_in_clear(at: ParsedLocation) -> bool:
-    """Return whether what is sent to a server can be read on the way: it is another machine, without TLS."""
+    """Return whether what is sent to a server can be read on the network: it is another machine, without TLS."""
     return at.scheme == "http" and not is_loopback(_host_and_port(at)[0])
 
 
