@@ -93,6 +93,12 @@ def test_a_step_that_goes_back_is_shown(checkpoints: Checkpoints, tmp_path: Path
         shown.append(pulse("follow", run, place, "--once", "--hold", 0).out)
     assert shown[1].startswith("version 1 (step 9) is current")
     assert shown[2].startswith("version 2 (step 4, back from step 9) is current")
+    for step in (2, 12):
+        pulse("publish", checkpoints.next(), run, "--step", step)
+    shown = [pulse("follow", run, place, "--once", "--hold", 0).out]
+    assert shown[0].startswith("version 4 (step 12; it went back at version 3) is current")
+    rows = [line.split() for line in pulse("log", run).out.splitlines()]
+    assert [row[3:5] for row in rows if "(back)" in row] == [["2", "(back)"], ["4", "(back)"]]
 
 
 def test_both_versions_and_steps_of_an_update_are_in_its_json(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -101,8 +107,8 @@ def test_both_versions_and_steps_of_an_update_are_in_its_json(checkpoints: Check
     for step in (3, 9, 4):
         pulse("publish", checkpoints.next(), run, "--step", step)
         (flip,) = pulse("follow", run, place, "--once", "--hold", 0, "--json").events
-        updates.append([flip[name] for name in ("from_version", "version", "from_step", "step")])
-    assert updates == [[None, 0, None, 3], [0, 1, 3, 9], [1, 2, 9, 4]]
+        updates.append([flip[name] for name in ("from_version", "version", "from_step", "step", "rewound_at")])
+    assert updates == [[None, 0, None, 3, None], [0, 1, 3, 9, None], [1, 2, 9, 4, 2]]
 
 
 def test_publish_says_in_a_line_what_it_did(checkpoints: Checkpoints, tmp_path: Path) -> None:

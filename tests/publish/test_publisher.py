@@ -118,18 +118,72 @@ def test_only_fp32_is_cast_and_patterns_say_where() -> None:
         "layer.weight": np.ones(4, np.float32),
         "layer.scale": np.ones(4, np.float32),
         "layer.half": np.ones(4, np.float16),
-        "count": np.ones(4, np.int32),
+        "layer.eight": np.ones(4, ml_dtypes.float8_e4m3fn),
+        "layer.count": np.ones(4, np.int32),
     }
     store = MemoryStore()
-    with Publisher(store, cast={"*.scale": "", "layer.*": "BF16"}) as pub:
+    with Publisher(store, cast={"*.scale": "", "*.half": "", "layer.*": "BF16"}) as pub:
         pub.publish(weights)
     expected = {**weights, "layer.weight": weights["layer.weight"].astype(ml_dtypes.bfloat16)}
     assert equal(synced(store, {name: np.zeros_like(array) for name, array in expected.items()}), expected)
 
 
-def test_a_cast_to_what_is_not_known_is_refused() -> None:
-    with Publisher(MemoryStore(), cast="INT4") as pub, pytest.raises(ValueError, match="INT4"):
-        pub.publish({"w": np.zeros(4, np.float32)})
+@pytest.mark.parametrize("cast", ["INT4", "F32", 16, np.int8, {"*": "bf17"}, {"w": []}, "torch.float32"], ids=str)
+def test_a_cast_to_what_is_not_known_is_refused_by_the_constructor(cast: Any) -> None:
+    with pytest.raises(ValueError, match=r"cast must be one of 'BF16', 'F16', .* such as torch.bfloat16"):
+        Publisher(MemoryStore(), cast=cast)
+
+
+@pytest.mark.parametrize("wanted", CASTS)
+def test_a_cast_is_named_as_the_format_or_a_framework_names_it(wanted: str) -> None:
+    torch = pytest.importorskip("torch")
+    name = CASTS[wanted]
+    array = getattr(ml_dtypes, name, None) or getattr(np, name)
+    for cast in (wanted, wanted.lower(), name, f"torch.{name}", getattr(torch, name), array, np.dtype(array)):
+        assert Publisher(MemoryStore(), cast=cast).cast == {"*": wanted}
+        assert Publisher(MemoryStore(), cast={"norm": "", "*": cast}).cast == {"norm": "", "*": wanted}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cast"),
+    [(np.float16, "BF16"), (ml_dtypes.bfloat16, "F16"), (np.float64, "BF16"), (np.float16, "F8_E5M2")],
+)
+def test_a_cast_that_would_not_happen_is_refused(dtype: Any, cast: str) -> None:
+    store, weights = MemoryStore(), {"ids": np.zeros(3, np.int32), "w": np.ones(4, dtype)}
+    with (
+        Publisher(store, cast=cast) as pub,
+        pytest.raises(StateError, match=r"cast='\w+' converts FP32 only") as caught,
+    ):
+        pub.publish(weights)
+    assert caught.value.tensor == "w"
+    assert versions(store) == []
+    with Publisher(store, cast={"w": "", "*": cast}) as pub:  # as the error says
+        pub.publish(weights)
+    with Publisher(MemoryStore(), cast={np.float16: "F16", np.float64: ""}.get(dtype, "BF16")) as pub:
+        pub.publish(weights)
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype", "some", "warns"),
+    [
+        (None, np.float32, 0.9, 1),
+        (None, np.float32, 0.1, 0),
+        ({}, np.float32, 0.9, 0),
+        ("BF16", np.float32, 0.9, 0),
+        (None, ml_dtypes.bfloat16, 0.9, 0),
+    ],
+)
+def test_fp32_of_which_most_weights_change_is_warned_of_once(
+    cast: Any, dtype: Any, some: float, warns: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = {"w": np.ones(1000, dtype), "ids": np.zeros(300, np.int32)}
+    with Publisher(MemoryStore(), cast=cast) as pub:
+        for step in range(4):
+            pub.publish(weights, step=step)
+            weights["w"][: int(1000 * some)] += 1
+    found = [one.getMessage() for one in caplog.records]
+    assert ["900 of 1,300 weights (69.23 %) changed in version 1" in one for one in found] == [True] * warns
+    assert all("Pass cast='BF16' to Publisher if workers use BF16" in one for one in found)
 
 
 def test_casting_makes_no_second_copy_of_the_model() -> None:
@@ -211,6 +265,7 @@ def test_tensors_that_change_are_refused_by_name_and_the_run_goes_on(what: str, 
         with pytest.raises(StateError, match=name) as caught:
             pub.publish(other, wait=wait)  # type: ignore[call-overload]
         assert caught.value.tensor == name
+        assert "publish this model to a new location" in str(caught.value)
         training.step()
         assert pub.publish(training.weights).version == 1
     assert equal(synced(store), training.weights)
@@ -220,7 +275,7 @@ def test_ties_that_change_are_refused() -> None:
     a, c = np.zeros(4, np.float32), np.ones(4, np.float32)
     with Publisher(MemoryStore()) as pub:
         pub.publish({"a": a, "c": c, "z": a})
-        with pytest.raises(StateError, match="'z'"):
+        with pytest.raises(StateError, match=r"'z' was added, .* tied differently .* to a new location"):
             pub.publish({"a": a, "c": c, "z": c})
 
 
@@ -2310,7 +2365,7 @@ def test_an_anchor_of_another_run_in_the_spool_is_thrown_away(tmp_path: Path) ->
         pub.publish(Training().weights)
     other = MemoryStore()
     publish_steps(other, 2)
-    publish_steps(other, 1, Training(seed=1), spool=tmp_path)
+    publish_steps(other, 1, Training(seed=1), spool=tmp_path, resume=True)
     assert list((tmp_path / "outbox").iterdir()) == []
     assert anchored(other) == [0]
     assert equal(synced(other), Training(seed=1).weights)

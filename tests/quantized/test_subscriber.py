@@ -402,7 +402,7 @@ def test_what_does_not_fit_is_refused_by_name(place: Place) -> None:
 
 
 def test_options_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="recipe must be one of vllm-fp8-tensor"):
+    with pytest.raises(ValueError, match="recipe must be one of 'vllm-fp8-tensor'"):
         QuantizedSubscriber(MemoryStore(), "fp8")
     with pytest.raises(ValueError, match="plain must be 'device' or 'host'; got 'disk'"):
         QuantizedSubscriber(MemoryStore(), "vllm-fp8-block", plain="disk")

@@ -17,10 +17,12 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    TrustPointers,
     UsageError,
     Version,
     export_metrics,
     open_place,
+    read_movers,
     read_trust,
     size,
 )
@@ -47,6 +49,7 @@ def follow(
     kv_cache: Literal["drop", "keep"] = "drop",
     api_key: str | None = None,
     trust: Trust = None,
+    trust_pointers: TrustPointers = None,
     cache: Path | None = None,
     once: Flag = False,
     interval_s: Interval = 1.0,
@@ -89,6 +92,7 @@ def follow(
         api_key: The key that the server was started with, if any; PULSE_VLLM_API_KEY or PULSE_SGLANG_API_KEY in the
             environment if not given.
         trust: Public key of a publisher to trust, or a file of such keys; nothing else is then accepted.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         cache: Folder in which fetched bytes are kept, shared with other processes; FOLDER/.cache if not given.
         once: Update to the newest version and end; exit code 3 if there is none yet.
         interval_s: Seconds between checks for a new version.
@@ -127,6 +131,7 @@ def follow(
     except ValueError as e:
         raise UsageError(f"--heartbeat: {e}") from e
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
+    movers = read_movers(trust_pointers, keys)
     export_metrics(metrics)
     try:
         in_clear = may_send_in_clear()
@@ -147,6 +152,7 @@ def follow(
                 _reachable(run),
                 store,
                 trust=keys,
+                trust_pointers=movers,
                 kv_cache=kv_cache,
                 pointer=pointer,
                 max_staleness=max_staleness,
@@ -163,6 +169,7 @@ def follow(
             store,
             folder,
             trust=keys,
+            trust_pointers=movers,
             cache=cache,
             hold_s=hold_s,
             follow=pointer,
@@ -284,7 +291,10 @@ def _report_failure(error: PulseError, follower: ServerFollower, printer: Printe
 def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
     sync, mark = flip.sync, flip.mark
     path = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
-    back = f", back from step {sync.from_step}" if sync.went_back else ""
+    back = ""
+    if sync.went_back:
+        is_below = sync.step < (sync.from_step or 0)
+        back = f", back from step {sync.from_step}" if is_below else f"; it went back at version {sync.rewound_at}"
     if flip.left_out:
         printer.note("left-out", f"not written, because no loader reads them: {', '.join(flip.left_out)}")
     printer.tell(
@@ -295,6 +305,7 @@ def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
         folder=str(flip.folder),
         from_version=sync.from_version,
         from_step=sync.from_step,
+        rewound_at=sync.rewound_at,
         began=flip.began,
         path=list(sync.path),
         changed=sync.changed,

@@ -14,11 +14,12 @@ from cyclopts.validators import Number
 from pulsesync import metrics
 from pulsesync.cli import progress
 from pulsesync.errors import NotFoundError, PulseError
-from pulsesync.format.signature import Delegation, SigningKey
+from pulsesync.format.signature import Delegation, SigningKey, trusted_for_pointers
 from pulsesync.store import Store, open_store
 
 Key = Annotated[Path | None, Parameter(env_var="PULSE_KEY")]
 Trust = Annotated[str | None, Parameter(env_var="PULSE_TRUST")]
+TrustPointers = Annotated[str | None, Parameter(env_var="PULSE_TRUST_POINTERS")]
 Flag = Annotated[bool, Parameter(negative=())]
 Json = Annotated[bool, Parameter(name="--json", negative=())]
 Count = Annotated[int, Parameter(validator=Number(gte=0))]
@@ -77,10 +78,23 @@ def export_metrics(address: str | None) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise UsageError(f"--metrics must be a port, or a host and a port such as 0.0.0.0:9464; got {address!r}")
-    metrics.export(int(port), host.strip("[]") or "127.0.0.1")
+    try:
+        metrics.export(int(port), host.strip("[]") or "127.0.0.1")
+    except ValueError as e:
+        raise UsageError(f"--metrics: {e}") from e
 
 
-def read_trust(text: str | None) -> frozenset[str] | None:
+def read_movers(text: str | None, trust: frozenset[str] | None) -> frozenset[str] | None:
+    """Read the public keys of --trust-pointers, as `read_trust` does. Raises: UsageError."""
+    found = read_trust(text, "--trust-pointers")
+    try:
+        trusted_for_pointers(found, trust)
+    except ValueError as e:
+        raise UsageError(str(e).replace("trust_pointers=", "--trust-pointers").replace("trust=", "--trust")) from e
+    return found
+
+
+def read_trust(text: str | None, option: str = "--trust") -> frozenset[str] | None:
     """Read public keys: 64 hexadecimal digits each, separated by commas, or a file of them. Raises: UsageError."""
     if text is None:
         return None
@@ -90,11 +104,11 @@ def read_trust(text: str | None) -> frozenset[str] | None:
             keys = Path(text).read_text(encoding="ascii").lower().split()
         except (OSError, UnicodeDecodeError) as e:
             raise UsageError(
-                f"--trust must be a public key of 64 hexadecimal digits, or a file of them; got {text}"
+                f"{option} must be a public key of 64 hexadecimal digits, or a file of them; got {text!r}"
             ) from e
     if not keys or not all(_HEX.fullmatch(key) for key in keys):
         raise UsageError(
-            f"--trust {text}: the file must contain public keys of 64 hexadecimal digits, one on each line"
+            f"{option} {text}: the file must contain public keys of 64 hexadecimal digits, one on each line"
         )
     return frozenset(keys)
 
@@ -106,13 +120,11 @@ def read_key(file: Path | None, delegation: Path | None = None) -> SigningKey | 
             raise UsageError("--delegation belongs to a key: give that key too, with --key or PULSE_KEY")
         return None
     try:
-        return SigningKey(file.read_text(encoding="ascii").strip(), _read_delegation(delegation))
+        return SigningKey.from_file(file, _read_delegation(delegation))
     except OSError as e:
         raise UsageError(f"cannot read the key in {file}: {e.strerror}; make one with pulse keygen") from e
     except ValueError as e:
-        raise UsageError(
-            f"{file} does not contain a signing key, which is 64 hexadecimal digits; make one with pulse keygen"
-        ) from e
+        raise UsageError(str(e)) from e
 
 
 def _read_delegation(file: Path | None) -> Delegation | None:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from cyclopts import UNSET, App, ArgumentCollection, CycloptsError
+from cyclopts import UNSET, App, ArgumentCollection, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 import pulsesync
 from pulsesync.cli import COMMANDS
-from pulsesync.core.location import ParsedLocation, redacted
+from pulsesync.core.location import parse_path, redacted
 
 
 def make_app() -> App:
@@ -31,8 +31,23 @@ def call(arguments: Sequence[str]) -> int:
     except CycloptsError as e:
         from pulsesync.cli.options import UsageError
 
-        raise UsageError(f"{str(e).strip()} pulse --help lists the commands, pulse COMMAND --help its options") from e
+        raise UsageError(_explained(e)) from e
     return code
+
+
+def _explained(error: CycloptsError) -> str:
+    """Return what is wrong with a command line, and where its options are described."""
+    command = " ".join(("pulse", *(error.command_chain or ("COMMAND",))))
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name, keyword = error.argument.name, error.keyword
+        if keyword is not None:
+            return f"{keyword} needs a value; {command} --help describes it"
+        if error.argument.field_info.is_positional:
+            name = name.removeprefix("--").upper()  # as the help writes it
+        return f"{command} needs {name}, which was not given; {command} --help describes it"
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"{command} does not take {redacted(error.unused_tokens[0])!r}; {command} --help lists what it takes"
+    return f"{str(error).strip()} pulse --help lists the commands, {command} --help its options"
 
 
 def _check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -54,15 +69,7 @@ def _check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentColl
                     raise UsageError(f"{name} is set but empty; give it a value, or unset it")
                 raise UsageError(f"{name} is empty; give it a value, or leave it out")
             if Path in (argument.hint, *get_args(argument.hint)):
-                _check_path(name, token.value)
-
-
-def _check_path(name: str, value: str) -> None:
-    from pulsesync.cli.options import UsageError
-
-    if "://" in value:
-        raise UsageError(f"{name} must be a path of this machine; got {redacted(value)}")
-    try:
-        ParsedLocation.parse(value)
-    except ValueError as e:
-        raise UsageError(f"{name}: {e}") from e
+                try:
+                    parse_path(token.value)
+                except ValueError as e:
+                    raise UsageError(f"{name}: {e}") from e

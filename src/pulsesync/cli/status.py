@@ -17,8 +17,10 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    TrustPointers,
     no_run,
     open_place,
+    read_movers,
     read_trust,
     size,
 )
@@ -34,6 +36,7 @@ def status(
     watch: Flag = False,
     interval_s: Interval = 5.0,
     trust: Trust = None,
+    trust_pointers: TrustPointers = None,
     as_json: Json = False,
 ) -> int:
     """Show a run and its workers at a glance: newest version, last anchor, pointers, and where each worker is.
@@ -66,6 +69,7 @@ def status(
         watch: Look again and again, until interrupted.
         interval_s: Seconds between looks, with --watch.
         trust: Public key of a publisher to trust, or a file of such keys.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         as_json: Print one JSON object, for machines; with --watch, one a look.
 
     Raises:
@@ -73,9 +77,10 @@ def status(
         PulseError: it cannot be read.
     """
     store, keys, printer = open_place(run), read_trust(trust), Printer(as_json)
+    movers = read_movers(trust_pointers, keys)
     while True:
         try:
-            found = read_fleet(store, trust=keys, max_lag=max_lag, max_age_s=max_age_s)
+            found = read_fleet(store, trust=keys, trust_pointers=movers, max_lag=max_lag, max_age_s=max_age_s)
         except NothingPublishedError as e:
             if not watch:
                 raise NothingThereError(no_run(run)) from e

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pulsesync.core.arguments import shown, whole
 from pulsesync.core.location import without_credentials
 
 __all__ = [
@@ -130,6 +131,7 @@ class Synced(RunEvent):
     prepare_s: float
     pause_s: float  # writing: the only time in which the weights must not be used
     repaired: tuple[str, ...]
+    went_back: bool = False  # whether the trainer went back to an earlier step, as of a SyncReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,8 +352,9 @@ def listen(listener: Listener, *, queued: int = QUEUED) -> Listening:
         queued: How many events may wait for it. Later ones are dropped; `Listening.dropped` counts them.
     """
     global _listening
-    if queued < 1:
-        raise ValueError(f"queued must be at least 1; got {queued}")
+    queued = whole("queued", queued, 1, what="a number of events")
+    if not callable(listener):
+        raise TypeError(f"listener must be a function that is called with each event; got {shown(listener)}")
     added = Listening(listener, queued)
     with _lock:
         _listening = (*_listening, added)

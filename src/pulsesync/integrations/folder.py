@@ -32,6 +32,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pulsesync.core import arguments
+from pulsesync.core.scratch import make_private
 from pulsesync.errors import (
     BaseMismatchError,
     ChecksumError,
@@ -46,7 +48,7 @@ from pulsesync.errors import (
 )
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
 from pulsesync.run.heartbeats import HeartbeatWriter
@@ -108,6 +110,7 @@ class HuggingFaceFolder:
         location: A path or URL of the run, or a store.
         folder: Where the weights go: a folder that is empty, does not exist yet, or was used for this before.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         cache: A folder for fetched bytes, which other processes may share; if not given, a small one in the folder.
         hold_s: Seconds for which a copy that is no longer current is not changed, so that a program that has begun to
             load it can finish; `reading` keeps it longer.
@@ -130,6 +133,7 @@ class HuggingFaceFolder:
         folder: str | Path,
         *,
         trust: str | Collection[str] | None = None,
+        trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         hold_s: float = 0.0,
         shard_bytes: int = SHARD_BYTES,
@@ -139,13 +143,14 @@ class HuggingFaceFolder:
         heartbeat: str | None = None,
     ) -> None:
         self._target = FollowTarget(follow, max_staleness)
-        self.folder = Path(folder)
-        self.trust = trusted(trust)
-        self.hold_s, self.shard_bytes, self.follow_replaced = hold_s, shard_bytes, follow_replaced
+        self.folder = arguments.folder("folder", folder)
+        self.trust, self._movers = trusted(trust), trusted_for_pointers(trust_pointers, trust)
+        self.hold_s, self.follow_replaced = arguments.seconds("hold_s", hold_s), follow_replaced
+        self.shard_bytes = arguments.whole("shard_bytes", shard_bytes, 1, what="a number of bytes")
         store = open_store(location)
         self._origin = store
         self._own_cache = cache is None
-        self._cache = Path(cache) if cache is not None else self.folder / CACHE
+        self._cache = arguments.folder("cache", cache) if cache is not None else self.folder / CACHE
         self.store: Store = CachedStore(store, self._cache)
         self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
         self._events = SyncEvents(location_of(store), self._heartbeat)
@@ -196,6 +201,7 @@ class HuggingFaceFolder:
         Raises:
             PulseError: as `Subscriber.sync`. `current` is then unchanged, and the same call can be repeated.
         """
+        version = arguments.optional_whole("version", version, what="the number of a version")
         try:
             done = self._update(version)
         except NothingPublishedError as e:  # it waits for a version; metrics do not count that as a failure
@@ -248,7 +254,7 @@ class HuggingFaceFolder:
         Raises:
             RunChangedError: the location has another run than the folder; NothingPublishedError.
         """
-        records, current = RunReader(self.store, self.trust), self.current
+        records, current = RunReader(self.store, self.trust, trust_pointers=self._movers), self.current
         try:
             if current:
                 records.check_run(current.run, current.version, current.digest)
@@ -487,7 +493,7 @@ def _current(folder: Path) -> str | None:
 def owned(folder: Path) -> Iterator[None]:
     """Be the only process that writes to a folder, which must be empty or one that this function has used before."""
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         if not (folder / LOCK).exists() and any(folder.iterdir()):
             raise StoreError(
                 f"{folder} contains other files; give a folder that is empty or does not exist", key=str(folder)

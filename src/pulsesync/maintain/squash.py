@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pulsesync.core import arguments
 from pulsesync.core.types import Sum
 from pulsesync.errors import ConflictError, MissingLinkError
 from pulsesync.format import patch, signature
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import BaseRef, Manifest, RecordKind
-from pulsesync.format.signature import SigningKey, trusted
+from pulsesync.format.signature import SigningKey, check_signing_key, trusted
 from pulsesync.format.weights import Changes, Overlay, compose, inverse
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body, inline_share, keep_body, put_body
@@ -24,7 +25,7 @@ from pulsesync.run.reader import CACHE_BYTES, RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.views import new_tensors
-from pulsesync.store import CachedStore, Location, Store, open_store
+from pulsesync.store import CachedStore, Location, open_store
 
 __all__ = ["SquashReport", "Squasher"]
 
@@ -82,14 +83,21 @@ class Squasher:
         cache: str | Path | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
+        self.signing_key = check_signing_key(signing_key)
         store = open_store(location)
-        self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
-        self.signing_key = signing_key
+        if cache is not None:
+            store = CachedStore(store, arguments.folder("cache", cache), CACHE_BYTES)
+        self.store = store
         self.trust = trusted(trust)
         self._epoch_patches = epoch_patches
         self._state: AnyState | None = None
         self._at: Manifest | None = None  # the epoch start of the state
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span
+
+    @property
+    def next_version(self) -> int | None:
+        """The version from which on the next squashed patch can be written; None if no anchor was found yet."""
+        return self._at.version + self._epoch_patches if self._at is not None else None
 
     def run(self) -> list[SquashReport]:
         """Write every squashed patch that is possible now and does not exist yet.

@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from pulsesync.core.arguments import seconds, whole
 from pulsesync.errors import PulseError, StoreError
 from pulsesync.format.manifest import Manifest
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys
 from pulsesync.run.heartbeats import FoundHeartbeat, Heartbeat, find_heartbeats
 from pulsesync.run.pointers import read_pointers
@@ -83,6 +84,7 @@ def read_fleet(
     location: Location,
     *,
     trust: str | Collection[str] | None = None,
+    trust_pointers: str | Collection[str] | None = None,
     max_lag: int = MAX_LAG,
     max_age_s: float = MAX_AGE_S,
 ) -> FleetStatus:
@@ -91,6 +93,7 @@ def read_fleet(
     Args:
         location: A path or URL of the run, or a store.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         max_lag: A worker that is more versions away from the one that it follows is `behind`.
         max_age_s: A worker whose last heartbeat is older is `silent`.
 
@@ -98,8 +101,9 @@ def read_fleet(
         NothingPublishedError: there is no run, or no version in it yet; SignatureError, FormatError, ChainError: its
         newest version or a pointer cannot be read; StoreError. A heartbeat that cannot be read is no error.
     """
+    max_lag, max_age_s = whole("max_lag", max_lag, what="a number of versions"), seconds("max_age_s", max_age_s)
     store = open_store(location)
-    reader = RunReader(store, trusted(trust))
+    reader = RunReader(store, trusted(trust), trust_pointers=trusted_for_pointers(trust_pointers, trust))
     newest = reader.newest()
     if newest is None:
         raise reader.nothing_published()
@@ -114,7 +118,8 @@ def read_fleet(
     pointers: dict[str, int] = {}
     unknown = None
     try:
-        pointers = {name: pointer.version for name, pointer in read_pointers(store, trust=trust).items()}
+        moves = read_pointers(store, trust=trust, trust_pointers=trust_pointers)
+        pointers = {name: pointer.version for name, pointer in moves.items()}
         found = find_heartbeats(store)
     except StoreError as e:
         if e.retryable:

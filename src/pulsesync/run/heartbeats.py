@@ -22,8 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
+from pulsesync.core.arguments import shown
 from pulsesync.core.location import without_credentials
 from pulsesync.core.version import __version__
 from pulsesync.errors import FormatError, NotFoundError, StoreError
@@ -83,10 +84,10 @@ _REQUIRED = {"worker", "host", "pid", "package", "time_s"}
 
 def check_worker(name: str) -> str:
     """Return the name of a worker. Raises: ValueError, for what is none."""
-    if not WORKER.fullmatch(name):
+    if not isinstance(name, str) or not WORKER.fullmatch(name):
         raise ValueError(
             "the name of a worker must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit; got "
-            f"{name[:80]!r}"
+            f"{shown(name)}"
         )
     return name
 
@@ -325,7 +326,7 @@ class HeartbeatWriter:
             self._refused += 1
             return
         self._thread = thread
-        _writers.add(self)
+        close_at_exit(self)
 
     def _run(self) -> None:
         if self._facts["version"] is None and self._facts["error"] is None:
@@ -373,11 +374,23 @@ def _open(gate: threading.Lock) -> None:
         gate.release()
 
 
-_writers: "weakref.WeakSet[HeartbeatWriter]" = weakref.WeakSet()
+class Closing(Protocol):
+    """What writes a last record when it is closed, in the background."""
+
+    def close(self) -> None: ...
+
+    def join(self, timeout_s: float) -> None: ...
+
+
+_writers: "weakref.WeakSet[Closing]" = weakref.WeakSet()
+
+
+def close_at_exit(writer: Closing) -> None:
+    """Let a last record be written when the interpreter ends, if that does not take long."""
+    _writers.add(writer)
 
 
 def _finish() -> None:
-    """Let last records be written when the interpreter ends, if that does not take long."""
     until, writers = time.monotonic() + EXIT_S, list(_writers)
     for writer in writers:
         writer.close()

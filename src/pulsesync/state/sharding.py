@@ -327,11 +327,23 @@ class TileShare:
         before, now = ({**one.windows, **one.ties} for one in (self.shards, shards))
         if before != now:
             name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            old, new = (_tensor_of(side.get(name)) for side in (before, now))
+            if old != new:
+                raise StateError(
+                    f"tensor {name!r} was added, removed, reshaped or tied differently since the first version; the "
+                    "tensors of a run stay the same: publish this model to a new location, with a new Publisher",
+                    tensor=name,
+                )
             raise StateError(
-                f"the shard of {name!r} was added, removed or changed; the shards of a publisher must stay the same: "
-                "make a new publisher",
+                f"this rank has another shard of {name!r} than at the first version; the shards of a publisher must "
+                "stay the same: close it, and resume the run with a new one",
                 tensor=name,
             )
+
+
+def _tensor_of(window: object) -> object:
+    """The tensor of a shard, or what else a name stands for."""
+    return window.tensor if isinstance(window, Window) else window
 
 
 def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:

@@ -143,6 +143,14 @@ def is_local(store: Store) -> bool:
     return wrapped is not None and is_local(wrapped)
 
 
+def is_private(store: Store) -> bool:
+    """Return whether only this process can reach the objects. Stores have an attribute for it as for `is_local`."""
+    if hasattr(store, "is_private"):
+        return bool(store.is_private)
+    wrapped = getattr(store, "store", None)
+    return wrapped is not None and is_private(wrapped)
+
+
 def size_of(store: Store, key: str) -> int:
     """Return the size of an object in bytes. If the store has no method `size`, the object is read to its end.
 

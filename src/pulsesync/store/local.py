@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pulsesync.core import arguments
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.store.base import ObjectEntry, ReadOnlyStore
 from pulsesync.store.keys import check_key, check_prefix
@@ -50,7 +51,7 @@ class LocalStore:
     is_local = True
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = arguments.folder("folder", folder)
         self._settled: set[Path] = set()
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:

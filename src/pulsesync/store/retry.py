@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from pulsesync.core.arguments import whole
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.store.base import MAX_ENTRIES, ObjectEntry, Store, forget, size_of, too_many
 
@@ -41,10 +42,8 @@ class RetryStore:
         sleep: Callable[[float], None] = time.sleep,
         random: Callable[[], float] = random.random,
     ) -> None:
-        if attempts < 1:
-            raise ValueError(f"attempts must be at least 1; got {attempts}")
         self.store = store
-        self._attempts = attempts
+        self._attempts = whole("attempts", attempts, 1)
         self._first_wait_s = first_wait_s
         self._longest_wait_s = longest_wait_s
         self._sleep = sleep

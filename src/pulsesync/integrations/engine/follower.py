@@ -17,7 +17,7 @@ from pulsesync.core.environment import read_list, read_variable
 from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import ChainError, GroupError, NothingPublishedError, StateError, VerificationError
 from pulsesync.format.layout import Layout
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.integrations.engine.adapter import EngineAdapter
 from pulsesync.integrations.engine.weights import EngineWeights, changed_names, find_weights
 from pulsesync.run.pointers import FollowTarget
@@ -41,6 +41,7 @@ class RunOptions:
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
             not checked.
         pointer: Name of a pointer of the run: "latest" is then the version that it names; None: the newest version.
+        trust_pointers: Public keys that may sign moves of that pointer, and nothing else; it needs `trust`.
         follow_replaced: If the location has another run than before, or the same run was restored from a backup,
             start over from an anchor of the current run.
     """
@@ -49,6 +50,7 @@ class RunOptions:
     trust: Sequence[str] | None = None
     pointer: str | None = None
     follow_replaced: bool = False
+    trust_pointers: Sequence[str] | None = None
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> "RunOptions":
@@ -64,10 +66,15 @@ class RunOptions:
             raise ValueError("location is missing: pass the path or URL of the run to follow")
         if not isinstance(given.get("follow_replaced", False), bool):
             raise ValueError(f"follow_replaced must be true or false; got {given['follow_replaced']!r}")
-        trust = given.get("trust")
+        trust, movers = given.get("trust"), given.get("trust_pointers")
         trusted(trust)  # raises ValueError for a malformed key
-        keys = tuple([trust] if isinstance(trust, str) else trust) if trust else None
-        return cls(**{**given, "location": ParsedLocation.parse(given["location"]), "trust": keys})
+        trusted_for_pointers(movers, trust)
+        keys = {"trust": _as_tuple(trust), "trust_pointers": _as_tuple(movers)}
+        return cls(**{**given, "location": ParsedLocation.parse(given["location"]), **keys})
+
+
+def _as_tuple(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    return tuple([keys] if isinstance(keys, str) else keys) if keys else None
 
 
 @dataclass(frozen=True)
@@ -79,27 +86,30 @@ class EngineLimits:
         trust: Public keys that must have signed the run, whatever a request names; None: as the request names.
         cache: A folder in which bodies are kept, shared by the ranks of a host: each body is fetched once.
         variable: The environment variable that names the runs, for errors.
+        trust_pointers: Public keys that may sign moves of pointers; with `trust`, whatever a request names.
     """
 
     runs: tuple[ParsedLocation, ...] | None = None
     trust: tuple[str, ...] | None = None
     cache: str | None = None
     variable: str = ""
+    trust_pointers: tuple[str, ...] | None = None
 
     @classmethod
     def read(cls, prefix: str) -> "EngineLimits":
-        """Read the limits from the environment: PREFIX_RUNS, PREFIX_TRUST (lists with commas) and PREFIX_CACHE.
+        """Read the limits from the environment: PREFIX_RUNS, _TRUST, _TRUST_POINTERS (lists with commas) and _CACHE.
 
         Raises:
             ValueError: one of them is set but empty, or contains something that is not a location or a public key.
         """
-        runs, keys = read_list(f"{prefix}_RUNS"), read_list(f"{prefix}_TRUST")
+        runs, keys, movers = (read_list(f"{prefix}_{name}") for name in ("RUNS", "TRUST", "TRUST_POINTERS"))
         try:
             allowed = None if runs is None else tuple(map(ParsedLocation.parse, runs))
         except ValueError as e:
             raise ValueError(f"{prefix}_RUNS: {e}") from e
         trusted(keys)
-        return cls(allowed, keys, read_variable(f"{prefix}_CACHE"), f"{prefix}_RUNS")
+        trusted_for_pointers(movers, keys)
+        return cls(allowed, keys, read_variable(f"{prefix}_CACHE"), f"{prefix}_RUNS", movers)
 
     def applied(self, options: RunOptions) -> RunOptions:
         """Return the options of a request within these limits. Raises: ValueError, if the location is not allowed."""
@@ -108,7 +118,9 @@ class EngineLimits:
                 f"this engine may not follow {options.location}: {self.variable} does not name it; add it there, in "
                 "the server's environment, and restart the server"
             )
-        return options if self.trust is None else replace(options, trust=self.trust)
+        if self.trust is None:
+            return options
+        return replace(options, trust=self.trust, trust_pointers=self.trust_pointers)
 
     def open(self, options: RunOptions) -> Store:
         """Open the run of a request, if it is allowed. Of a folder, nothing is ever read outside of those allowed.
@@ -439,7 +451,8 @@ def find_version(options: RunOptions, limits: EngineLimits | None = None) -> int
     """Return the version of "latest". Raises: NothingPublishedError, FormatError, SignatureError, StoreError."""
     limits = limits or EngineLimits()
     options = limits.applied(options)
-    reader = RunReader(limits.open(options), trusted(options.trust))
+    movers = trusted_for_pointers(options.trust_pointers, options.trust)
+    reader = RunReader(limits.open(options), trusted(options.trust), trust_pointers=movers)
     found = FollowTarget(options.pointer, None).find(reader, None)
     if found is None:
         raise reader.nothing_published()

@@ -8,10 +8,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pulsesync.core.location import without_credentials
+from pulsesync.core.arguments import number, one_of
+from pulsesync.core.location import ParsedLocation, without_credentials
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.manifest import Manifest
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.integrations.engine.answers import parse_answer
 from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport
 from pulsesync.run.heartbeats import HeartbeatWriter, printable
@@ -52,6 +53,7 @@ class EngineServer(ABC):
         self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S, api_key_in_clear: bool = False
     ) -> None:
         at = parse_server(url)
+        timeout_s = number("timeout_s", timeout_s, what="a number of seconds", above=0)
         if api_key is not None:
             api_key = clean_token(api_key, "key")
             if is_in_clear(at) and not api_key_in_clear:
@@ -176,6 +178,7 @@ class ServerFollower:
         location: The path or URL of the run, as the server can reach it.
         store: The same run, as this process can reach it, to see what is published.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         kv_cache: What happens to the KV cache at an update: "drop" it, or "keep" it, although old weights have computed
             it.
         pointer: Name of a pointer of the run to follow; None: the newest version.
@@ -195,14 +198,18 @@ class ServerFollower:
         store: Store,
         *,
         trust: Collection[str] | None = None,
+        trust_pointers: Collection[str] | None = None,
         kv_cache: str = "drop",
         pointer: str | None = None,
         max_staleness: int | None = None,
         follow_replaced: bool = False,
         heartbeat: str | None = None,
     ) -> None:
+        ParsedLocation.parse(location)  # raises for what is none; the server opens it, so the text is passed on
         self.server, self.location = server, location
         self._store, self._trust = store, trusted(trust)
+        self._movers = trusted_for_pointers(trust_pointers, trust)
+        one_of("kv_cache", kv_cache, ("drop", "keep"))
         self._options: dict[str, Any] = {
             "trust": trust,
             "kv_cache": kv_cache,
@@ -275,7 +282,7 @@ class ServerFollower:
         whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
         if version is not None:
             return None, whole
-        reader = RunReader(self._store, self._trust)
+        reader = RunReader(self._store, self._trust, trust_pointers=self._movers)
         goal = self._target.find(reader, None)
         if goal is None:
             raise reader.nothing_published()

@@ -33,6 +33,7 @@ class PulseInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     trust: list[str] | None = None
     pointer: str | None = None
     follow_replaced: bool = False
+    trust_pointers: list[str] | None = None
 
 
 @dataclass

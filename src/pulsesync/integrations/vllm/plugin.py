@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BACKEND = "pulse"
 PLAIN_WEIGHTS = "PULSE_VLLM_PLAIN_WEIGHTS"  # 1: on a CPU, keep linear weights as they are loaded, and write in place
-PREFIX = "PULSE_VLLM"  # of PULSE_VLLM_RUNS, PULSE_VLLM_TRUST and PULSE_VLLM_CACHE: see EngineLimits
+PREFIX = "PULSE_VLLM"  # of PULSE_VLLM_RUNS, PULSE_VLLM_TRUST, PULSE_VLLM_CACHE, …: see EngineLimits
 
 
 def register() -> None:
