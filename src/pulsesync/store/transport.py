@@ -109,7 +109,7 @@ class HttpTransport:
         try:
             yield response
         finally:
-            keep = _is_done(response)
+            keep = _is_done(response) and method != "POST"  # for which none would be taken: they would pile up
             response.close()
             self._idle.append(connection) if keep else connection.close()
 
@@ -118,7 +118,7 @@ class HttpTransport:
     ) -> tuple[Connection, Response]:
         """Send a request over a kept connection, or, if the server has closed that, over a new one.
 
-        A POST is sent over a new one: it could be executed twice.
+        A POST is sent over a new one: repeated after a connection broke, it could be executed twice.
         """
         kept = method != "POST"
         while True:
