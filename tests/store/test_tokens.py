@@ -117,6 +117,10 @@ def test_a_token_belongs_to_an_address_of_a_server_and_is_never_shown(tmp_path: 
         with pytest.raises(ValueError, match="token=") as caught:
             open_store(location, token="s3cret")
         assert "s3cret" not in str(caught.value)
+    for wrong in (3, b"s3cret", ["s3cret"]):
+        with pytest.raises(TypeError, match="the token must be a text") as wrong_type:
+            open_store("https://host", token=wrong)  # type: ignore[arg-type]
+        assert "s3cret" not in str(wrong_type.value)
     for url in ("https://host/run?token=s3cret", "https://user:s3cret@host/run", "https://host/run#token=s3cret"):
         with pytest.raises(ValueError, match="must not contain") as caught:
             Subscriber(url)

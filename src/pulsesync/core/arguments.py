@@ -15,15 +15,21 @@ from pulsesync.core.location import parse_path
 T = TypeVar("T", bound=str)
 
 
-def whole(name: str, value: Any, least: int = 0, most: int | None = None, *, what: str = "a whole number") -> int:
-    """Return a whole number within its limits. A bool is none. Raises: TypeError, ValueError."""
-    limits = f", {least} or more" if most is None else f" from {least} to {most}"
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a whole number. A bool is none, and neither is a number with a fraction."""
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
+        operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be {what}{limits}; got {shown(value)}") from None
+        return False
+    return not isinstance(value, bool)
+
+
+def whole(name: str, value: Any, least: int = 0, most: int | None = None, *, what: str = "a whole number") -> int:
+    """Return a whole number within its limits. Raises: TypeError, ValueError."""
+    limits = f", {least} or more" if most is None else f" from {least} to {most}"
+    if not is_whole(value):
+        raise TypeError(f"{name} must be {what}{limits}; got {shown(value)}")
+    number = operator.index(value)
     if number < least or (most is not None and number > most):
         raise ValueError(f"{name} must be {what}{limits}; got {number}")
     return number

@@ -254,6 +254,8 @@ class Subscriber:
     def close(self) -> None:
         """Release the weights and the undo logs, and end calls that wait for a version. The weights are not changed.
 
+        The last heartbeat, if there are any, is written before this returns, unless that takes more than 2 s.
+
         Any thread and any signal handler may call this. A sync that is running is completed, and the weights are
         released when it is done. In a process that was forked from the one that syncs, this does nothing.
         """
@@ -263,6 +265,7 @@ class Subscriber:
         self._release()
         if self.events.heartbeat is not None:
             self.events.heartbeat.close()
+            self.events.heartbeat.join()
 
     def __enter__(self) -> "Subscriber":
         return self

@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from pulsesync.core.location import ParsedLocation
+from pulsesync.core.arguments import shown
+from pulsesync.core.location import ParsedLocation, redacted
 from pulsesync.errors import StoreError
 from pulsesync.store.deadlines import PIECE_BYTES, Connection, Deadline, Response
 
@@ -25,8 +26,10 @@ def clean_token(token: str, what: str = "token") -> str:
     """Return a token without the white space around it, such as the newline at the end of a file or of a secret.
 
     Raises:
-        ValueError: it cannot be sent as a bearer token; the error does not show it.
+        TypeError, ValueError: it cannot be sent as a bearer token; the error does not show it.
     """
+    if not isinstance(token, str):
+        raise TypeError(f"the {what} must be a text; got a value of type {type(token).__name__}")
     token = token.strip()
     if not token:
         raise ValueError(f"the {what} is empty; pass a {what}, or None to run without authentication")
@@ -48,10 +51,11 @@ def is_loopback(host: str) -> bool:
 
 def parse_server(url: str | ParsedLocation) -> ParsedLocation:
     """Parse the address of a server. Raises: ValueError, if it is not an http or https address."""
-    at = ParsedLocation.parse(url)
-    if at.scheme not in ("http", "https"):
-        raise ValueError(f"the address of a server must be such as https://host/path; got {str(at)!r}")
-    return at
+    text = str(url) if isinstance(url, str | ParsedLocation) else None
+    if text is None or not text.lower().startswith(("http://", "https://")):
+        found = url if text is None else redacted(text)
+        raise ValueError(f"url must be the address of a server, such as https://host/path; got {shown(found)}")
+    return ParsedLocation.parse(url)
 
 
 def is_in_clear(at: ParsedLocation) -> bool:
