@@ -81,7 +81,13 @@ def squash(
         if not follow:
             break
         time.sleep(interval_s)
-    printer.tell("summary", f"{count} squashed patches written", written=count)
+    reason = "" if count else squasher.waits_for
+    printer.tell(
+        "summary",
+        f"{count} squashed {'patch' if count == 1 else 'patches'} written{reason and f': {reason}'}",
+        written=count,
+        reason=reason,
+    )
     return 0
 
 

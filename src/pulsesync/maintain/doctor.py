@@ -340,7 +340,9 @@ class StoreCheck:
         except PulseError as e:
             return Finding("joining", "fail", e.reason, "pulse verify shows which records are bad")
         size = sum(record.size_bytes for record in path)
-        found = f"a worker that joins fetches {size:,} bytes: an anchor and {len(path) - 1} patches"
+        count = len(path) - 1
+        patches = f" and {count} {'patch' if count == 1 else 'patches'}" if count else ""
+        found = f"a worker that joins fetches {size:,} bytes: an anchor{patches}"
         return Finding("joining", "ok", found, None, {"bytes": float(size)})
 
     def _download(self, newest: Manifest) -> Finding:

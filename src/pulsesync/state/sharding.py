@@ -324,14 +324,32 @@ class TileShare:
 
     def check(self, shards: Shards) -> None:
         """Raises: StateError, if these are not the shards that the share was made of."""
-        before, now = ({**one.windows, **one.ties} for one in (self.shards, shards))
+        both: list[dict[str, Window | str]] = [{**one.windows, **one.ties} for one in (self.shards, shards)]
+        before, now = both
         if before != now:
             name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            old, new = before.get(name), now.get(name)
+            if isinstance(old, Window) and isinstance(new, Window) and old.tensor == new.tensor:
+                raise StateError(
+                    f"this process has another shard of {name!r} than before; the shards of a publisher must stay the "
+                    "same: create a new Publisher, which resumes the run",
+                    tensor=name,
+                )
             raise StateError(
-                f"the shard of {name!r} was added, removed or changed; the shards of a publisher must stay the same: "
-                "make a new publisher",
+                f"the tensors of a run must not change, but {name!r} {_change(old, new)}; publish the changed model to "
+                "a new location",
                 tensor=name,
             )
+
+
+def _change(old: Window | str | None, new: Window | str | None) -> str:
+    """How a tensor differs from before: a window, or the name that it is tied to."""
+    if isinstance(old, Window) and isinstance(new, Window):
+        is_, was = new.tensor, old.tensor
+        return f"is {is_.dtype} {is_.shape}, and was {was.dtype} {was.shape}"
+    if old is None or new is None:
+        return "was added" if old is None else "was removed"
+    return "is tied to another tensor than before"
 
 
 def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:
