@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import socket
@@ -29,10 +30,14 @@ from pulsesync.cli import serve as serving
 from pulsesync.cli.options import UsageError
 from pulsesync.cli.serve import parse_size
 from pulsesync.errors import NotFoundError, PulseError, StoreError
-from pulsesync.server import make_app, serve
+from pulsesync.server import make_app, sending, serve
 from pulsesync.server import relay as make_relay
-from pulsesync.server.service import _send_piece, _Service
-from pulsesync.store import CachedStore, LocalStore, MemoryStore, forget
+from pulsesync.server.calls import SharedPlaces
+from pulsesync.server.connections import _network, close_excess
+from pulsesync.server.listings import PAGE, Listings
+from pulsesync.server.sending import send_piece
+from pulsesync.server.service import _Service
+from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, forget
 from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
@@ -48,13 +53,15 @@ RUN = {"parts/small": SMALL, "parts/large": LARGE, "parts/empty": b"", "layouts/
 
 # What the command line calls, with its options as JSON.
 START = """
-import json, sys
+import json, resource, sys
 from pathlib import Path
 from pulsesync.cli import serve
 options = dict(host="127.0.0.1", port=0, token_file=None, certificate=None, private_key=None, as_json=True)
 if sys.argv[1] == "relay":
     options.update(max_cache=None, cafile=None)
 given = json.loads(sys.argv[3])
+if "descriptors" in given:
+    resource.setrlimit(resource.RLIMIT_NOFILE, given.pop("descriptors"))
 plain = ("max_cache", "token_in_clear", "upstream_token_in_clear", "without_token", "open_metrics")
 options.update({name: value if name in plain else Path(value) for name, value in given.items()})
 place = sys.argv[2] if sys.argv[1] == "relay" else Path(sys.argv[2])
@@ -262,6 +269,132 @@ def test_a_prefix_that_is_none_is_a_bad_request(url: str, prefix: str) -> None:
     assert ask(url, f"/?list={prefix}").status == 400
 
 
+def test_pages_of_a_listing_are_the_listing(tmp_path: Path) -> None:
+    (tmp_path / "one" / "parts").mkdir(parents=True)
+    for i in range(2 * PAGE + 5):
+        (tmp_path / "one" / "parts" / f"{i:05d}").touch()
+    with running("serve", tmp_path) as server:
+        whole = ask(server.url, "/one/?list=parts/")
+        assert "Pulse-Listing-More" not in whole.headers  # as a server of 0.1.0 answers, with or without after=
+        pages, after, more = b"", "", "yes"
+        while more == "yes":
+            page = ask(server.url, f"/one/?list=parts/&after={after}")
+            assert page.headers["Content-Type"] == whole.headers["Content-Type"]
+            more, pages = page.headers["Pulse-Listing-More"], pages + page.body
+            assert page.body.count(b"\n") == (PAGE if more == "yes" else 5)
+            after = json.loads(page.body.splitlines()[-1])["key"]
+        assert pages == whole.body
+        assert whole.body.count(b"\n") == 2 * PAGE + 5
+        assert ask(server.url, "/one/?list=parts/&after=parts/00006x").body.startswith(b'{"key": "parts/00007"')
+        for beyond in (after, "zzz"):
+            page = ask(server.url, f"/one/?list=parts/&after={beyond}")
+            assert (page.body, page.headers["Pulse-Listing-More"]) == (b"", "no")
+        with closing(HttpStore(f"{server.url}/one")) as store:
+            assert [entry.key for entry in store.list("parts/")] == [f"parts/{i:05d}" for i in range(2 * PAGE + 5)]
+
+
+def test_listings_that_nobody_reads_delay_neither_other_requests_nor_the_end(tmp_path: Path) -> None:
+    """Of 150, each of which takes a tenth of a second to make and is larger than what a connection takes unread."""
+    (tmp_path / "manifests").mkdir()
+    for i in range(3000):
+        (tmp_path / "manifests" / f"{i:016d}").touch()
+    (tmp_path / "head").write_bytes(b"2999")
+    with running("serve", tmp_path) as server, ExitStack() as unread:
+        address = urlsplit(server.url)
+        for _ in range(150):
+            connection = socket.socket()
+            unread.enter_context(connection).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((address.hostname, address.port))
+            connection.sendall(b"GET /?list=manifests/ HTTP/1.1\r\nHost: a\r\n\r\n")
+        begin = time.monotonic()
+        assert ask(server.url, "/head").body == b"2999"
+        assert ask(server.url, "/?list=manifests/").body.count(b"\n") == 3000
+        if sys.platform == "linux":
+            assert len(os.listdir(f"/proc/{server.process.pid}/task")) < 30
+        assert server.stop() == 0
+        assert time.monotonic() - begin < 5
+
+
+class CountedListings:
+    """Counts how often a store is listed, and how often at the same time."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.made: list[str] = []
+        self.running = self.most = 0
+        self.fails = fails
+
+    def __call__(self, prefix: str) -> list[ObjectEntry]:
+        self.made.append(prefix)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        time.sleep(0.05)
+        self.running -= 1
+        if self.fails:
+            raise StoreError("the store is away", retryable=True)
+        return [ObjectEntry(f"{prefix}a", 1, 2.0)]
+
+
+def test_equal_listings_are_made_once_a_second_and_two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.server.listings._KEEP_S", 0.2)
+    counted = CountedListings()
+
+    async def many() -> None:
+        listings = Listings(counted)
+        for _ in range(2):
+            found = await asyncio.gather(*(listings.get("", f"{i % 4}/") for i in range(100)))
+            assert {one.data for one in found} == {
+                b'{"key": "%d/a", "size": 1, "modified": 2.0}\n' % i for i in range(4)
+            }
+        assert sorted(counted.made) == ["0/", "1/", "2/", "3/"]
+        await asyncio.sleep(0.3)
+        assert not listings._flights
+        await listings.get("", "0/")
+
+    asyncio.run(many())
+    assert (len(counted.made), counted.most) == (5, 2)
+
+
+def test_a_listing_for_which_nobody_waits_any_more_is_not_begun(caplog: pytest.LogCaptureFixture) -> None:
+    counted = CountedListings(fails=True)
+
+    async def leave() -> None:
+        listings = Listings(counted)
+        tasks = [asyncio.create_task(listings.get("", f"{i}/")) for i in range(8)]
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.sleep(0.1)
+        with pytest.raises(StoreError, match="away"):
+            await listings.get("", "0/")
+        assert not listings._flights
+
+    asyncio.run(leave())
+    assert counted.made == ["0/", "1/", "0/"]
+    assert not caplog.records
+
+
+def test_a_client_takes_only_some_of_the_places() -> None:
+    async def take() -> None:
+        places, order = SharedPlaces(4, 2), list[str]()
+        release = asyncio.Event()
+
+        async def request(client: str) -> None:
+            async with places.taken(client):
+                order.append(client)
+                await release.wait()
+
+        tasks = [asyncio.create_task(request(client)) for client in "aaaabbb"]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert sorted(order) == ["a", "a", "b", "b"]
+        release.set()
+        await asyncio.gather(*tasks)
+        assert len(order) == 7
+        assert not places._own
+
+    asyncio.run(take())
+
+
 def test_the_token_opens_and_nothing_else(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n")
     with running("serve", folder, token_file=tmp_path / "token") as server:
@@ -309,6 +442,89 @@ def _end_while_a_request_hangs(upstream: "Upstream", cache: Path, number: int) -
         assert server.process.stdout.read() == ""  # nothing to complain about
         assert isinstance(hanging.exception(10), OSError | http.client.HTTPException) or hanging.result().status >= 500
     return took
+
+
+END_HANGS = """
+import time
+from pulsesync.server import serve, serving
+from pulsesync.store import MemoryStore
+serving._see_off = lambda threads: time.sleep(60)
+serve(MemoryStore(), port=0, on_ready=lambda url: print(url, flush=True))
+"""
+
+
+def test_the_process_ends_after_a_signal_whatever_keeps_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", END_HANGS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert ask(process.stdout.readline().strip(), "/healthz").status == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_low_limit_of_files_is_raised_as_far_as_the_system_permits(folder: Path) -> None:
+    with running("serve", folder, descriptors=(100, 300)) as server:
+        limits = Path(f"/proc/{server.process.pid}/limits").read_text()
+    assert "Max open files            300                  300 " in limits
+
+
+def test_idle_connections_do_not_shut_out_other_clients(folder: Path) -> None:
+    with running("serve", folder, descriptors=(256, 256)) as server, ExitStack() as idle:
+        address = urlsplit(server.url)
+        for _ in range(300):
+            idle.enter_context(socket.create_connection((address.hostname or "", address.port or 0)))
+        begin = time.monotonic()
+        assert ask(server.url, "/head").body == b"41"
+        assert time.monotonic() - begin < 8
+
+
+@pytest.mark.slow  # ten seconds
+def test_a_client_that_sends_no_request_is_disconnected(url: str) -> None:
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=20) as idle:
+        begin = time.monotonic()
+        assert idle.recv(1) == b""
+        assert 8 < time.monotonic() - begin < 15
+
+
+def test_of_the_connections_of_a_client_that_has_too_many_the_idle_ones_are_closed() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        other = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        clients: list[socket.socket] = []
+        for server, host in [(listener, "127.0.0.1")] * 6 + [(listener, "127.0.0.2")] * 3 + [(other, "127.0.0.1")] * 6:
+            clients.append(stack.enter_context(socket.socket()))
+            clients[-1].bind((host, 0))
+            clients[-1].connect(server.getsockname())
+            stack.enter_context(server.accept()[0])
+        port = listener.getsockname()[1]
+        busy = {client.getsockname() for client in clients[:2]}
+        assert close_excess(port, 3, busy) == 3
+        closed = [client for client in clients if select.select([client], [], [], 0)[0]]
+        assert set(closed) < set(clients[2:6])
+        close_excess(port, 1, busy)
+        assert (
+            sum(bool(select.select([client], [], [], 0)[0]) for client in clients[:2]) == 1
+        )  # then those with a request
+        assert not any(select.select([client], [], [], 0)[0] for client in clients[9:])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2", True),
+    ],
+)
+def test_a_client_is_an_ipv4_address_or_a_network_of_ipv6(one: str, other: str, same: bool) -> None:
+    assert (_network(one) == _network(other)) is same
 
 
 @pytest.fixture(scope="module")
@@ -924,7 +1140,7 @@ def test_reports_are_remembered_within_bounds_and_those_of_absent_objects_not_at
 
 
 def test_a_client_that_takes_nothing_is_dropped_after_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulsesync.server.service._SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(sending, "SEND_TIMEOUT_S", 0.05)
     slices: list[int] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:
@@ -933,5 +1149,5 @@ def test_a_client_that_takes_nothing_is_dropped_after_one_slice(monkeypatch: pyt
             await asyncio.sleep(10)
 
     with pytest.raises(TimeoutError, match=r"262144 bytes within 0\.05 s"):
-        asyncio.run(_send_piece(send, bytes(PIECE), more=True))
+        asyncio.run(send_piece(send, bytes(PIECE), more=True))
     assert slices == [1 << 18] * 3

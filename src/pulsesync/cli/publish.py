@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from pulsesync.cli.options import Amount, Count, Json, Key, Printer, open_place, read_key, size
+from pulsesync.cli.options import Amount, Count, Flag, Json, Key, Printer, open_place, read_key, size
 from pulsesync.cli.progress import show_progress
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.publisher import Publisher
@@ -22,6 +22,7 @@ def publish(
     key: Key = None,
     spool: Path | None = None,
     anchor_every: Amount = 1.0,
+    take_over: Flag = False,
     as_json: Json = False,
 ) -> int:
     """Publish a checkpoint as the next version of a run; the first one starts the run.
@@ -41,6 +42,7 @@ def publish(
         key: File with the key to sign with, from pulse keygen.
         spool: Folder in which the last version is kept, so that the next publish need not fetch it.
         anchor_every: Write an anchor when the patches since the last one add up to this multiple of its size.
+        take_over: Continue a run to which another publisher has just written, instead of waiting until its lease ends.
         as_json: Print one JSON object, for machines.
 
     Raises:
@@ -56,6 +58,7 @@ def publish(
         files=opened.files,
         spool=spool,
         anchor_every=anchor_every,
+        take_over=take_over,
     )
     with show_progress(as_json) as bars, publisher:
         bars.report(0, None, f"publishing {size(opened.size_bytes)} of {checkpoint}")

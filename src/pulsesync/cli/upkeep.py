@@ -14,9 +14,11 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    TrustPointers,
     no_run,
     open_place,
     read_key,
+    read_movers,
     read_trust,
     size,
 )
@@ -81,14 +83,17 @@ def squash(
         if not follow:
             break
         time.sleep(interval_s)
-    reason = "" if count else squasher.waits_for
-    printer.tell(
-        "summary",
-        f"{count} squashed {'patch' if count == 1 else 'patches'} written{reason and f': {reason}'}",
-        written=count,
-        reason=reason,
-    )
+    text = f"{count} squashed patch{'' if count == 1 else 'es'} written"
+    if count == 0:
+        text += f": {_why_none(squasher)}"
+    printer.tell("summary", text, written=count)
     return 0
+
+
+def _why_none(squasher: Squasher) -> str:
+    if squasher.next_version is None:
+        return "the run has no anchor yet, which the trainer writes in the background; try again later"
+    return f"all that are possible exist already; the next one needs version {squasher.next_version}"
 
 
 def prune(
@@ -98,6 +103,7 @@ def prune(
     keep_hours: Amount = 24.0,
     grace_hours: Amount = 1.0,
     trust: Trust = None,
+    trust_pointers: TrustPointers = None,
     as_json: Json = False,
 ) -> int:
     """Delete old versions that no worker should need; an anchor and every version since it always remain.
@@ -111,6 +117,7 @@ def prune(
         keep_hours: Keep also every version that is younger than this, by the store's clock.
         grace_hours: Time for workers to finish a sync that they have begun, before bodies are deleted.
         trust: Public key of a publisher to trust, or a file of such keys.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         as_json: Print one JSON object, for machines.
 
     Raises:
@@ -118,6 +125,7 @@ def prune(
         PulseError: the run cannot be read, or cannot be pruned.
     """
     store, keys = open_place(run), read_trust(trust)
+    movers = read_movers(trust_pointers, keys)
     if RunReader(store, keys).newest() is None:
         raise NothingThereError(no_run(run))
     printer = Printer(as_json)
@@ -128,6 +136,7 @@ def prune(
             keep_hours=keep_hours,
             grace_hours=grace_hours,
             trust=keys,
+            trust_pointers=movers,
             progress=bars.report,
         )
     printer.tell(

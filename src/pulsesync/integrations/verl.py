@@ -25,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
@@ -176,7 +175,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _open(self, team: Team) -> Publisher:
         options: dict[str, Any] = {"cast": self._cast, "anchor_every": self._anchor_every, "resume": self._resume}
         if self._key_file is not None and team.rank == 0:
-            options["signing_key"] = SigningKey(Path(self._key_file).read_text(encoding="ascii").strip())
+            options["signing_key"] = SigningKey.from_file(self._key_file)
         return Publisher(self.location, team=team, **options)
 
     def _meet(self, trainers: int) -> Team:

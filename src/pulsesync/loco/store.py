@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from pulsesync.core import arguments
 from pulsesync.errors import (
     BaseMismatchError,
     ChainError,
@@ -88,16 +89,16 @@ class StoreExchange:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        if not _NAME.fullmatch(trainer):
+        if not isinstance(trainer, str) or not _NAME.fullmatch(trainer):
             raise ValueError(f"a trainer's name must be 1 to 64 letters, digits, '-' or '_'; got {trainer!r}")
         self.trainer = trainer
+        trainers = arguments.whole("trainers", trainers, 1, what="a number of trainers")
+        quorum = trainers // 2 + 1 if quorum is None else arguments.whole("quorum", quorum, 1, trainers)
+        state_every = arguments.whole("state_every", state_every, 1, what="a number of rounds")
+        for name, value in (("deadline_s", deadline_s), ("patience_s", patience_s), ("poll_s", poll_s)):
+            arguments.seconds(name, value)
         self._store = open_store(location)
-        self._trainers, self._quorum = trainers, quorum if quorum is not None else trainers // 2 + 1
-        if not 1 <= self._quorum <= trainers or state_every < 1:
-            raise ValueError(
-                f"quorum must be from 1 to trainers, and state_every at least 1; got quorum={self._quorum}, "
-                f"trainers={trainers}, state_every={state_every}"
-            )
+        self._trainers, self._quorum = trainers, quorum
         self._deadline_s, self._patience_s, self._poll_s = deadline_s, patience_s, poll_s
         self._state_every = state_every
         self._clock, self._sleep = clock, sleep

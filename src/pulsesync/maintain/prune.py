@@ -13,19 +13,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
+from pulsesync.core import arguments
 from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys
+from pulsesync.run.clock import store_time
+from pulsesync.run.keys import CLOCK, PRUNED
 from pulsesync.run.pointers import list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.store import LocalStore, ObjectEntry, Store
 
 __all__ = ["PruneReport", "prune"]
 
-PRUNED = "pruned/"
-CLOCK = "pruned/clock"  # an object that is written to read the store's own time
 ORPHAN_HOURS = 24.0  # age after which a body that no record names counts as left over from a crash
 HEARTBEAT_HOURS = 7 * 24.0  # after which the heartbeat of a worker is deleted
 HOUR = 3600.0
@@ -56,7 +58,8 @@ def prune(
     keep_versions: int = 100,
     keep_hours: float = 24.0,
     grace_hours: float = 1.0,
-    trust: Collection[str] | None = None,
+    trust: str | Collection[str] | None = None,
+    trust_pointers: str | Collection[str] | None = None,
     progress: Report = quietly,
 ) -> PruneReport:
     """Delete what no worker should need: see docs/protocol.md, Retention. All times are by the store's clock.
@@ -69,13 +72,11 @@ def prune(
             is a record that existed at the beginning, nothing was deleted. Lists, and records that appear meanwhile,
             are read later: what was deleted by then stays deleted, and the next prune continues.
     """
-    if keep_versions < 1 or keep_hours < 0 or grace_hours < 0:
-        raise ValueError(
-            "keep_versions must be at least 1, and keep_hours and grace_hours must not be negative; got "
-            f"{keep_versions=}, {keep_hours=}, {grace_hours=}"
-        )
-    now_s = _now(store)
-    records = RunReader(store, trust)
+    keep_versions = arguments.whole("keep_versions", keep_versions, 1, what="a number of versions")
+    keep_hours = arguments.number("keep_hours", keep_hours, what="a number of hours")
+    grace_hours = arguments.number("grace_hours", grace_hours, what="a number of hours")
+    now_s = store_time(store)
+    records = RunReader(store, trusted(trust), trust_pointers=trusted_for_pointers(trust_pointers, trust))
     versions = list(_read(store, records, "manifests/", progress))
     others = [record for prefix in ("anchors/", "squashes/") for record in _read(store, records, prefix, progress)]
     pointers = _pointers(store, records, versions)
@@ -106,12 +107,6 @@ def prune(
     taken = sum(record.kind == RecordKind.VERSION for _, record in gone)
     pinned_by = min((pointer.version, pointer.name) for pointer, _ in pointers)[1] if first < asked else None
     return PruneReport(None if newest is None else first, newest, taken, len(gone) - taken, bodies, freed, pinned_by)
-
-
-def _now(store: Store) -> float:
-    """Return the store's time: that of an object just written."""
-    store.put(CLOCK, b"")
-    return next(entry.modified_s for entry in store.list(PRUNED) if entry.key == CLOCK)
 
 
 def _read(store: Store, records: RunReader, prefix: str, progress: Report) -> Iterator[tuple[ObjectEntry, Manifest]]:

@@ -403,4 +403,4 @@ def path_since_anchor(last: Manifest, look: Look) -> tuple[int | None, float]:
         path = planner.find_path(None, last, look)
     except (ChainError, FormatError):
         return None, math.inf
-    return path[0].starts, sum(record.size_bytes for record in path if record.kind != RecordKind.ANCHOR)
+    return path[0].starts, sum(record.path_bytes for record in path if record.kind != RecordKind.ANCHOR)

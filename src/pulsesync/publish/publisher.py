@@ -13,10 +13,10 @@ and by `close`, once by each, until a later version is committed, which contains
 """
 
 import logging
-import operator
 import os
 import reprlib
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -24,21 +24,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
+from pulsesync.core import arguments
 from pulsesync.core.scratch import ScratchFolder
 from pulsesync.core.threads import outlives_threads, start, submit
-from pulsesync.errors import ClosedError, StateError
+from pulsesync.errors import AnotherPublisherError, ClosedError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_VERSION, Manifest
-from pulsesync.format.signature import SigningKey
+from pulsesync.format.signature import SigningKey, check_signing_key
 from pulsesync.group.collective import SoloTeam, Team
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import Keep, baseline_for, check_keep
 from pulsesync.publish.cadence import Cadence, Every
 from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
+from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, Raiser, SendQueue
 from pulsesync.publish.reporting import PublishEvents
 from pulsesync.publish.resume import PublisherState
@@ -98,6 +100,8 @@ class Publisher:
         epoch_patches: As for a `Subscriber`.
         team: The processes that publish together, each with its shards; None: this process alone. `ShardedPublisher`
             is a publisher with a team.
+        take_over: Continue the run although another publisher has its lease. Otherwise the first publish waits until
+            that lease ends, for 60 s at most, and raises if the other publisher turns out to be alive.
 
     Raises:
         ValueError: an argument is not one of its choices, or there is no store for the location.
@@ -124,6 +128,7 @@ class Publisher:
         executor: Executor | None = None,
         epoch_patches: int = EPOCH_PATCHES,
         team: Team | None = None,
+        take_over: bool = False,
     ) -> None:
         check_keep(keep)
         if keep == "hook" and publish_every != 1:
@@ -136,8 +141,13 @@ class Publisher:
         if anchor_codec not in get_args(AnchorCodecChoice):
             choices = ", ".join(map(repr, get_args(AnchorCodecChoice)))
             raise ValueError(f"anchor_codec must be one of {choices}; got {anchor_codec!r}")
-        if link is not None and not link > 0:
-            raise ValueError(f"link must be a number of bits per second above 0, or None; got {link!r}")
+        if link is not None:
+            arguments.number("link", link, what="None or a number of bits per second", above=0)
+        min_tile = arguments.whole("min_tile", min_tile, 1, what="a number of weights")
+        anchor_every = arguments.number("anchor_every", anchor_every, what="a fraction of the anchor's bytes")
+        arguments.mapping("grid", grid, "names of tensors to two sizes")
+        arguments.mapping("files", files, "names of files to their bytes or paths")
+        check_signing_key(signing_key)
         self._anchor_codec: AnchorCodecChoice = anchor_codec
         self._link = link
         self.team: Team = team or SoloTeam()
@@ -145,7 +155,7 @@ class Publisher:
         self.cast = read_cast(cast)
         self.store = open_store(location)
         self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
-        self._spool = Path(spool) if spool else None
+        self._spool = None if spool is None else arguments.folder("spool", spool)
         if self._spool:
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
         self._given = executor
@@ -156,6 +166,8 @@ class Publisher:
         self._cadence = Cadence(publish_every, max_behind)
         self.events = PublishEvents(location_of(self.store), self.team)
         self._queue = SendQueue(max_behind, alone=self.team.size == 1, ended=self.events.ended)
+        self._lease = PublisherLease(self.store, take_over)
+        weakref.finalize(self, self._lease.close)
         self._holds: list[Any] = []  # hooks of optimizers, until the publisher is closed
         self._process: int | None = None  # the process that published first
         self._writer: RunWriter  # made by the first publish
@@ -328,6 +340,8 @@ class Publisher:
                 report = self._writer.write(version)
             except BaseException as e:  # noqa: BLE001 - raised by the futures and by the next call
                 writer = self._writer
+                if isinstance(e, AnotherPublisherError):
+                    self._lease.close()
                 self._queue.failed(version, e, writer.settle_at_once, is_lost=writer.talk.is_lost)
             else:
                 self._queue.completed(report)
@@ -376,7 +390,15 @@ class Publisher:
         )
         costs = PatchCosts(self._options.codec, link)
         self._writer = RunWriter(
-            self.store, TeamTalk(self.team), queue, self._cadence, anchors, costs, self._options, self.events
+            self.store,
+            TeamTalk(self.team),
+            queue,
+            self._cadence,
+            anchors,
+            costs,
+            self._options,
+            self.events,
+            self._lease,
         )
         self._process = os.getpid()
 
@@ -554,6 +576,8 @@ class Publisher:
                     executor.shutdown()
             if self._scratch:
                 self._scratch.close()
+            self._lease.close()
+            self._lease.join()
 
     def __enter__(self) -> "Publisher":
         return self
@@ -590,9 +614,7 @@ def _failed(error: BaseException, wait: bool) -> "Future[PublishReport]":
 
 def checked_step(step: int) -> int:
     """Raises: ValueError, TypeError, if step is not a whole number in the permitted range."""
-    if isinstance(step, bool) or not 0 <= (whole := operator.index(step)) <= MAX_VERSION:
-        raise ValueError(f"step must be a whole number from 0 to {MAX_VERSION}; got {step!r}")
-    return whole
+    return arguments.whole("step", step, 0, MAX_VERSION)
 
 
 def check_complete(shards: Shards) -> None:

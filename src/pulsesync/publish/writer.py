@@ -38,6 +38,7 @@ from pulsesync.publish.cadence import Cadence, SentVersion
 from pulsesync.publish.commit import create, is_committed, next_record, root_record
 from pulsesync.publish.companions import Files, put_companions
 from pulsesync.publish.costs import PatchCosts, patch_codec
+from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, SendQueue
 from pulsesync.publish.ownership import RankReport, VersionTables, agreed
 from pulsesync.publish.reporting import PublishEvents
@@ -130,7 +131,9 @@ class RunWriter:
         costs: PatchCosts,
         options: WriterOptions,
         events: PublishEvents,
+        lease: PublisherLease,
     ) -> None:
+        self.lease = lease  # the coordinator's is that of the team
         self.store, self.talk, self.queue, self.anchors, self.options = store, talk, queue, anchors, options
         self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
         self.base: RankBase | None = None  # changed only under the queue's lock
@@ -240,6 +243,7 @@ class RunWriter:
 
     def _stand(self, version: PendingVersion) -> list[Standing]:
         def stand() -> Standing:
+            self.lease.check()
             if version.fault is not None and self.base is None:
                 raise version.fault  # in the other case it is raised when all ranks have made the same call
             if self.base is not None:
@@ -390,6 +394,7 @@ class RunWriter:
         return base
 
     def _find_last(self) -> CoordinatorMessage:
+        self.lease.wait(lambda: self.queue.closed)
         reader = self._reader()
         last = reader.newest()
         key = self.options.signing_key
@@ -422,6 +427,7 @@ class RunWriter:
             if 2 * changed > total and self._may_be_grafted(base.last, version.step):
                 self._was_refused = True
                 raise grafted(self.store, base.last, version.step, changed, total)
+            self.lease.hold()  # not before: a publisher that is refused must not keep the right one waiting
             self._refs = put_companions(self.store, self.options.files, version.source, base.last)
             return CoordinatorMessage()
 
@@ -529,6 +535,7 @@ class RunWriter:
     def _create_root(
         self, plan: _TeamPlan, reports: Sequence[RankReport], version: PendingVersion
     ) -> CoordinatorMessage:
+        self.lease.hold()
         self._refs = put_companions(self.store, self.options.files, version.source, plan.last)
         tables, options = VersionTables().after(reports), self.options
         digest = tables.digest(plan.layout)
@@ -625,12 +632,13 @@ class RunWriter:
         _, index = base.last.next_patch
         tables = self._tables.after(reports, forget=index == 1)
         state, newest = tables.digest(base.state.layout), self.anchors.newest
-        record = next_record(base.last, version.step, parts, state, tables.history(index), newest, self._refs)
+        history, lowest = tables.history(index), version.lowest_step
+        record = next_record(base.last, version.step, parts, state, history, newest, self._refs, lowest)
         data = self._sign(record)
         changed, written = sum(report.changed for report in reports), record.object_bytes + len(data)
         report = self._report_patch(clock, version, base, record, changed, written)
         self._draft = replace(draft, record=data, tables=tables, report=report)
-        self._path_bytes += record.size_bytes
+        self._path_bytes += record.path_bytes
         try:
             create(self.store, record, data, base.last)
         except AnotherPublisherError:

@@ -1,6 +1,10 @@
 """The names of the objects of a run in its store. docs/format.md defines them."""
 
 HEARTBEATS = "heartbeats/"  # one object a worker, overwritten; hints for people
+LEASES = "publisher/"
+LEASE = "publisher/lease"  # which publisher is alive, overwritten: a hint for other publishers
+PRUNED = "pruned/"  # what prunes took out of use
+CLOCK = "pruned/clock"  # an object that is written to read the store's own time
 HEAD = "head"  # a hint at the newest version, which may be slightly older than the newest
 
 

@@ -4,7 +4,8 @@
     serve(relay(HttpStore("https://trainer:8765"), "cache"))    what `pulse relay` does
 
 Plain GET and HEAD with ranges, so that any cache or content delivery network can be used in between, and one addition:
-`/?list=` with a prefix lists the objects below it, one JSON object a line. Content-addressed objects may be cached
+`/?list=` with a prefix lists the objects below it, one JSON object a line; with `&after=` and a key, a page of those
+after that key. Content-addressed objects may be cached
 forever; all others must be requested again each time; that an object is missing is never cached. The one thing that
 clients may write is the heartbeat of a worker: it is kept only in memory, and a relay sends it to its upstream.
 

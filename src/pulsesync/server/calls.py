@@ -3,8 +3,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +31,33 @@ async def in_thread(call: Callable[[], T]) -> T:
 
     threading.Thread(target=work, daemon=True).start()
     return await future
+
+
+class SharedPlaces:
+    """Places for requests at a time, of which those of one client take some at most; all others wait.
+
+    Args:
+        places: How many there are.
+        each: How many of them one client takes.
+    """
+
+    def __init__(self, places: int, each: int) -> None:
+        self._places, self._each = asyncio.Semaphore(places), each
+        self._own: dict[str, asyncio.Semaphore] = {}
+        self._requests: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def taken(self, client: str) -> AsyncGenerator[None]:
+        """Wait for a place, and take it for as long as the block lasts."""
+        own = self._own.setdefault(client, asyncio.Semaphore(self._each))
+        self._requests[client] += 1
+        try:
+            async with own, self._places:
+                yield
+        finally:
+            self._requests[client] -= 1
+            if not self._requests[client]:
+                del self._requests[client], self._own[client]
 
 
 class RememberedCall(Generic[T]):

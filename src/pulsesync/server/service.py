@@ -2,27 +2,36 @@
 
 import asyncio
 import hashlib
-import json
 import logging
 import re
 import secrets
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from pulsesync.errors import FormatError, NotFoundError, PulseError, StoreError
+from pulsesync.errors import ConflictError, FormatError, NotFoundError, PulseError, StoreError
 from pulsesync.run.heartbeats import printable
 from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
-from pulsesync.server.calls import in_thread
+from pulsesync.server.calls import SharedPlaces, in_thread
+from pulsesync.server.listings import Listings
 from pulsesync.server.monitor import SentAnswer, ServerMonitor
-from pulsesync.store.base import WINDOW_BYTES, Store, forget, is_content_addressed, is_near, size_of
-from pulsesync.store.http import LISTING_TYPE, check_token
+from pulsesync.server.sending import (
+    PIECE_BYTES,
+    SEND_BYTES_PER_S,
+    SEND_TIMEOUT_S,
+    RangeResponse,
+    Read,
+    Size,
+    find_range,
+    send_piece,
+    send_start,
+    while_connected,
+)
+from pulsesync.store.base import Store, forget, is_content_addressed, is_near, size_of
+from pulsesync.store.http import LISTING_MORE, LISTING_TYPE, WRITER_HEADER
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
+from pulsesync.store.transport import clean_token
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
-_PIECE = WINDOW_BYTES  # bytes of an object that are read at once, at multiples of this: a cache keeps such pieces
 _AHEAD = 3  # pieces read ahead while one is sent: an upstream 50 ms away then delivers 250 MB/s
 _AHEAD_NEAR = 1  # the same for cached objects: a disk is faster than a connection
 # Content-addressed objects that are read and sent at a time. A relay serves as many cached objects in addition, which
@@ -39,10 +47,10 @@ _AHEAD_NEAR = 1  # the same for cached objects: a disk is faster than a connecti
 _BODIES = 32
 _RECORDS = 1024  # all other requests: small, and a worker that polls may wait long for a store that does not answer
 _LOOKS = 32  # requests at a time for which a cache is searched
-# A client that receives more slowly than this is dropped, so that a few of them cannot block the server. The limit is
-# the one that our own clients set for a server: 16 KiB/s.
-_SLICE = 1 << 18
-_SEND_TIMEOUT_S = _SLICE / (1 << 14)
+# Listings that are sent at a time, and of these to one client. All share the bytes, but the server has sent 180 KB of
+# each that the client did not take yet: 190 MB at most.
+_LISTINGS, _LISTINGS_EACH = 1024, 512
+_LISTING_SLICE = 1 << 16
 _MAX_SIZE = 1 << 42  # bytes of an object; some file systems support no larger offsets
 _RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
 _HEARTBEAT_S = 10.0  # in which a heartbeat must have arrived
@@ -68,7 +76,7 @@ def make_app(store: Store, token: str | None = None, *, open_metrics: bool = Fal
         PulseError: Starlette is not installed.
     """
     if token is not None:
-        check_token(token)
+        token = clean_token(token)
     try:
         from starlette.applications import Starlette
         from starlette.routing import Route
@@ -97,6 +105,8 @@ class _Service:
         self._cached = asyncio.Semaphore(_BODIES)
         self._looks = asyncio.Semaphore(_LOOKS)
         self._records = asyncio.Semaphore(_RECORDS)
+        self._sent_listings = SharedPlaces(_LISTINGS, _LISTINGS_EACH)
+        self._listings = Listings(lambda prefix: self._board.list(prefix, self._store.list(prefix)))
         self._logged_at = -_LOG_EVERY_S
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
@@ -134,9 +144,13 @@ class _Service:
             await _no_token()(request.scope, receive, send)
             return
         if request.method == "PUT":
-            await (await self._accept(request.path_params["key"], receive))(request.scope, receive, send)
+            await (await self._accept(request, receive))(request.scope, receive, send)
             return
-        if not is_content_addressed(request.path_params["key"]):
+        key, prefix = request.path_params["key"], request.query_params.get("list")
+        if prefix is not None and (key == "" or key.endswith("/")):
+            await self._send_listing(key, prefix, request, answer, receive, send)
+            return
+        if not is_content_addressed(key):
             places, ahead = self._records, _AHEAD
         elif await self._is_cached(request):
             places, ahead, answer.cache = self._cached, _AHEAD_NEAR, "hit"
@@ -145,22 +159,28 @@ class _Service:
             answer.cache = "miss" if hasattr(self._store, "has") else "none"
         async with places:
             response = await self._answer(request, answer)
-            if isinstance(response, _RangeResponse):
+            if isinstance(response, RangeResponse):
                 await response.send(receive, send, ahead)
             else:
                 await response(request.scope, receive, send)
 
-    async def _accept(self, key: str, receive: "Receive") -> "Response":
+    async def _accept(self, request: "Request", receive: "Receive") -> "Response":
         """Keep the heartbeat of a worker: the one thing that clients may write."""
+        key = request.path_params["key"]
         if not is_heartbeat(key):
             return _words(405, "only heartbeats of workers can be written to this server", {"Allow": "GET, HEAD"})
         try:
             check_key(key)
             async with asyncio.timeout(_HEARTBEAT_S):
-                self._board.put(key, await _read_body(receive, MAX_BYTES))
+                self._board.put(key, await _read_body(receive, MAX_BYTES), request.headers.get(WRITER_HEADER))
+                self._listings.forget(key)
         except TimeoutError:
             return _words(408, "the heartbeat did not arrive in time")
-        except (FormatError, StoreError):
+        except ConflictError:
+            return _words(409, "another process sends heartbeats under this name")
+        except (FormatError, StoreError) as e:
+            if getattr(e, "retryable", False):
+                return _words(429, "as many workers as are kept have sent heartbeats")
             return _words(400, "this is not a heartbeat")
         return _words(200, "kept")
 
@@ -175,43 +195,75 @@ class _Service:
         async with self._looks:
             return await in_thread(partial(is_near, self._store, key, begin, end))
 
-    async def _answer(self, request: "Request", answer: SentAnswer) -> "_RangeResponse | Response":
-        key, prefix = request.path_params["key"], request.query_params.get("list")
+    async def _answer(self, request: "Request", answer: SentAnswer) -> "RangeResponse | Response":
+        key = request.path_params["key"]
         try:
-            if (key == "" or key.endswith("/")) and prefix is not None:
-                return await in_thread(lambda: self._listing(key, prefix))
             return await in_thread(lambda: self._object(key, request.method == "HEAD", request.headers))
         except NotFoundError:
             return _words(404, "there is no such object")
         except StoreError as e:
-            answer.store_failed = True
-            status = 503 if e.retryable else 500
-            if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
-                self._logged_at = time.monotonic()
-                cause = printable(str(e), _CAUSE_CHARACTERS)  # it may contain a key, which a client has chosen
-                logger.warning("Answered %.500r with %d, because the store failed: %s", key or prefix, status, cause)
-            return _words(status, "the server's store failed; try again, or see the server's log")
+            return self._failed(key, e, answer)
+
+    def _failed(self, asked: str, error: StoreError, answer: SentAnswer) -> "Response":
+        """Return the answer to a request for which the store failed."""
+        answer.store_failed = True
+        status = 503 if error.retryable else 500
+        if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            cause = printable(str(error), _CAUSE_CHARACTERS)  # it may contain a key, which a client has chosen
+            logger.warning("Answered %.500r with %d, because the store failed: %s", asked, status, cause)
+        return _words(status, "the server's store failed; try again, or see the server's log")
 
     def _may_read(self, shown: str) -> bool:
         return self._authorization is None or secrets.compare_digest(shown.encode(), self._authorization)
 
-    def _listing(self, folder: str, prefix: str) -> "Response":
-        """List the objects below a prefix of a run, which may be in a folder of the store, with the run's keys."""
-        from starlette.responses import Response
+    async def _send_listing(
+        self, folder: str, prefix: str, request: "Request", answer: SentAnswer, receive: "Receive", send: "Send"
+    ) -> None:
+        """List the objects below a prefix of a run, which may be in a folder of the store, with the run's keys.
 
+        A request with `after=` gets the next page after that key, and whether it is the last one; any other gets all.
+        """
         try:
             check_prefix(prefix)
             check_prefix(folder + prefix)
         except StoreError:
-            return _words(400, "the prefix to list must be a key that ends in a slash")
-        lines = [
-            json.dumps({"key": entry.key.removeprefix(folder), "size": entry.size_bytes, "modified": entry.modified_s})
-            + "\n"
-            for entry in self._board.list(folder + prefix, self._store.list(folder + prefix))
-        ]
-        return Response("".join(lines), media_type=LISTING_TYPE, headers={"Cache-Control": "no-store"})
+            words = _words(400, "the prefix to list must be a key that ends in a slash")
+            await words(request.scope, receive, send)
+            return
+        client = request.client.host if request.client is not None else ""
+        lines = self._send_lines(folder, prefix, request, client, answer, receive, send)
+        if not await while_connected(receive, lines):
+            answer.status = answer.status or _LEFT
 
-    def _object(self, key: str, head: bool, asks: "Headers") -> "_RangeResponse | Response":
+    async def _send_lines(
+        self,
+        folder: str,
+        prefix: str,
+        request: "Request",
+        client: str,
+        answer: SentAnswer,
+        receive: "Receive",
+        send: "Send",
+    ) -> None:
+        async with self._sent_listings.taken(client):
+            try:
+                listing = await self._listings.get(folder, prefix)
+            except StoreError as e:
+                await self._failed(prefix, e, answer)(request.scope, receive, send)
+                return
+            headers, data = {"Content-Type": LISTING_TYPE, "Cache-Control": "no-store"}, listing.data
+            if (after := request.query_params.get("after")) is not None:
+                data, more = listing.page(after)
+                headers[LISTING_MORE] = "yes" if more else "no"
+            headers["Content-Length"] = str(len(data))
+            await send_start(send, 200, headers)
+            async with asyncio.timeout(SEND_TIMEOUT_S + len(data) / SEND_BYTES_PER_S):
+                for begin in range(0, len(data) if request.method == "GET" else 0, _LISTING_SLICE):
+                    await send_piece(send, data[begin : begin + _LISTING_SLICE], more=True)
+                await send_piece(send, b"", more=False)
+
+    def _object(self, key: str, head: bool, asks: "Headers") -> "RangeResponse | Response":
         """Decide what to answer, and read the first piece of it. Raises: NotFoundError, StoreError."""
         try:
             check_key(key)
@@ -221,24 +273,24 @@ class _Service:
         tag = headers.get("ETag")
         if tag is not None and _names(asks.get("if-none-match", ""), tag):
             size()  # raises NotFoundError; the tag of a content-addressed object does not show whether it exists
-            return _RangeResponse(304, headers, read, 0, 0, b"")
+            return RangeResponse(304, headers, read, 0, 0, b"")
         if head:
             headers["Content-Length"] = str(size())
-            return _RangeResponse(200, headers, read, 0, 0, b"")
+            return RangeResponse(200, headers, read, 0, 0, b"")
         if is_content_addressed(key) and "no-cache" in asks.get("cache-control", ""):
             forget(self._store, key)  # a reader found it bad
         asked = _asked_range(asks.get("range", "")) if asks.get("if-range", tag) == tag else None
-        found = _find(read, size, asked or (0, None))
+        found = find_range(read, size, asked or (0, None))
         if asked is not None and not found.piece:
             return _words(416, "the object ends before that range", {"Content-Range": f"bytes */{found.size}"})
         headers["Content-Length"] = str(found.end - found.begin)
         if asked is None:
-            return _RangeResponse(200, headers, read, found.begin, found.end, found.piece)
+            return RangeResponse(200, headers, read, found.begin, found.end, found.piece)
         stated = "*" if found.size is None else found.size
         headers["Content-Range"] = f"bytes {found.begin}-{found.end - 1}/{stated}"
-        return _RangeResponse(206, headers, read, found.begin, found.end, found.piece)
+        return RangeResponse(206, headers, read, found.begin, found.end, found.piece)
 
-    def _source(self, key: str) -> tuple["_Read", "_Size", dict[str, str]]:
+    def _source(self, key: str) -> tuple[Read, Size, dict[str, str]]:
         """Return how to read an object, how to measure it, and the headers that do not depend on the range."""
         headers = {"Accept-Ranges": "bytes", "X-Content-Type-Options": "nosniff"}
         headers["Content-Type"] = "application/octet-stream"
@@ -250,8 +302,8 @@ class _Service:
             headers["ETag"] = f'"{quote(key, safe="")}"'
             return read, size, headers
         headers["Cache-Control"] = "no-cache"
-        start = self._board.get(key) or self._store.get(key, 0, _PIECE)
-        if len(start) == _PIECE:
+        start = self._board.get(key) or self._store.get(key, 0, PIECE_BYTES)
+        if len(start) == PIECE_BYTES:
             return read, size, headers
         headers["ETag"] = f'"{hashlib.sha256(start).hexdigest()}"'
         return (
@@ -259,103 +311,6 @@ class _Service:
             lambda: len(start),
             headers,
         )  # read once: it may be replaced meanwhile
-
-
-_Read = Callable[[int, int], bytes]
-_Size = Callable[[], int]
-
-
-@dataclass(frozen=True)
-class _RangeResponse:
-    """An answer with bytes begin..end of an object in it, and the first piece of them."""
-
-    status: int
-    headers: dict[str, str]
-    read: _Read
-    begin: int
-    end: int
-    piece: bytes
-
-    async def send(self, receive: "Receive", send: "Send", ahead: int) -> None:
-        """Send the answer piece by piece, until the client disconnects, with this many pieces read ahead.
-
-        An error meanwhile closes the connection, so that the client sees that something is missing.
-        """
-        headers = [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        left = asyncio.create_task(_leaving(receive))  # sending to a client that has disconnected is no error
-        at = self.begin
-        try:
-            async with aclosing(self._pieces(ahead)) as pieces:
-                async for piece in pieces:
-                    await _send_piece(send, piece, more=True)
-                    at += len(piece)
-                    if left.done():
-                        return
-        finally:
-            left.cancel()
-        if at != self.end:
-            raise StoreError(f"an object ended {self.end - at} bytes early while it was sent")
-        await _send_piece(send, b"", more=False)
-
-    async def _pieces(self, ahead: int) -> AsyncGenerator[bytes]:
-        """Yield the piece that was read and then the others, some of them read ahead."""
-        yield self.piece
-        reading: deque[asyncio.Task[bytes]] = deque()
-        try:
-            for begin in range(self.begin + len(self.piece), self.end, _PIECE):
-                call = partial(self.read, begin, _bounded(begin, self.end))
-                reading.append(asyncio.create_task(in_thread(call)))
-                if len(reading) > ahead:
-                    yield await reading.popleft()
-            while reading:
-                yield await reading.popleft()
-        finally:
-            for task in reading:
-                task.cancel()
-            await asyncio.gather(*reading, return_exceptions=True)
-
-
-@dataclass(frozen=True)
-class _ObjectRange:
-    """Bytes begin..end of an object, and the first piece of them."""
-
-    begin: int
-    end: int
-    size: int | None  # of the object; None if it is not known and was not needed
-    piece: bytes
-
-
-def _find(read: _Read, size: _Size, asked: tuple[int | None, int | None]) -> _ObjectRange:
-    """Read the first piece of the requested range, and find out where the range ends.
-
-    Raises:
-        StoreError: the object cannot be read, or was replaced meanwhile.
-    """
-    begin, end = asked
-    if begin is None:  # the last bytes
-        total = size()
-        begin, end = max(0, total - (end or 0)), total
-    limit = _bounded(begin, end)
-    piece = read(begin, limit)
-    read_to = begin + len(piece)
-    if read_to < limit and (piece or not begin):
-        return _ObjectRange(begin, read_to, read_to, piece)
-    try:
-        stated = size()
-    except StoreError:
-        if read_to != end:
-            raise
-        return _ObjectRange(begin, end, None, piece)
-    if piece and stated < read_to:
-        raise StoreError("the object was replaced while it was read", retryable=True)
-    return _ObjectRange(begin, max(begin, stated if end is None else min(end, stated)), stated, piece)
-
-
-def _bounded(begin: int, end: int | None) -> int:
-    """Return the end of a piece."""
-    limit = begin - begin % _PIECE + _PIECE
-    return limit if end is None else min(end, limit)
 
 
 def _asked_range(header: str) -> tuple[int | None, int | None] | None:
@@ -397,22 +352,6 @@ async def _read_body(receive: "Receive", limit: int) -> bytes:
 
 def _no_token() -> "Response":
     return _words(401, "this server requires a token", {"WWW-Authenticate": "Bearer"})
-
-
-async def _leaving(receive: "Receive") -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send_piece(send: "Send", piece: bytes, more: bool) -> None:
-    """Send a piece in slices. Raises: TimeoutError, if the client receives one of them too slowly."""
-    for begin in range(0, max(1, len(piece)), _SLICE):
-        body = piece[begin : begin + _SLICE]
-        try:
-            async with asyncio.timeout(_SEND_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError as e:
-            raise TimeoutError(f"a client did not receive {len(body)} bytes within {_SEND_TIMEOUT_S:g} s") from e
 
 
 def missing(error: ModuleNotFoundError) -> PulseError:

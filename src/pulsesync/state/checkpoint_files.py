@@ -339,14 +339,18 @@ class TensorFolder:
 
     @staticmethod
     def fits(folder: Path, plan: WeightFiles) -> bool:
-        """Whether the files of a plan are in a folder, with the right sizes and headers.
+        """Whether the files of a plan are in a folder, with the right sizes and headers, and are no links.
 
         The weights are not checked.
         """
         try:
             for shard in plan.shards:
-                with (folder / shard.name).open("rb") as file:
-                    if os.fstat(file.fileno()).st_size != shard.size or file.read(len(shard.head)) != shard.head:
+                path = folder / shard.name
+                with path.open("rb") as file:
+                    as_planned = (
+                        os.fstat(file.fileno()).st_size == shard.size and file.read(len(shard.head)) == shard.head
+                    )
+                    if not as_planned or path.is_symlink():
                         return False
         except OSError:
             return False

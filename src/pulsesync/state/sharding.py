@@ -324,32 +324,26 @@ class TileShare:
 
     def check(self, shards: Shards) -> None:
         """Raises: StateError, if these are not the shards that the share was made of."""
-        both: list[dict[str, Window | str]] = [{**one.windows, **one.ties} for one in (self.shards, shards)]
-        before, now = both
+        before, now = ({**one.windows, **one.ties} for one in (self.shards, shards))
         if before != now:
             name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-            old, new = before.get(name), now.get(name)
-            if isinstance(old, Window) and isinstance(new, Window) and old.tensor == new.tensor:
+            old, new = (_tensor_of(side.get(name)) for side in (before, now))
+            if old != new:
                 raise StateError(
-                    f"this process has another shard of {name!r} than before; the shards of a publisher must stay the "
-                    "same: create a new Publisher, which resumes the run",
+                    f"tensor {name!r} was added, removed, reshaped or tied differently since the first version; the "
+                    "tensors of a run stay the same: publish this model to a new location, with a new Publisher",
                     tensor=name,
                 )
             raise StateError(
-                f"the tensors of a run must not change, but {name!r} {_change(old, new)}; publish the changed model to "
-                "a new location",
+                f"this rank has another shard of {name!r} than at the first version; the shards of a publisher must "
+                "stay the same: close it, and resume the run with a new one",
                 tensor=name,
             )
 
 
-def _change(old: Window | str | None, new: Window | str | None) -> str:
-    """How a tensor differs from before: a window, or the name that it is tied to."""
-    if isinstance(old, Window) and isinstance(new, Window):
-        is_, was = new.tensor, old.tensor
-        return f"is {is_.dtype} {is_.shape}, and was {was.dtype} {was.shape}"
-    if old is None or new is None:
-        return "was added" if old is None else "was removed"
-    return "is tied to another tensor than before"
+def _tensor_of(window: object) -> object:
+    """The tensor of a shard, or what else a name stands for."""
+    return window.tensor if isinstance(window, Window) else window
 
 
 def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:

@@ -20,7 +20,7 @@ _WHOLE_BYTES = 1 << 22  # records below this size are fetched entirely, so that 
 _MAX_REMEMBERED = 1024
 _MAX_REMEMBERED_BYTES = 1 << 26
 _MAX_REPORTED = 4096  # objects whose reports are forwarded in the same ten seconds
-_ENTRY_BYTES = 256  # memory of one entry of a listing
+_ENTRY_BYTES = 256  # memory of an outcome that is no object
 
 T = TypeVar("T")
 _Call = tuple[str | int | None, ...]
@@ -29,9 +29,9 @@ _Call = tuple[str | int | None, ...]
 class CoalescingStore(ReadOnlyStore):
     """A read-only store for many threads. Equal calls at the same time become one call with one outcome.
 
-    The outcome of reading content-addressed objects is not remembered. That of all other reads, of listings and of
-    failures (there is no such object, the store does not answer) is remembered for a second: so an answer may be
-    older by a second and the time of one call.
+    The outcome of reading content-addressed objects is not remembered, nor are listings, which the server keeps. That
+    of all other reads and of failures (there is no such object, the store does not answer) is remembered for a second:
+    so an answer may be older by a second and the time of one call.
     """
 
     def __init__(self, store: Store) -> None:
@@ -64,7 +64,7 @@ class CoalescingStore(ReadOnlyStore):
 
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
         check_prefix(prefix)
-        return iter(self._once(("list", prefix), lambda: tuple(self.store.list(prefix)), _REMEMBER_S))
+        return iter(self._once(("list", prefix), lambda: tuple(self.store.list(prefix))))
 
     def forget(self, key: str) -> None:
         """Forward a report about an object, at most once in ten seconds: any client of a relay can make one.
@@ -136,10 +136,8 @@ class _HeldAnswer(NamedTuple):
 
 
 def _weigh(future: Future[Any]) -> int:
-    """Return roughly how many bytes an outcome takes: an object, a listing, or an error."""
+    """Return roughly how many bytes an outcome takes: an object, a size, or an error."""
     if future.exception():
         return 0
     outcome = future.result()
-    if outcome is None or isinstance(outcome, int):
-        return _ENTRY_BYTES
-    return len(outcome) if isinstance(outcome, bytes) else _ENTRY_BYTES * len(outcome)
+    return len(outcome) if isinstance(outcome, bytes) else _ENTRY_BYTES
