@@ -1896,6 +1896,30 @@ def test_a_run_is_taken_up_at_an_older_step() -> None:
     assert equal(held, states[1])
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"w": np.zeros(5, np.float32)}, r"'w' is F32 \(5,\), and was F32 \(4,\)"),
+        ({"w": np.zeros(4, np.float16)}, r"'w' is F16 \(4,\), and was F32 \(4,\)"),
+        ({"new": np.zeros(4)}, "'new' was added"),
+        ({"w": None}, "'w' was removed"),
+        ({"other": None, "w": np.zeros(4, np.float32)}, "'other' was removed"),
+    ],
+)
+def test_other_tensors_than_in_the_last_version_need_a_new_location_and_the_error_says_so(
+    change: dict[str, Any], found: str
+) -> None:
+    """In a publisher and in a new one alike."""
+    store, weights = MemoryStore(), {"w": np.ones(4, np.float32), "other": np.ones(4, np.float32)}
+    changed = {name: array for name, array in {**weights, **change}.items() if array is not None}
+    with Publisher(store) as pub:
+        pub.publish(weights)
+        with pytest.raises(StateError, match=f"{found}; publish the changed model to a new location"):
+            pub.publish(changed)
+    with Publisher(store) as pub, pytest.raises(StateError, match="publish to a new location"):
+        pub.publish(changed)
+
+
 def test_a_run_of_other_tensors_is_refused() -> None:
     store = MemoryStore()
     publish_steps(store, 1)

@@ -684,6 +684,16 @@ def test_an_anchor_that_failed_is_finished_with_the_next_publish() -> None:
     assert equal(synced(base), training.weights)
 
 
+def test_ranks_with_other_shards_are_told_that_a_new_publisher_resumes_the_run() -> None:
+    training, store = Training(), MemoryStore()
+    group = Group(store, 2)
+    group.publish(training.weights)
+    group.split = by_columns
+    found = group.try_publish(training.weights, step=1)
+    assert all("create a new Publisher, which resumes the run" in str(one) for one in found)
+    assert Group(store, 2, by_columns).publish(training.weights, step=1).version == 1
+
+
 def test_an_anchor_waits_for_a_rank_whose_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     disk, training, store = FullDisk(monkeypatch, at="outbox-1/*/record"), Training(), MemoryStore()
     group = Group(store, 2)
