@@ -329,7 +329,7 @@ class SglangServer(EngineServer):
         text = str(answer.get("message", ""))
         try:  # SGLang adds a sentence of its own after the JSON
             table = json.JSONDecoder().raw_decode(text)[0]
-        except ValueError:
+        except (ValueError, RecursionError):
             table = None
         if isinstance(table, dict):
             raise_error([table])
