@@ -270,7 +270,9 @@ def test_a_run_is_followed_over_http_with_a_token(
     pulse("publish", checkpoints.next(), tmp_path / "run", "--cast", "BF16")
     with served(tmp_path / "run", "secret") as url:
         assert pulse("follow", url, tmp_path / "f", "--once").code == 1
-        monkeypatch.setenv("PULSE_TOKEN", "secret")
+        monkeypatch.setenv("PULSE_TOKEN", "secret")  # what readers of this machine's own server must send
+        assert "PULSE_TOKEN is not sent" in pulse("follow", url, tmp_path / "f", "--once").err
+        monkeypatch.setenv("PULSE_SEND_TOKENS", f"{url}=secret")
         assert pulse("follow", url, tmp_path / "f", "--once").code == 0
     assert equal(held(tmp_path / "f"), checkpoints.published)
 
@@ -302,7 +304,7 @@ def test_a_server_is_given_the_key_of_its_own_kind(
     class SeenError(Exception):
         pass
 
-    def server(url: str, api_key: str | None) -> None:
+    def server(url: str, api_key: str | None, api_key_in_clear: bool) -> None:
         raise SeenError(api_key)
 
     for name in ("Vllm", "Sglang"):

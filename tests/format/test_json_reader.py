@@ -27,7 +27,7 @@ OWN = {  # modules that call json.loads themselves, and why they may
     "store/http": "below the format, and catches everything",
     "state/checkpoint_files": "the config of a model may contain Infinity; catches nesting",
     "integrations/sglang": "finds JSON inside a sentence of its own server; messages of the ranks of one process group",
-    "integrations/engine/server": "answers of the user's own server",
+    "integrations/engine/answers": "catches everything",
     "integrations/engine/together": "messages of the ranks of one team",
     "integrations/vllm/plugin": "messages of its own engine",
     "group/broadcast": "messages of the ranks of one process group",

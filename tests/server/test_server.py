@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from pulsesync.errors import NotFoundError, PulseError, StoreError
 from pulsesync.server import make_app, sending, serve
 from pulsesync.server import relay as make_relay
 from pulsesync.server.calls import SharedPlaces
+from pulsesync.server.connections import _network, close_excess
 from pulsesync.server.listings import PAGE, Listings
 from pulsesync.server.sending import send_piece
 from pulsesync.server.service import _Service
@@ -51,13 +53,15 @@ RUN = {"parts/small": SMALL, "parts/large": LARGE, "parts/empty": b"", "layouts/
 
 # What the command line calls, with its options as JSON.
 START = """
-import json, sys
+import json, resource, sys
 from pathlib import Path
 from pulsesync.cli import serve
 options = dict(host="127.0.0.1", port=0, token_file=None, certificate=None, private_key=None, as_json=True)
 if sys.argv[1] == "relay":
     options.update(max_cache=None, cafile=None)
 given = json.loads(sys.argv[3])
+if "descriptors" in given:
+    resource.setrlimit(resource.RLIMIT_NOFILE, given.pop("descriptors"))
 plain = ("max_cache", "token_in_clear", "upstream_token_in_clear", "without_token", "open_metrics")
 options.update({name: value if name in plain else Path(value) for name, value in given.items()})
 place = sys.argv[2] if sys.argv[1] == "relay" else Path(sys.argv[2])
@@ -285,6 +289,8 @@ def test_pages_of_a_listing_are_the_listing(tmp_path: Path) -> None:
         for beyond in (after, "zzz"):
             page = ask(server.url, f"/one/?list=parts/&after={beyond}")
             assert (page.body, page.headers["Pulse-Listing-More"]) == (b"", "no")
+        with closing(HttpStore(f"{server.url}/one")) as store:
+            assert [entry.key for entry in store.list("parts/")] == [f"parts/{i:05d}" for i in range(2 * PAGE + 5)]
 
 
 def test_listings_that_nobody_reads_delay_neither_other_requests_nor_the_end(tmp_path: Path) -> None:
@@ -436,6 +442,89 @@ def _end_while_a_request_hangs(upstream: "Upstream", cache: Path, number: int) -
         assert server.process.stdout.read() == ""  # nothing to complain about
         assert isinstance(hanging.exception(10), OSError | http.client.HTTPException) or hanging.result().status >= 500
     return took
+
+
+END_HANGS = """
+import time
+from pulsesync.server import serve, serving
+from pulsesync.store import MemoryStore
+serving._see_off = lambda threads: time.sleep(60)
+serve(MemoryStore(), port=0, on_ready=lambda url: print(url, flush=True))
+"""
+
+
+def test_the_process_ends_after_a_signal_whatever_keeps_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", END_HANGS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert ask(process.stdout.readline().strip(), "/healthz").status == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_low_limit_of_files_is_raised_as_far_as_the_system_permits(folder: Path) -> None:
+    with running("serve", folder, descriptors=(100, 300)) as server:
+        limits = Path(f"/proc/{server.process.pid}/limits").read_text()
+    assert "Max open files            300                  300 " in limits
+
+
+def test_idle_connections_do_not_shut_out_other_clients(folder: Path) -> None:
+    with running("serve", folder, descriptors=(256, 256)) as server, ExitStack() as idle:
+        address = urlsplit(server.url)
+        for _ in range(300):
+            idle.enter_context(socket.create_connection((address.hostname or "", address.port or 0)))
+        begin = time.monotonic()
+        assert ask(server.url, "/head").body == b"41"
+        assert time.monotonic() - begin < 8
+
+
+@pytest.mark.slow  # ten seconds
+def test_a_client_that_sends_no_request_is_disconnected(url: str) -> None:
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=20) as idle:
+        begin = time.monotonic()
+        assert idle.recv(1) == b""
+        assert 8 < time.monotonic() - begin < 15
+
+
+def test_of_the_connections_of_a_client_that_has_too_many_the_idle_ones_are_closed() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        other = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        clients: list[socket.socket] = []
+        for server, host in [(listener, "127.0.0.1")] * 6 + [(listener, "127.0.0.2")] * 3 + [(other, "127.0.0.1")] * 6:
+            clients.append(stack.enter_context(socket.socket()))
+            clients[-1].bind((host, 0))
+            clients[-1].connect(server.getsockname())
+            stack.enter_context(server.accept()[0])
+        port = listener.getsockname()[1]
+        busy = {client.getsockname() for client in clients[:2]}
+        assert close_excess(port, 3, busy) == 3
+        closed = [client for client in clients if select.select([client], [], [], 0)[0]]
+        assert set(closed) < set(clients[2:6])
+        close_excess(port, 1, busy)
+        assert (
+            sum(bool(select.select([client], [], [], 0)[0]) for client in clients[:2]) == 1
+        )  # then those with a request
+        assert not any(select.select([client], [], [], 0)[0] for client in clients[9:])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2", True),
+    ],
+)
+def test_a_client_is_an_ipv4_address_or_a_network_of_ipv6(one: str, other: str, same: bool) -> None:
+    assert (_network(one) == _network(other)) is same
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ from pulsesync.integrations.sglang import SglangServer
 from pulsesync.integrations.vllm import ServerFollower, UpdateReport, VllmServer
 from pulsesync.run.heartbeats import check_worker, name_worker
 from pulsesync.run.pointers import is_about_pointer
+from pulsesync.store.tokens import may_send_in_clear
 
 
 def follow(
@@ -133,10 +134,15 @@ def follow(
     movers = read_movers(trust_pointers, keys)
     export_metrics(metrics)
     try:
-        server = None if vllm is None else VllmServer(vllm, api_key=api_key or read_variable("PULSE_VLLM_API_KEY"))
-        followed = (
-            server if sglang is None else SglangServer(sglang, api_key=api_key or read_variable("PULSE_SGLANG_API_KEY"))
-        )
+        in_clear = may_send_in_clear()
+        server: VllmServer | None = None
+        followed: VllmServer | SglangServer | None = None
+        if vllm is not None:
+            key = api_key or read_variable("PULSE_VLLM_API_KEY")
+            server = followed = VllmServer(vllm, api_key=key, api_key_in_clear=in_clear)
+        elif sglang is not None:
+            key = api_key or read_variable("PULSE_SGLANG_API_KEY")
+            followed = SglangServer(sglang, api_key=key, api_key_in_clear=in_clear)
     except ValueError as e:
         raise UsageError(str(e)) from e
     if followed is not None and folder is None:

@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pulsesync.core import arguments
+from pulsesync.core.scratch import make_private
 from pulsesync.errors import (
     BaseMismatchError,
     ChecksumError,
@@ -493,7 +494,7 @@ def _current(folder: Path) -> str | None:
 def owned(folder: Path) -> Iterator[None]:
     """Be the only process that writes to a folder, which must be empty or one that this function has used before."""
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         if not (folder / LOCK).exists() and any(folder.iterdir()):
             raise StoreError(
                 f"{folder} contains other files; give a folder that is empty or does not exist", key=str(folder)

@@ -328,23 +328,28 @@ class TileShare:
         before, now = ({**one.windows, **one.ties} for one in (self.shards, shards))
         if before != now:
             name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-            old, new = (_tensor_of(side.get(name)) for side in (before, now))
-            if old != new:
+            old, new = before.get(name), now.get(name)
+            if isinstance(old, Window) and isinstance(new, Window) and old.tensor == new.tensor:
                 raise StateError(
-                    f"tensor {name!r} was added, removed, reshaped or tied differently since the first version; the "
-                    "tensors of a run stay the same: publish this model to a new location, with a new Publisher",
+                    f"this process has another shard of {name!r} than before; the shards of a publisher must stay the "
+                    "same: create a new Publisher, which resumes the run",
                     tensor=name,
                 )
             raise StateError(
-                f"this rank has another shard of {name!r} than at the first version; the shards of a publisher must "
-                "stay the same: close it, and resume the run with a new one",
+                f"the tensors of a run must not change, but {name!r} {_change(old, new)}; publish the changed model to "
+                "a new location",
                 tensor=name,
             )
 
 
-def _tensor_of(window: object) -> object:
-    """The tensor of a shard, or what else a name stands for."""
-    return window.tensor if isinstance(window, Window) else window
+def _change(old: Window | str | None, new: Window | str | None) -> str:
+    """How a tensor differs from before: a window, or the name that it is tied to."""
+    if isinstance(old, Window) and isinstance(new, Window):
+        is_, was = new.tensor, old.tensor
+        return f"is {is_.dtype} {is_.shape}, and was {was.dtype} {was.shape}"
+    if old is None or new is None:
+        return "was added" if old is None else "was removed"
+    return "is tied to another tensor than before"
 
 
 def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:

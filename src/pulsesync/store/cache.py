@@ -24,6 +24,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from pulsesync.core import arguments
+from pulsesync.core.scratch import make_private
 from pulsesync.errors import FormatError, StoreError
 from pulsesync.store.base import WINDOW_BYTES, ObjectEntry, Store, forget, is_content_addressed, size_of
 from pulsesync.store.turns import PATIENCE_S, locked
@@ -260,7 +261,7 @@ class CachedStore:
         """Let one thread of one process at a time enter the block; all of them, if the disk cannot lock."""
         with ExitStack() as stack:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_private(self.folder)
                 stack.enter_context(locked(self.folder / f"{_LOCK}{name}", self._patience_s))
             except TimeoutError:
                 logger.warning("Another process that uses %s makes no progress on %s; fetching it.", self.folder, name)
@@ -320,7 +321,7 @@ class CachedStore:
             return
         spool, kept = self.folder / f"{_SPOOL}{secrets.token_hex(8)}", self.folder / name
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private(self.folder)
             try:
                 with spool.open("xb") as file:
                     file.write(hashlib.sha256(content).digest())

@@ -22,7 +22,7 @@ from pulsesync.store.keys import check_key, check_prefix
 _SPOOL = ".spool-"
 _SPOOL_AGE_S = 3600.0
 _MAX_WARNED = 1000  # links that are logged
-# Opens a folder on the way to a file: on Linux the right to enter it is enough.
+# Opens a folder of a path: on Linux the right to enter it is enough.
 _ENTER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 # Errors of the system that mean that there is no object: a path below a file, a name that is too long, a cycle of
 # links, a socket or a device without a driver.
