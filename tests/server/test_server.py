@@ -37,7 +37,7 @@ from pulsesync.server.connections import _network, close_excess
 from pulsesync.server.listings import PAGE, Listings
 from pulsesync.server.sending import send_piece
 from pulsesync.server.service import _Service
-from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, forget
+from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, RetryStore, forget
 from pulsesync.store.base import too_many
 from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.http import HttpStore
@@ -78,6 +78,11 @@ class Running:
     def stop(self, number: int = signal.SIGINT) -> int:
         self.process.send_signal(number)
         return self.process.wait(10)
+
+    def printed(self) -> str:
+        """All that a stopped server has printed after its address."""
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
 
 
 @contextmanager
@@ -687,6 +692,7 @@ class Upstream(http.server.ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.shown: set[str | None] = set()  # as Authorization
         self.states_sizes = True
+        self.damaged: dict[str, tuple[int, int]] = {}  # by key, which byte is damaged, and how many times
         self.ending = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -711,6 +717,10 @@ class _UpstreamHandler(http.server.BaseHTTPRequestHandler):
             self.server.ending.wait(10)
         data = self.server.objects.get(self.path[1:])
         part = b"" if data is None else data[int(first) : int(last) + 1]
+        at, times = self.server.damaged.get(self.path[1:], (0, 0))
+        if times and int(first) <= at < int(first) + len(part):
+            self.server.damaged[self.path[1:]] = at, times - 1
+            part = part[: at - int(first)] + b"\x00" + part[at - int(first) + 1 :]
         self.send_response(404 if data is None else 206 if part else 416)
         self.send_header("Content-Length", str(len(part)))
         where = f"{first}-{int(first) + len(part) - 1}" if part else "*"
@@ -814,6 +824,20 @@ def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(t
         assert store.get("parts/a", 0, 64) == b"damaged on the way"
         forget(store, "parts/a")
         assert store.get("parts/a", 0, 64) == b"good"
+
+
+@pytest.mark.parametrize("size", [len(SMALL), len(LARGE)])
+def test_what_a_relay_receives_damaged_it_does_not_keep(upstream: Upstream, tmp_path: Path, size: int) -> None:
+    data = LARGE[:size]
+    key = f"files/{hashlib.sha256(data).hexdigest()}"
+    upstream.objects[key] = data
+    upstream.damaged[key] = (size - 5, 2)
+    with running("relay", upstream.url, cache=tmp_path) as relay, closing(HttpStore(relay.url)) as store:
+        assert RetryStore(store).get(key) == data
+        assert store.get(key) == data
+        assert relay.stop() == 0
+        assert "damaged on the way" in relay.printed()
+    assert upstream.damaged[key][1] == 0
 
 
 def test_a_relay_of_a_folder_with_several_runs_fetches_what_is_named_by_its_content_once(tmp_path: Path) -> None:
@@ -1041,18 +1065,23 @@ def test_ranges_of_a_large_record_are_read_as_they_are_asked_for() -> None:
         assert shared.get("manifests/1", begin, end) == LARGE[begin:end]
 
 
-@pytest.mark.parametrize("key", ["head", "parts/a"])
-def test_absence_is_remembered_for_a_second_and_no_longer(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("key", "seconds"), [("head", 1), ("parts/a", 10)])
+def test_absence_is_remembered_for_a_moment_and_no_longer(
+    key: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
     slow = Slow()
     shared = CoalescingStore(slow)
-    for _ in range(3):
+    for begin in range(3):
+        with pytest.raises(NotFoundError):
+            shared.get(key, begin, begin + 9)
         with pytest.raises(NotFoundError):
             shared.get(key)
+        now += seconds / 4
     slow.put(key, SMALL)
     assert len(slow.asked) == 1
-    now += 1.01
+    now += seconds / 3
     assert shared.get(key) == SMALL
 
 
