@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pulsesync.core.location import ParsedLocation, redacted
+from pulsesync.core.location import ParsedLocation, parse_path, redacted
+from pulsesync.store import CachedStore, MemoryStore
 
 parse = ParsedLocation.parse
 
@@ -176,3 +177,14 @@ def test_no_message_about_a_location_contains_a_secret(text: str) -> None:
         parse(text)
     assert SECRET not in repr(caught.value)
     assert SECRET not in redacted(text)
+
+
+def test_the_path_of_a_folder_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse_path("~/cache") == tmp_path / "cache"
+    for text in ("s3://bucket/cache", f"https://me:{SECRET}@host/cache", "s3:/bucket", "C:\\cache"):
+        with pytest.raises(ValueError, match="path") as caught:
+            parse_path(text)
+        assert SECRET not in str(caught.value)
+    with pytest.raises(ValueError, match="folder must be the path of a folder: a path of this machine is needed here"):
+        CachedStore(MemoryStore(), "s3://bucket/cache")

@@ -78,7 +78,7 @@ def check(base: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs: one below `allowed`, one beside it."""
+    """A folder with two runs: one below `allowed`, one next to it."""
     folder = tmp_path_factory.mktemp("runs")
     for run in ("allowed/run", "outside"):
         publish(folder / run)
@@ -110,7 +110,7 @@ class Files(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module", params=["pulse serve", "http.server"])
 def address(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """The folder with the two runs, behind `pulse serve` in a process of its own, or behind a plain server of files."""
+    """The folder with the two runs, served by `pulse serve` in a process of its own, or by a plain server of files."""
     if request.param == "http.server":
         with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folder)) as server:
             threading.Thread(target=server.serve_forever).start()
@@ -163,8 +163,9 @@ def test_a_link_leads_out_of_the_folders_neither_before_nor_after_the_check(tmp_
 def test_a_folder_that_is_swapped_all_the_time_is_never_left(tmp_path: Path) -> None:
     allowed, outside = tmp_path / "allowed", tmp_path / "outside"
     for folder, content in ((allowed / "run", b"inside"), (outside, b"outside")):
-        folder.mkdir(parents=True)
+        (folder / "parts").mkdir(parents=True)
         (folder / "head").write_bytes(content)
+        (folder / "parts" / content.decode()).touch()
     store = EngineLimits(runs=(options(allowed).location,)).open(options(allowed / "run"))
     done = threading.Event()
     found: set[bytes] = set()
@@ -181,12 +182,14 @@ def test_a_folder_that_is_swapped_all_the_time_is_never_left(tmp_path: Path) -> 
     until = time.monotonic() + 0.5
     while time.monotonic() < until:
         try:
+            found.update(entry.key.encode() for entry in store.list("parts/"))
             found.add(store.get("head"))
         except NotFoundError:
             found.add(b"none")
     done.set()
     swapping.join()
-    assert b"outside" not in found
+    assert not found & {b"outside", b"parts/outside"}
+    assert [entry.key for entry in store.list("parts/")] == ["parts/inside"]
     assert store.get("head") == b"inside"
 
 
@@ -210,6 +213,15 @@ def test_limits_that_name_no_location_say_which_variable(monkeypatch: pytest.Mon
 def test_an_engine_that_may_follow_no_run_follows_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="may not follow"):
         EngineLimits(runs=()).open(options(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "location", ["https://me:s3cret@host/run", "s3://bucket/run?secret_access_key=s3cret", ["s3cret"]]
+)
+def test_an_answer_shows_no_secret_of_a_location(location: Any) -> None:
+    answer = find(location, "s3://bucket")
+    assert answer["error"]["type"] == "ValueError"
+    assert "s3cret" not in repr(answer)
 
 
 def test_a_vllm_server_whose_limits_are_empty_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

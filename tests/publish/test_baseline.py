@@ -169,5 +169,5 @@ def test_a_shard_that_changes_is_for_a_new_publisher_of_the_same_run() -> None:
     first, second = (shards_of({"w": Placed(np.zeros(4, np.float32), (8,), at)}) for at in ((0, 4), (4, 8)))
     layout = layout_of([first.windows, second.windows])
     share = share_of(layout, owner_of(layout, [first.windows, second.windows]), 0, first)
-    with pytest.raises(StateError, match=r"another shard of 'w' .* resume the run with a new one"):
+    with pytest.raises(StateError, match=r"another shard of 'w' .* resumes the run"):
         share.check(second)

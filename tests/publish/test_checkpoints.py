@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 
 from pulsesync import Publisher, SigningKey, Subscriber
+from pulsesync.core.events import Event, Synced, listen
 from pulsesync.errors import (
     RunForkedError,
     RunReplacedError,
@@ -32,12 +34,23 @@ from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.maintain.prune import prune
 from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.run import reader
+from pulsesync.run import keys, reader
 from pulsesync.store import LocalStore, MemoryStore, Store
 from tests.helpers import nudge
 from tests.processes import Fleet, alive, fleet, told
 from tests.publish.test_sharded import Group, Rank
-from tests.runs import Training, Watched, down, equal, kept, publish_steps, version, versions, worker
+from tests.runs import (
+    Training,
+    Watched,
+    down,
+    equal,
+    kept,
+    make_squash,
+    publish_steps,
+    version,
+    versions,
+    worker,
+)
 
 assert fleet  # a fixture
 
@@ -119,7 +132,91 @@ def test_a_worker_reports_both_steps_and_warns_once_when_the_trainer_went_back(
     assert back.path == ("patch",)
     assert equal(weights, training.weights)
     warned = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert warned == ["The trainer went back to an earlier step: version 6 is step 3, while version 5 was step 5."]
+    assert warned == [
+        "The trainer went back to an earlier step at version 6: version 5 was step 5, and version 6 is step 3."
+    ]
+
+
+@pytest.mark.parametrize("way", ["patches", "squash", "anchor", "restart"])
+@pytest.mark.parametrize("steps", [(3, 4, 5), (3, 4, 5, 6), (3, 4, 5, 6, 7, 8)], ids=["below", "equal", "above"])
+def test_a_worker_that_jumps_over_a_rewind_is_told(
+    way: str, steps: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The steps of the two versions do not show it: the trainer may have passed the step of the first one again."""
+    store, training, options = MemoryStore(), Training(), {"epoch_patches": 3, "anchor_every": 0.0}
+    state = checkpoint_at(2, store, training, to=6, **options)
+    sub, weights, heard = Subscriber(store, epoch_patches=3), worker(), list[Event]()
+    assert not sub.sync(weights).went_back
+    with restored(store, state, **options) as pub:
+        for step in steps:
+            training.step()
+            pub.publish(training.weights, step=step)
+            pub.flush()  # with the anchor, if one is due
+    if way == "squash":
+        make_squash(store, 0, 2, epoch_patches=3)
+    for entry in list(store.list("anchors/")):
+        if way != "anchor":
+            store.delete(entry.key)
+    if way == "anchor":
+        store.delete(keys.manifest_key(7))
+    if way == "restart":
+        sub = Subscriber(store, epoch_patches=3)
+        assert sub.resume(weights, 6, None)
+    with listen(heard.append):
+        report = sub.sync(weights)
+    assert (report.from_version, report.from_step, report.version, report.step) == (6, 6, 6 + len(steps), steps[-1])
+    assert (report.went_back, report.rewound_at) == (True, 7)
+    assert ("squash" in report.path, "anchor" in report.path) == (way == "squash", way == "anchor")
+    assert [one.went_back for one in heard if isinstance(one, Synced)] == [True]
+    assert "went back to an earlier step at version 7: version 6 was step 6" in caplog.text
+    with restored(store, PublisherState(), **options) as pub:  # resumed again, with steps that grow
+        pub.publish(training.weights, step=20)
+        report = sub.sync(weights)
+    assert (report.went_back, report.rewound_at) == (False, 7)
+
+
+def test_records_without_rewinds_are_those_of_the_first_release_and_their_steps_decide() -> None:
+    """A run that pulsesync 0.1.0 has written for a time has no record of the rewinds in it."""
+    store, training = MemoryStore(), Training()
+    state = checkpoint_at(2, store, training, to=5)
+    sub, weights = Subscriber(store), worker()
+    sub.sync(weights)
+    with restored(store, state) as pub:
+        for step in (3, 4):
+            pub.publish(training.weights, step=step)
+    for number in (6, 7):
+        store.put(keys.manifest_key(number), replace(version(store, number), rewound_at=None).build())
+    report = sub.sync(weights)
+    assert (report.went_back, report.rewound_at) == (True, None)
+    with restored(store, PublisherState()) as pub:
+        pub.publish(training.weights, step=5)
+        pub.publish(training.weights, step=5)
+        pub.publish(training.weights, step=4)
+    assert [version(store, number).rewound_at for number in range(6, 11)] == [None, None, None, None, 10]
+
+
+def test_a_rewind_that_is_coalesced_with_later_steps_is_recorded() -> None:
+    store, training = Watched(), Training()
+    blocked, go = threading.Event(), threading.Event()
+    with Publisher(store) as pub:
+        for step in range(4):
+            pub.publish(training.weights, step=step)
+
+        def hold(verb: str, key: str) -> None:
+            if verb == "create":
+                blocked.set()
+                assert go.wait(WAIT_S)
+
+        store.before = hold
+        training.step()
+        pub.publish(training.weights, step=4, wait=False)
+        assert blocked.wait(WAIT_S)
+        for step in (2, 3, 9):
+            training.step()
+            pub.publish(training.weights, step=step, wait=False)
+        go.set()
+        pub.flush()
+    assert [(version(store, n).step, version(store, n).rewound_at) for n in (4, 5)] == [(4, None), (9, 5)]
 
 
 def test_a_worker_that_chooses_an_older_version_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,8 +1,11 @@
 """The trainer's end: what is published, when the caller may go on, and what stores that fail leave behind."""
 
+import errno
 import gc
 import hashlib
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -1319,7 +1324,7 @@ def test_what_an_executor_cancels_is_sent() -> None:
     assert equal(synced(store), training.weights)
 
 
-def test_an_anchor_that_an_executor_cancels_is_reported_and_the_next_epoch_gets_one(short_epochs: int) -> None:
+def test_an_anchor_that_an_executor_cancels_is_reported_and_comes_with_the_next_version(short_epochs: int) -> None:
     training, store, pool, free = Training(), MemoryStore(), ThreadPoolExecutor(1), threading.Event()
     pub = Publisher(store, executor=pool, epoch_patches=short_epochs)
     pool.submit(free.wait, 10)
@@ -1332,7 +1337,7 @@ def test_an_anchor_that_an_executor_cancels_is_reported_and_the_next_epoch_gets_
         training.step()
         pub.publish(training.weights)
     pub.close()
-    assert anchored(store) == [1]
+    assert anchored(store) == [0]
     assert equal(synced(store, epoch_patches=short_epochs), training.weights)
 
 
@@ -1891,6 +1896,30 @@ def test_a_run_is_taken_up_at_an_older_step() -> None:
     assert equal(held, states[1])
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"w": np.zeros(5, np.float32)}, r"'w' is F32 \(5,\), and was F32 \(4,\)"),
+        ({"w": np.zeros(4, np.float16)}, r"'w' is F16 \(4,\), and was F32 \(4,\)"),
+        ({"new": np.zeros(4)}, "'new' was added"),
+        ({"w": None}, "'w' was removed"),
+        ({"other": None, "w": np.zeros(4, np.float32)}, "'other' was removed"),
+    ],
+)
+def test_other_tensors_than_in_the_last_version_need_a_new_location_and_the_error_says_so(
+    change: dict[str, Any], found: str
+) -> None:
+    """In a publisher and in a new one alike."""
+    store, weights = MemoryStore(), {"w": np.ones(4, np.float32), "other": np.ones(4, np.float32)}
+    changed = {name: array for name, array in {**weights, **change}.items() if array is not None}
+    with Publisher(store) as pub:
+        pub.publish(weights)
+        with pytest.raises(StateError, match=f"{found}; publish the changed model to a new location"):
+            pub.publish(changed)
+    with Publisher(store) as pub, pytest.raises(StateError, match="publish to a new location"):
+        pub.publish(changed)
+
+
 def test_a_run_of_other_tensors_is_refused() -> None:
     store = MemoryStore()
     publish_steps(store, 1)
@@ -2352,6 +2381,86 @@ def test_an_anchor_that_fails_for_good_is_tried_once_in_an_epoch_and_one_is_on_t
 
 def test_an_anchor_that_may_succeed_later_is_tried_more_and_more_rarely() -> None:
     assert tries_of_an_anchor(retryable=True, count=20, epoch_patches=100)[0] == [0, 1, 3, 7, 15]
+
+
+class FullDisk:
+    """A disk that is full when an anchor has been written to it up to a file of this name, until there is room."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shows: bool = True, at: str = "outbox/*/record") -> None:
+        self.full, self.tries, self._at = True, list[int](), at
+        self.version = 0  # that is published now
+        monkeypatch.setattr(os, "replace", partial(self._replace, os.replace))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9 if self.full and shows else 1 << 30))
+
+    def _replace(self, replace: Any, source: Any, target: Path) -> None:
+        if self.full and target.match(self._at):
+            self.tries.append(self.version)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+
+@pytest.mark.parametrize(
+    ("shows", "tries"), [(True, [0, 1, 3]), (False, [0, 1, 3, 7])], ids=["a disk", "a quota that nothing shows"]
+)
+def test_workers_can_join_as_soon_as_the_spool_has_room_again(
+    shows: bool, tries: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    disk, training, store = FullDisk(monkeypatch, shows), Training(), MemoryStore()
+    with Publisher(store, spool=tmp_path) as pub:
+        for disk.version in range(9):
+            disk.full = disk.version < (5 if shows else 8)
+            with suppress(StoreError):
+                pub.publish(training.weights, step=disk.version)
+            with suppress(StoreError):
+                pub.flush()
+            assert bool(anchored(store)) == (shows and disk.version >= 5)
+            if disk.full:
+                assert list((tmp_path / "outbox").iterdir()) == []  # no part of an anchor keeps the disk full
+            training.weights["norm"].view(np.uint16)[disk.version] += 1
+        assert disk.tries == tries  # 1, 2, 4… versions later: each try encodes a part of the model
+        for step in range(9, 16):
+            pub.publish(training.weights, step=step)
+    assert anchored(store) == [0]
+    assert equal(synced(store), training.weights)
+
+
+def test_flushing_writes_the_anchor_if_there_is_room_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    disk, training, store = FullDisk(monkeypatch), Training(), MemoryStore()
+    with Publisher(store, spool=tmp_path) as pub:
+        with pytest.raises(StoreError, match=r"No space left on device.*Make room on its disk"):
+            pub.publish(training.weights)
+        disk.full = False
+        pub.flush()
+        assert anchored(store) == [0]
+
+
+def test_a_full_store_gets_the_anchor_when_there_is_room_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    disk, training, store = FullDisk(monkeypatch, at="run/parts/*"), Training(), LocalStore(tmp_path / "run")
+    with Publisher(store, spool=tmp_path / "spool") as pub:
+        with pytest.raises(StoreError, match="No space left on device"):
+            pub.publish(training.weights)
+        disk.full = False
+        assert pub.publish(training.weights).version == 1
+        pub.flush()
+    assert anchored(store) == [0]
+    assert equal(synced(store), training.weights)
+
+
+def test_an_anchor_that_cannot_be_written_takes_no_more_memory_than_a_copy_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, short_epochs: int
+) -> None:
+    disk, training, store = FullDisk(monkeypatch), Training(), MemoryStore()
+    with Publisher(store, spool=tmp_path, epoch_patches=short_epochs) as pub:
+        for step in range(short_epochs + 1):
+            disk.full = step < short_epochs
+            with suppress(StoreError):
+                pub.publish(training.weights, step=step)
+            if disk.full:
+                assert (pub._writer.anchors._unwritten is None) == (step > 0)
+            for array in training.weights.values():
+                array.view(np.uint16)[:] += 1
+    assert "given up, because over a quarter of the weights have changed since" in caplog.text
+    assert anchored(store) == [1]
 
 
 def unavailable(key: str) -> None:

@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import socket
@@ -32,10 +33,12 @@ from pulsesync.errors import NotFoundError, PulseError, StoreError
 from pulsesync.server import make_app, sending, serve
 from pulsesync.server import relay as make_relay
 from pulsesync.server.calls import SharedPlaces
+from pulsesync.server.connections import _network, close_excess
 from pulsesync.server.listings import PAGE, Listings
 from pulsesync.server.sending import send_piece
 from pulsesync.server.service import _Service
-from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, forget
+from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, RetryStore, forget
+from pulsesync.store.base import too_many
 from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
@@ -51,13 +54,15 @@ RUN = {"parts/small": SMALL, "parts/large": LARGE, "parts/empty": b"", "layouts/
 
 # What the command line calls, with its options as JSON.
 START = """
-import json, sys
+import json, resource, sys
 from pathlib import Path
 from pulsesync.cli import serve
 options = dict(host="127.0.0.1", port=0, token_file=None, certificate=None, private_key=None, as_json=True)
 if sys.argv[1] == "relay":
     options.update(max_cache=None, cafile=None)
 given = json.loads(sys.argv[3])
+if "descriptors" in given:
+    resource.setrlimit(resource.RLIMIT_NOFILE, given.pop("descriptors"))
 plain = ("max_cache", "token_in_clear", "upstream_token_in_clear", "without_token", "open_metrics")
 options.update({name: value if name in plain else Path(value) for name, value in given.items()})
 place = sys.argv[2] if sys.argv[1] == "relay" else Path(sys.argv[2])
@@ -73,6 +78,11 @@ class Running:
     def stop(self, number: int = signal.SIGINT) -> int:
         self.process.send_signal(number)
         return self.process.wait(10)
+
+    def printed(self) -> str:
+        """All that a stopped server has printed after its address."""
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
 
 
 @contextmanager
@@ -285,6 +295,8 @@ def test_pages_of_a_listing_are_the_listing(tmp_path: Path) -> None:
         for beyond in (after, "zzz"):
             page = ask(server.url, f"/one/?list=parts/&after={beyond}")
             assert (page.body, page.headers["Pulse-Listing-More"]) == (b"", "no")
+        with closing(HttpStore(f"{server.url}/one")) as store:
+            assert [entry.key for entry in store.list("parts/")] == [f"parts/{i:05d}" for i in range(2 * PAGE + 5)]
 
 
 def test_listings_that_nobody_reads_delay_neither_other_requests_nor_the_end(tmp_path: Path) -> None:
@@ -436,6 +448,89 @@ def _end_while_a_request_hangs(upstream: "Upstream", cache: Path, number: int) -
         assert server.process.stdout.read() == ""  # nothing to complain about
         assert isinstance(hanging.exception(10), OSError | http.client.HTTPException) or hanging.result().status >= 500
     return took
+
+
+END_HANGS = """
+import time
+from pulsesync.server import serve, serving
+from pulsesync.store import MemoryStore
+serving._see_off = lambda threads: time.sleep(60)
+serve(MemoryStore(), port=0, on_ready=lambda url: print(url, flush=True))
+"""
+
+
+def test_the_process_ends_after_a_signal_whatever_keeps_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", END_HANGS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert ask(process.stdout.readline().strip(), "/healthz").status == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_low_limit_of_files_is_raised_as_far_as_the_system_permits(folder: Path) -> None:
+    with running("serve", folder, descriptors=(100, 300)) as server:
+        limits = Path(f"/proc/{server.process.pid}/limits").read_text()
+    assert "Max open files            300                  300 " in limits
+
+
+def test_idle_connections_do_not_shut_out_other_clients(folder: Path) -> None:
+    with running("serve", folder, descriptors=(256, 256)) as server, ExitStack() as idle:
+        address = urlsplit(server.url)
+        for _ in range(300):
+            idle.enter_context(socket.create_connection((address.hostname or "", address.port or 0)))
+        begin = time.monotonic()
+        assert ask(server.url, "/head").body == b"41"
+        assert time.monotonic() - begin < 8
+
+
+@pytest.mark.slow  # ten seconds
+def test_a_client_that_sends_no_request_is_disconnected(url: str) -> None:
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=20) as idle:
+        begin = time.monotonic()
+        assert idle.recv(1) == b""
+        assert 8 < time.monotonic() - begin < 15
+
+
+def test_of_the_connections_of_a_client_that_has_too_many_the_idle_ones_are_closed() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        other = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        clients: list[socket.socket] = []
+        for server, host in [(listener, "127.0.0.1")] * 6 + [(listener, "127.0.0.2")] * 3 + [(other, "127.0.0.1")] * 6:
+            clients.append(stack.enter_context(socket.socket()))
+            clients[-1].bind((host, 0))
+            clients[-1].connect(server.getsockname())
+            stack.enter_context(server.accept()[0])
+        port = listener.getsockname()[1]
+        busy = {client.getsockname() for client in clients[:2]}
+        assert close_excess(port, 3, busy) == 3
+        closed = [client for client in clients if select.select([client], [], [], 0)[0]]
+        assert set(closed) < set(clients[2:6])
+        close_excess(port, 1, busy)
+        assert (
+            sum(bool(select.select([client], [], [], 0)[0]) for client in clients[:2]) == 1
+        )  # then those with a request
+        assert not any(select.select([client], [], [], 0)[0] for client in clients[9:])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("fe80::1%eth0", "fe80::2", True),
+    ],
+)
+def test_a_client_is_an_ipv4_address_or_a_network_of_ipv6(one: str, other: str, same: bool) -> None:
+    assert (_network(one) == _network(other)) is same
 
 
 @pytest.fixture(scope="module")
@@ -597,6 +692,7 @@ class Upstream(http.server.ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.shown: set[str | None] = set()  # as Authorization
         self.states_sizes = True
+        self.damaged: dict[str, tuple[int, int]] = {}  # by key, which byte is damaged, and how many times
         self.ending = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -621,6 +717,10 @@ class _UpstreamHandler(http.server.BaseHTTPRequestHandler):
             self.server.ending.wait(10)
         data = self.server.objects.get(self.path[1:])
         part = b"" if data is None else data[int(first) : int(last) + 1]
+        at, times = self.server.damaged.get(self.path[1:], (0, 0))
+        if times and int(first) <= at < int(first) + len(part):
+            self.server.damaged[self.path[1:]] = at, times - 1
+            part = part[: at - int(first)] + b"\x00" + part[at - int(first) + 1 :]
         self.send_response(404 if data is None else 206 if part else 416)
         self.send_header("Content-Length", str(len(part)))
         where = f"{first}-{int(first) + len(part) - 1}" if part else "*"
@@ -724,6 +824,20 @@ def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(t
         assert store.get("parts/a", 0, 64) == b"damaged on the way"
         forget(store, "parts/a")
         assert store.get("parts/a", 0, 64) == b"good"
+
+
+@pytest.mark.parametrize("size", [len(SMALL), len(LARGE)])
+def test_what_a_relay_receives_damaged_it_does_not_keep(upstream: Upstream, tmp_path: Path, size: int) -> None:
+    data = LARGE[:size]
+    key = f"files/{hashlib.sha256(data).hexdigest()}"
+    upstream.objects[key] = data
+    upstream.damaged[key] = (size - 5, 2)
+    with running("relay", upstream.url, cache=tmp_path) as relay, closing(HttpStore(relay.url)) as store:
+        assert RetryStore(store).get(key) == data
+        assert store.get(key) == data
+        assert relay.stop() == 0
+        assert "damaged on the way" in relay.printed()
+    assert upstream.damaged[key][1] == 0
 
 
 def test_a_relay_of_a_folder_with_several_runs_fetches_what_is_named_by_its_content_once(tmp_path: Path) -> None:
@@ -867,6 +981,29 @@ def test_a_store_that_fails_is_logged_now_and_then(tmp_path: Path) -> None:
     assert r"Answered 'a\rb' with 503, because the store failed: cannot read a b from" in lines[0]
 
 
+def test_a_listing_of_the_store_that_has_no_end_is_a_failure_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(MemoryStore):
+        def list(self, prefix: str) -> Iterator[ObjectEntry]:
+            raise too_many("7 objects", prefix, "https://upstream")
+
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def ask_app() -> None:
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.01)
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"list=parts/", "headers": []}
+        await make_app(Endless())(scope, receive, send)
+
+    asyncio.run(ask_app())
+    assert sent[0]["status"] == 500
+    assert "the listing of parts/ at https://upstream has more than 7 objects" in caplog.text
+
+
 def test_workers_that_wait_for_a_silent_upstream_do_not_keep_others_from_what_is_cached(
     upstream: Upstream, tmp_path: Path
 ) -> None:
@@ -928,18 +1065,23 @@ def test_ranges_of_a_large_record_are_read_as_they_are_asked_for() -> None:
         assert shared.get("manifests/1", begin, end) == LARGE[begin:end]
 
 
-@pytest.mark.parametrize("key", ["head", "parts/a"])
-def test_absence_is_remembered_for_a_second_and_no_longer(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("key", "seconds"), [("head", 1), ("parts/a", 10)])
+def test_absence_is_remembered_for_a_moment_and_no_longer(
+    key: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
     slow = Slow()
     shared = CoalescingStore(slow)
-    for _ in range(3):
+    for begin in range(3):
+        with pytest.raises(NotFoundError):
+            shared.get(key, begin, begin + 9)
         with pytest.raises(NotFoundError):
             shared.get(key)
+        now += seconds / 4
     slow.put(key, SMALL)
     assert len(slow.asked) == 1
-    now += 1.01
+    now += seconds / 3
     assert shared.get(key) == SMALL
 
 

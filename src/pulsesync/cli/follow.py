@@ -36,6 +36,7 @@ from pulsesync.integrations.sglang import SglangServer
 from pulsesync.integrations.vllm import ServerFollower, UpdateReport, VllmServer
 from pulsesync.run.heartbeats import check_worker, name_worker
 from pulsesync.run.pointers import is_about_pointer
+from pulsesync.store.tokens import may_send_in_clear
 
 
 def follow(
@@ -133,10 +134,15 @@ def follow(
     movers = read_movers(trust_pointers, keys)
     export_metrics(metrics)
     try:
-        server = None if vllm is None else VllmServer(vllm, api_key=api_key or read_variable("PULSE_VLLM_API_KEY"))
-        followed = (
-            server if sglang is None else SglangServer(sglang, api_key=api_key or read_variable("PULSE_SGLANG_API_KEY"))
-        )
+        in_clear = may_send_in_clear()
+        server: VllmServer | None = None
+        followed: VllmServer | SglangServer | None = None
+        if vllm is not None:
+            key = api_key or read_variable("PULSE_VLLM_API_KEY")
+            server = followed = VllmServer(vllm, api_key=key, api_key_in_clear=in_clear)
+        elif sglang is not None:
+            key = api_key or read_variable("PULSE_SGLANG_API_KEY")
+            followed = SglangServer(sglang, api_key=key, api_key_in_clear=in_clear)
     except ValueError as e:
         raise UsageError(str(e)) from e
     if followed is not None and folder is None:
@@ -285,7 +291,10 @@ def _report_failure(error: PulseError, follower: ServerFollower, printer: Printe
 def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
     sync, mark = flip.sync, flip.mark
     path = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
-    back = f", back from step {sync.from_step}" if sync.went_back else ""
+    back = ""
+    if sync.went_back:
+        is_below = sync.step < (sync.from_step or 0)
+        back = f", back from step {sync.from_step}" if is_below else f"; it went back at version {sync.rewound_at}"
     if flip.left_out:
         printer.note("left-out", f"not written, because no loader reads them: {', '.join(flip.left_out)}")
     printer.tell(
@@ -296,6 +305,7 @@ def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
         folder=str(flip.folder),
         from_version=sync.from_version,
         from_step=sync.from_step,
+        rewound_at=sync.rewound_at,
         began=flip.began,
         path=list(sync.path),
         changed=sync.changed,

@@ -91,7 +91,7 @@ def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:
                 "version": record.version,
                 "kind": facts["kind"],
                 "from": facts["base"],
-                "step": record.step,
+                "step": f"{record.step} (back)" if record.rewound_at == record.version else record.step,
                 "epoch": record.epoch,
                 "patch": record.index,  # a column of its own: 0.10 would look like less than 0.9
                 "bytes": f"{record.size_bytes:,}",

@@ -13,11 +13,10 @@ from cyclopts.validators import Number
 
 from pulsesync import metrics
 from pulsesync.cli import progress
-from pulsesync.core.environment import read_switch
-from pulsesync.core.location import ParsedLocation
-from pulsesync.errors import NotFoundError, PulseError
+from pulsesync.errors import FormatError, NotFoundError, PulseError
+from pulsesync.format.json_reader import load_json
 from pulsesync.format.signature import Delegation, SigningKey, trusted_for_pointers
-from pulsesync.store import RetryStore, Store, open_store
+from pulsesync.store import Store, open_store
 
 Key = Annotated[Path | None, Parameter(env_var="PULSE_KEY")]
 Trust = Annotated[str | None, Parameter(env_var="PULSE_TRUST")]
@@ -48,30 +47,29 @@ def no_run(location: str) -> str:
 
 
 def open_place(location: str) -> Store:
-    """Open the store of a run; one at an http address is sent the token of the environment. Raises: UsageError."""
+    """Open the store of a run. Raises: UsageError."""
     try:
-        at = ParsedLocation.parse(location)
-        if at.scheme not in ("http", "https"):
-            return open_store(at)
-        from pulsesync.store.http import HttpStore
-
-        return RetryStore(HttpStore(at, read_token(), token_in_clear=read_switch("PULSE_TOKEN_IN_CLEAR")))
+        return open_store(location)
     except ValueError as e:
         raise UsageError(str(e)) from e
 
 
 def read_token(file: Path | None = None, variable: str = "PULSE_TOKEN") -> str | None:
-    """Return the token in a file, or that of an environment variable, or None. Raises: UsageError."""
+    """Return the token in a file, or that of an environment variable, or None; for `pulse serve` and `pulse relay`.
+
+    Raises:
+        UsageError: the file cannot be read, or the token is empty.
+    """
     if file is None:
         token, where = os.environ.get(variable), variable
     else:
         try:
-            token, where = file.read_text(encoding="ascii").strip(), str(file)
+            token, where = file.read_text(encoding="ascii"), str(file)
         except (OSError, UnicodeDecodeError) as e:
             raise UsageError(f"cannot read a token from {file}: {e}") from e
-    if token == "":
+    if token is not None and not token.strip():
         raise UsageError(f"the token in {where} is empty: give one, or remove it to run without authentication")
-    return token
+    return token if token is None else token.strip()
 
 
 def export_metrics(address: str | None) -> None:
@@ -134,9 +132,9 @@ def _read_delegation(file: Path | None) -> Delegation | None:
     if file is None:
         return None
     try:
-        table = json.loads(file.read_bytes())
+        table = load_json(file.read_bytes(), str(file))
         return Delegation(str(table["by"]), str(table["signature"]))
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, FormatError) as e:
         raise UsageError(f"{file} does not contain a delegation; make one with pulse delegate --out") from e
 
 

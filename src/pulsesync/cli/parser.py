@@ -8,7 +8,7 @@ from cyclopts import UNSET, App, ArgumentCollection, CycloptsError, MissingArgum
 
 import pulsesync
 from pulsesync.cli import COMMANDS
-from pulsesync.core.location import ParsedLocation, redacted
+from pulsesync.core.location import parse_path, redacted
 
 
 def make_app() -> App:
@@ -46,7 +46,7 @@ def _explained(error: CycloptsError) -> str:
             name = name.removeprefix("--").upper()  # as the help writes it
         return f"{command} needs {name}, which was not given; {command} --help describes it"
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
-        return f"{command} does not take {error.unused_tokens[0]!r}; {command} --help lists what it takes"
+        return f"{command} does not take {redacted(error.unused_tokens[0])!r}; {command} --help lists what it takes"
     return f"{str(error).strip()} pulse --help lists the commands, {command} --help its options"
 
 
@@ -69,15 +69,7 @@ def _check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentColl
                     raise UsageError(f"{name} is set but empty; give it a value, or unset it")
                 raise UsageError(f"{name} is empty; give it a value, or leave it out")
             if Path in (argument.hint, *get_args(argument.hint)):
-                _check_path(name, token.value)
-
-
-def _check_path(name: str, value: str) -> None:
-    from pulsesync.cli.options import UsageError
-
-    if "://" in value:
-        raise UsageError(f"{name} must be a path of this machine; got {redacted(value)}")
-    try:
-        ParsedLocation.parse(value)
-    except ValueError as e:
-        raise UsageError(f"{name}: {e}") from e
+                try:
+                    parse_path(token.value)
+                except ValueError as e:
+                    raise UsageError(f"{name}: {e}") from e

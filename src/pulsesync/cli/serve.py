@@ -37,7 +37,7 @@ def serve(
         host: The address to listen on; 0.0.0.0 for all addresses of this machine.
         port: The port to listen on; 0 for any free port.
         token_file: File with a token that readers must send. If not given, the token is that of PULSE_TOKEN; without
-            that, none is required.
+            that, none is required. Readers send it if their PULSE_SEND_TOKENS names this server.
         token_in_clear: Permit that readers on other machines send the token without https.
         open_metrics: Answer /metrics without the token.
         certificate: Certificate for https, in PEM.

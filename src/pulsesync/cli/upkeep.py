@@ -83,17 +83,14 @@ def squash(
         if not follow:
             break
         time.sleep(interval_s)
-    text = f"{count} squashed patch{'' if count == 1 else 'es'} written"
-    if count == 0:
-        text += f": {_why_none(squasher)}"
-    printer.tell("summary", text, written=count)
+    reason = "" if count else squasher.waits_for
+    printer.tell(
+        "summary",
+        f"{count} squashed {'patch' if count == 1 else 'patches'} written{reason and f': {reason}'}",
+        written=count,
+        reason=reason,
+    )
     return 0
-
-
-def _why_none(squasher: Squasher) -> str:
-    if squasher.next_version is None:
-        return "the run has no anchor yet, which the trainer writes in the background; try again later"
-    return f"all that are possible exist already; the next one needs version {squasher.next_version}"
 
 
 def prune(

@@ -10,18 +10,26 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pulsesync.core.location import parse_path
+
 T = TypeVar("T", bound=str)
 
 
-def whole(name: str, value: Any, least: int = 0, most: int | None = None, *, what: str = "a whole number") -> int:
-    """Return a whole number within its limits. A bool is none. Raises: TypeError, ValueError."""
-    limits = f", {least} or more" if most is None else f" from {least} to {most}"
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a whole number. A bool is none, and neither is a number with a fraction."""
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
+        operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be {what}{limits}; got {shown(value)}") from None
+        return False
+    return not isinstance(value, bool)
+
+
+def whole(name: str, value: Any, least: int = 0, most: int | None = None, *, what: str = "a whole number") -> int:
+    """Return a whole number within its limits. Raises: TypeError, ValueError."""
+    limits = f", {least} or more" if most is None else f" from {least} to {most}"
+    if not is_whole(value):
+        raise TypeError(f"{name} must be {what}{limits}; got {shown(value)}")
+    number = operator.index(value)
     if number < least or (most is not None and number > most):
         raise ValueError(f"{name} must be {what}{limits}; got {number}")
     return number
@@ -56,12 +64,17 @@ def one_of(name: str, value: T, choices: Collection[str]) -> T:
 
 
 def folder(name: str, value: Any) -> Path:
-    """Return the path of a folder. Raises: TypeError; ValueError, if it is empty."""
+    """Return the path of a folder. Raises: TypeError; ValueError, if it is empty, or a text as `parse_path` refuses."""
     if not isinstance(value, str | PathLike):
         raise TypeError(f"{name} must be the path of a folder; got {shown(value)}")
     if value == "":
         raise ValueError(f"{name} must be the path of a folder; got an empty text")
-    return Path(value)
+    if not isinstance(value, str):
+        return Path(value)
+    try:
+        return parse_path(value)
+    except ValueError as e:
+        raise ValueError(f"{name} must be the path of a folder: {e}") from e
 
 
 def mapping(name: str, value: Any, what: str) -> None:

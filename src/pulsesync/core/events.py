@@ -131,6 +131,7 @@ class Synced(RunEvent):
     prepare_s: float
     pause_s: float  # writing: the only time in which the weights must not be used
     repaired: tuple[str, ...]
+    went_back: bool = False  # whether the trainer went back to an earlier step, as of a SyncReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _SERVER = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?", re.ASCII)
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _MISTYPED = re.compile(rf"({'|'.join(_SCHEMES)}):(?!//)", re.IGNORECASE)
-_IN_SEGMENT = "!$&'()*+,;=:@"  # what a path may have beside what `quote` leaves, by RFC 3986
+_IN_SEGMENT = "!$&'()*+,;=:@"  # what `quote` need not encode in a path, by RFC 3986
 
 _URL = re.compile(r"""(://)(?:[^/\s'"]*@)?([^\s?#'"]*)(?:[?#][^\s'")]+)?""")
 _ASSIGNED = re.compile(
@@ -65,13 +65,13 @@ class ParsedLocation:
             raise TypeError(f"a location must be a path, a URL or a store; got {type(location).__name__}")
         scheme, colon, rest = text.partition("://")
         if not colon or isinstance(location, os.PathLike):
-            return cls("file", path=_parse_path(text), text=text)
+            return cls("file", path=parse_path(text), text=text)
         scheme = scheme.lower()
         if scheme not in _SCHEMES:
             raise ValueError(f"a location must be one of {_ALLOWED}; got {redacted(scheme)}://")
         _check_characters(rest, text)
         if scheme == "file":
-            return cls(scheme, path=_parse_path(rest), text=text)
+            return cls(scheme, path=parse_path(rest), text=text)
         authority, *segments = rest.rstrip("/").split("/")
         if scheme in _PORTS:
             authority = _parse_server(scheme, authority, text)
@@ -151,12 +151,18 @@ def _parse_server(scheme: str, authority: str, text: str) -> str:
     return f"{host}:{port}"
 
 
-def _parse_path(text: str) -> Path:
-    """Return the path of a text. Raises: ValueError, for a text with which something else than a path was meant."""
+def parse_path(text: str) -> Path:
+    """Return the path of a text. A `~` at its beginning is the home folder of this user.
+
+    Raises:
+        ValueError: something else than a path of this machine was meant; the message contains no secret.
+    """
     if not text:
         raise ValueError("a location must not be empty; write . for the current folder")
     if any(ord(character) < 32 or ord(character) == 127 for character in text):
         raise ValueError(f"a path must not contain control characters; got {redacted(text)!r}")
+    if "://" in text:
+        raise ValueError(f"a path of this machine is needed here; got {redacted(text)}")
     if mistyped := _MISTYPED.match(text):
         scheme, rest = mistyped[1].lower(), text[mistyped.end() :].lstrip("/")
         raise ValueError(

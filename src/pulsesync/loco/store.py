@@ -38,7 +38,7 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
-from pulsesync.format.layout import load_json
+from pulsesync.format.json_reader import load_json
 from pulsesync.loco.exchange import EncodedUpdate
 from pulsesync.loco.gate import SentUpdate, SparseVector
 from pulsesync.loco.outer import LARGEST_UPDATE, aggregate, diverges

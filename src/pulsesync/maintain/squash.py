@@ -93,11 +93,7 @@ class Squasher:
         self._state: AnyState | None = None
         self._at: Manifest | None = None  # the epoch start of the state
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span
-
-    @property
-    def next_version(self) -> int | None:
-        """The version from which on the next squashed patch can be written; None if no anchor was found yet."""
-        return self._at.version + self._epoch_patches if self._at is not None else None
+        self.waits_for = ""  # what the next squashed patch waits for, when all that are possible now exist
 
     def run(self) -> list[SquashReport]:
         """Write every squashed patch that is possible now and does not exist yet.
@@ -114,9 +110,14 @@ class Squasher:
             while self._ready(records := RunReader(self.store, self.trust, epoch_patches=self._epoch_patches)):
                 assert self._at is not None
                 epoch = self._epoch(self._at, records)
-                if epoch is None:
+                if len(epoch) < self._epoch_patches:
+                    self.waits_for = (
+                        f"one replaces {self._epoch_patches} patches, and the epoch that begins at version "
+                        f"{self._at.version} has {len(epoch)} so far"
+                    )
                     return
                 yield from self._take(self._at, epoch, records)
+            self.waits_for = "the run has no anchor yet, and the first squashed patch begins at one"
         except BaseException:
             self._state, self._at, self._spans = None, None, {}  # what was not written is computed again
             raise
@@ -159,13 +160,13 @@ class Squasher:
             version += 1
         return False
 
-    def _epoch(self, at: Manifest, records: RunReader) -> list[Manifest] | None:
-        """Return the patches of the epoch that begins at a version, if it is complete."""
+    def _epoch(self, at: Manifest, records: RunReader) -> list[Manifest]:
+        """Return the patches of the epoch that begins at a version: as many as there are."""
         found: list[Manifest] = []
         while len(found) < self._epoch_patches:
             record = records.version(at.version + 1 + len(found))
             if record is None:
-                return None
+                break
             planner.accept(Position.of(found[-1] if found else at), record)
             found.append(record)
         return found

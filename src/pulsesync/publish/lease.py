@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from pulsesync.core.version import __version__
-from pulsesync.errors import AnotherPublisherError, ClosedError, NotFoundError, StoreError
+from pulsesync.errors import AnotherPublisherError, ClosedError, FormatError, NotFoundError, StoreError
+from pulsesync.format.json_reader import load_json
 from pulsesync.run.clock import store_time
-from pulsesync.run.heartbeats import EXIT_S, close_at_exit, printable
+from pulsesync.run.heartbeats import EXIT_S, close_at_exit, open_gate, printable
 from pulsesync.run.keys import LEASE, LEASES
 from pulsesync.store import Store
 from pulsesync.store.base import is_private
@@ -86,10 +87,10 @@ class LeaseRecord:
 def parse(data: bytes) -> LeaseRecord | None:
     """Read a stored lease; None if it is none. Fields that this version does not know are ignored."""
     try:
-        table = json.loads(data) if len(data) <= MAX_BYTES else None
-    except (ValueError, RecursionError):
+        table = load_json(data, "the lease", MAX_BYTES)
+    except FormatError:
         return None
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
+    if table.get("format") != FORMAT:
         return None
     found: dict[str, Any] = {one.name: table.get(one.name) for one in fields(LeaseRecord)}
     if any(type(value) is not LeaseRecord.__annotations__[name] for name, value in found.items()):
@@ -108,14 +109,16 @@ def _process() -> str:
 
 
 def _place() -> str:
-    """Where process ids and their starts mean the same as here: this boot of this machine, in these namespaces.
+    """Where process ids and their starts mean the same as here: this host and boot, in these namespaces.
 
     Empty if that is not known. Two containers of one host have the same boot and process ids of their own.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):
             return ""  # /proc is that of another namespace
-        spaces = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+        # The host's name, because copies of a virtual machine may have the same boot id.
+        spaces = [socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text()]
+        spaces.append(os.readlink("/proc/self/ns/pid"))
         with suppress(FileNotFoundError):  # Linux before 5.6
             spaces.append(os.readlink("/proc/self/ns/time"))
     except (OSError, ValueError):
@@ -145,7 +148,9 @@ class PublisherLease:
         self._record: LeaseRecord | None = None  # None: this publisher has no lease
         self._lost_to: LeaseRecord | None = None  # who took it over
         self._term = 1
-        self._end = threading.Event()
+        self._end = threading.Lock()  # taken until `close`
+        self._end.acquire()
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         self._is_refused, self._is_stored = is_private(store), False
 
@@ -236,7 +241,8 @@ class PublisherLease:
     def close(self) -> None:
         """Release the lease, in the background. Any thread and any signal handler may call this."""
         if self._is_mine:
-            self._end.set()
+            self._is_closed = True
+            open_gate(self._end)
 
     def join(self, timeout_s: float = EXIT_S) -> None:
         """After `close`, wait until the lease was released, or the time has passed."""
@@ -271,7 +277,7 @@ class PublisherLease:
         return 0.0
 
     def _run(self) -> None:
-        while not self._end.wait(RENEW_S):
+        while not self._end.acquire(timeout=RENEW_S):
             self._attempt(self._renew)
             if self._lost_to is not None:
                 return
@@ -323,7 +329,7 @@ class PublisherLease:
         return True
 
     def _refuse(self, error: Exception) -> None:
-        if not self._is_refused and not self._end.is_set():
+        if not self._is_refused and not self._is_closed:
             logger.warning(
                 "The lease of this publisher cannot be read or written, so another one that is started by mistake is "
                 "noticed only when both publish the same version; publishing goes on: %s",

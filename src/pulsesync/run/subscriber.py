@@ -169,6 +169,8 @@ class Subscriber:
 
     Args:
         location: A path or URL of the run, or a store.
+        token: Sent to the server of an http or https location, and to no other. If not given, the token that
+            PULSE_SEND_TOKENS has for that server, if it has one.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
             not checked.
         trust_pointers: Public keys that may sign moves of pointers, and nothing else; it needs `trust`, whose keys may
@@ -199,6 +201,7 @@ class Subscriber:
         self,
         location: Location,
         *,
+        token: str | None = None,
         trust: str | Collection[str] | None = None,
         trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
@@ -218,7 +221,7 @@ class Subscriber:
         arguments.mapping("slices", slices, "names of tensors to a Slice or None")
         arguments.function("confirm", confirm)
         self._cache = arguments.folder("cache", cache) if cache is not None else None
-        store = open_store(location)
+        store = open_store(location, token=token)
         self.store: Store = CachedStore(store, self._cache, CACHE_BYTES) if self._cache is not None else store
         self.trust = trusted(trust)
         self._movers = trusted_for_pointers(trust_pointers, trust)
@@ -251,6 +254,8 @@ class Subscriber:
     def close(self) -> None:
         """Release the weights and the undo logs, and end calls that wait for a version. The weights are not changed.
 
+        The last heartbeat, if there are any, is written before this returns, unless that takes more than 2 s.
+
         Any thread and any signal handler may call this. A sync that is running is completed, and the weights are
         released when it is done. In a process that was forked from the one that syncs, this does nothing.
         """
@@ -260,6 +265,7 @@ class Subscriber:
         self._release()
         if self.events.heartbeat is not None:
             self.events.heartbeat.close()
+            self.events.heartbeat.join()
 
     def __enter__(self) -> "Subscriber":
         return self
@@ -565,15 +571,17 @@ class Subscriber:
             from_version=from_version,
             from_step=from_step,
             pointer=self._target.name if asked is None else None,
+            rewound_at=records.rewound_at(self._position.version),
         )
         self.reported = (self._position.run, report.version, report.step)
         if report.went_back:
             logger.warning(
-                "The trainer went back to an earlier step: version %d is step %d, while version %d was step %d.",
-                report.version,
-                report.step,
+                "The trainer went back to an earlier step%s: version %d was step %d, and version %d is step %d.",
+                "" if report.rewound_at is None else f" at version {report.rewound_at}",
                 from_version,
                 from_step,
+                report.version,
+                report.step,
             )
         return report
 

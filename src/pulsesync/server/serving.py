@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pulsesync.errors import PulseError
+from pulsesync.server.connections import Connections, raise_limit
 from pulsesync.server.service import make_app, missing
 from pulsesync.store.base import Store
 from pulsesync.store.transport import is_loopback
@@ -18,8 +19,9 @@ from pulsesync.store.transport import is_loopback
 if TYPE_CHECKING:
     from granian.server.embed import Server
 
-_CONNECTIONS = 1 << 14  # the most connections, including idle ones, that the server accepts
+_HEADER_S = 10  # for a client to send the header of its first request, or of its next one
 _STOP_S = 0.3  # time for running answers to end after a signal, and again for those that are then cancelled
+_EXIT_S = 1.0  # after a signal, until the process is ended, whatever keeps it
 _START_S = 10.0
 
 
@@ -36,6 +38,10 @@ def serve(
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve a store until SIGINT or SIGTERM, then end within a second. Call this from the main thread.
+
+    If the store or the requests do not let it end in this time, the whole process is ended, with status 0.
+
+    The process is permitted to open more files if its soft limit is low (`ulimit -n`): each connection is one.
 
     Args:
         store: What to serve; many threads call its methods.
@@ -64,39 +70,56 @@ def serve(
         )
     try:
         from granian.constants import HTTPModes, Interfaces
+        from granian.http import HTTP1Settings
         from granian.log import LogLevels
         from granian.server.embed import Server
     except ModuleNotFoundError as e:
         raise missing(e) from e
     port = _free_port(host, port)
+    limit = raise_limit()
+    connections = Connections(app, limit)
 
     async def run() -> None:
         try:
             server = Server(
-                app,
+                connections,
                 address=host,
                 port=port,
                 interface=Interfaces.ASGINL,
                 http=HTTPModes.http1,
                 websockets=False,
                 backlog=1024,
-                backpressure=_CONNECTIONS,
+                backpressure=limit,
+                http1_settings=HTTP1Settings(header_read_timeout=_HEADER_S * 1000),
                 log_level=LogLevels.critical,
                 ssl_cert=certificate,
                 ssl_key=private_key,
             )
         except OSError as e:  # ssl.SSLError is one
             raise PulseError(f"cannot use the certificate {certificate} with the key {private_key}: {e}") from e
-        await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)))
+        watching = asyncio.create_task(connections.watch(port))
+        await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)), exiting)
+        watching.cancel()
 
-    asyncio.run(run())
+    exiting = threading.Timer(_EXIT_S, os._exit, (0,))
+    exiting.daemon = True
+    try:
+        asyncio.run(run())
+    finally:
+        exiting.cancel()
 
 
-async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None]) -> None:
+async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], exiting: threading.Timer) -> None:
     """Run a server until a signal stops it."""
     stop = asyncio.Event()
+
+    def end() -> None:
+        if not stop.is_set():
+            exiting.start()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, end)
     before, started = _foreign_threads(), set[str]()
 
     def ready() -> None:

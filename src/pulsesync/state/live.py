@@ -679,6 +679,11 @@ class Snapshot:
         self._state = state
         self.changes = state.stay().changes  # from the live state back to this one; its commits write them
 
+    @property
+    def changed(self) -> int:
+        """How many weights have changed since: it keeps as many changes in memory."""
+        return replace(self._state.stay(), changes=self.changes).changed
+
     def block(self, tile: Tile, number: int) -> Bits:
         with self._state.lock:
             return self._state.amended_block(tile, number, self.changes)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
-from pulsesync.core.arguments import whole
+from pulsesync.core.arguments import is_whole
 from pulsesync.core.types import BLOCK, Bits, BlockChange, TensorSpec, Tile
 from pulsesync.errors import StateError
 
@@ -34,9 +34,9 @@ class Slice:
     def __post_init__(self) -> None:
         for name, span in (("rows", self.rows), ("columns", self.columns)):
             if span is not None and not (
-                isinstance(span, tuple | list) and len(span) == 2 and 0 <= whole(name, span[0]) <= whole(name, span[1])
+                isinstance(span, tuple | list) and len(span) == 2 and all(map(is_whole, span))
             ):
-                raise ValueError(f"{name} must be None or two whole numbers, first and end; got {span!r:.80}")
+                raise TypeError(f"{name} must be None or two whole numbers, first and end; got {span!r:.80}")
 
     def of(self, spec: TensorSpec) -> "Window":
         """Raises: StateError, if the tensor has no such rows or columns."""

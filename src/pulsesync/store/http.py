@@ -11,15 +11,17 @@ import http.client
 import io
 import json
 import re
+import secrets
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote
 
 from pulsesync.core.location import ParsedLocation
-from pulsesync.errors import NotFoundError, StoreError
+from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.store.base import (
     MAX_ENTRIES,
     MAX_KEY,
@@ -31,6 +33,7 @@ from pulsesync.store.base import (
 )
 from pulsesync.store.deadlines import PIECE_BYTES, Response
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
+from pulsesync.store.tokens import IN_CLEAR, advise_token
 from pulsesync.store.transport import (
     ENDLESS_TIMEOUTS,
     HttpTransport,
@@ -44,6 +47,7 @@ from pulsesync.store.transport import (
 
 LISTING_TYPE = "application/x-ndjson"  # one object a line: {"key": …, "size": bytes, "modified": seconds since 1970}
 LISTING_MORE = "Pulse-Listing-More"  # header of a page: yes or no; an answer without it is the entire listing
+WRITER_HEADER = "Pulse-Writer"  # a secret by which a server binds the name of a heartbeat to the client that sent it
 
 _MAX_LISTING = 1 << 28  # bytes, which are parsed one line at a time
 _MAX_LINE = 1 << 15
@@ -103,12 +107,14 @@ class HttpStore(ReadOnlyStore):
             if is_in_clear(at) and not token_in_clear:
                 raise ValueError(
                     f"{at} is not https, so the token would be sent unencrypted to another machine; use https, or "
-                    "permit it with token_in_clear=True (on the command line PULSE_TOKEN_IN_CLEAR=1, for a relay "
-                    "--upstream-token-in-clear)"
+                    f"permit it with {IN_CLEAR}=1 in the environment, HttpStore(token_in_clear=True), or for a relay "
+                    "--upstream-token-in-clear"
                 )
-        self.url = str(at).rstrip("/")
+        self._at, self.url = at, str(at).rstrip("/")
         self._transport = HttpTransport(at, token, timeout_s, cafile, min_bytes_per_s)
         self._listing_s = ENDLESS_TIMEOUTS * timeout_s
+        self._writer = secrets.token_hex(16)
+        self._now: tuple[float, float] | None = None  # the server's time, and the monotonic time at which it said so
         self._doubted: set[str] = set()  # keys whose next request must not be answered from a cache
         self._sizes: dict[str, int] = {}  # of content-addressed objects, as answers state them
 
@@ -220,13 +226,28 @@ class HttpStore(ReadOnlyStore):
         """Send the heartbeat of a worker, which `pulse serve` and relays keep in memory; refuse everything else.
 
         Raises:
-            StoreError: this is not a heartbeat, or the server does not accept it.
+            ConflictError: another process sends heartbeats under this name; StoreError: this is not a heartbeat, or the
+            server does not accept it.
         """
         if not is_heartbeat(key):
             raise self._read_only(key)
         check_key(key)
-        with self._asked(f"/{quote(key)}", {}, key, "PUT", bytes(data)) as response:
+        with self._asked(f"/{quote(key)}", {WRITER_HEADER: self._writer}, key, "PUT", bytes(data)) as response:
             skip(response, PIECE_BYTES, key)  # so that the connection can be used again
+
+    def now(self) -> float:
+        """Return the server's time in seconds since 1970, to a second, by its last answer; without one it is asked.
+
+        Raises:
+            StoreError: it does not answer, or does not state its time.
+        """
+        if self._now is None:
+            with suppress(NotFoundError):
+                self.get("head", 0, 1)
+        if self._now is None:
+            raise StoreError(f"{self.url} does not state its time in a Date header")
+        stated_s, at_s = self._now
+        return stated_s + time.monotonic() - at_s
 
     def forget(self, key: str) -> None:
         """Ask the server, and all caches in front of it, for a fresh copy the next time."""
@@ -256,6 +277,7 @@ class HttpStore(ReadOnlyStore):
         """Yield the answer to a request, if its status is one of success."""
         try:
             with self._transport.ask(method, path, headers, body) as response:
+                self._learn_time(response)
                 if not (method == "HEAD" and response.status in _NO_HEAD):
                     self._check(response, key)
                 yield response
@@ -271,6 +293,12 @@ class HttpStore(ReadOnlyStore):
             error = StoreError(f"cannot {verb.format(key)} {self.url}: {cause}", key=key, retryable=True)
             raise error.advise(unreachable(self.url)) from e
 
+    def _learn_time(self, response: Response) -> None:
+        with suppress(TypeError, ValueError, OverflowError):  # it states none
+            stated = parsedate_to_datetime(response.headers["Date"]).timestamp()
+            age = response.headers.get("Age", "0")  # of an answer that a cache has kept
+            self._now = stated + int(age if _DIGITS.fullmatch(age) else 0), time.monotonic()
+
     def _check(self, response: Response, key: str) -> None:
         """Raise the error of a status, unless it is one of success or of a range beyond the object's end."""
         status = response.status
@@ -280,9 +308,11 @@ class HttpStore(ReadOnlyStore):
             raise NotFoundError(f"there is no {key} at {self.url}", key=key)
         if status in (401, 403):
             wants = "does not accept this token" if self.has_token else "requires a token"
-            raise StoreError(
-                f"{self.url} {wants} ({status}): pass token=, or set PULSE_TOKEN on the command line "
-                "(PULSE_UPSTREAM_TOKEN for the upstream of a relay)",
+            raise StoreError(f"{self.url} {wants} ({status}): {advise_token(self._at)}", key=key)
+        if status == 409:
+            raise ConflictError(
+                f"{self.url} keeps {key} for another process, which sent it less than a minute ago: give each worker a "
+                "name of its own",
                 key=key,
             )
         if status not in (200, 206, 416):

@@ -172,11 +172,13 @@ class ObjectStore:
 
 
 def _check_no_user(*addresses: object) -> None:
-    """Raises: ValueError, if one of these is an address with a user or a password, which would appear in logs."""
+    """Raises: ValueError, if one of these is an address with a user, a password or a query, which logs would show."""
     for address in addresses:
-        if isinstance(address, str) and "://" in address and "@" in urlsplit(address).netloc:
+        if not isinstance(address, str) or "://" not in address:
+            continue
+        if "@" in urlsplit(address).netloc or "?" in address or "#" in address:
             raise ValueError(
-                "the address of a store or of its endpoint must not contain a user or a password; pass them as "
+                "the address of a store's endpoint must not contain a user, a password or a query; pass credentials as "
                 "keywords, such as access_key_id= and secret_access_key=, or as environment variables"
             )
 

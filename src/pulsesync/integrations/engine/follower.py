@@ -61,7 +61,7 @@ class RunOptions:
             )
         for name in ("location", "pointer"):
             if not isinstance(given.get(name, ""), str | None):
-                raise ValueError(f"{name} must be a text; got {given[name]!r}")
+                raise ValueError(f"{name} must be a text; got {type(given[name]).__name__}")
         if not given.get("location"):
             raise ValueError("location is missing: pass the path or URL of the run to follow")
         if not isinstance(given.get("follow_replaced", False), bool):
