@@ -388,7 +388,7 @@ class StoreExchange:
         if record["base"] != coder.base:
             if self._is_unfounded(coder, members, record["base"], size):
                 raise FormatError(
-                    f"{_place(coder, 'decided')} says that round {coder.round} continues from another shared state than "
+                    f"{_place(coder, 'decided')} says that round {coder.round} continues from another state than "
                     "this trainer's, and no update that was sent from that state is there: no trainer decided this. "
                     "Delete the object, and see who else can write to this location"
                 )
