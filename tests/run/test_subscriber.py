@@ -249,7 +249,7 @@ def test_falling_behind_far_enough_the_next_sync_goes_by_an_anchor(short_epochs:
     sub, held = Subscriber(store, epoch_patches=short_epochs), worker()
     sub.sync(held, version=0)
     rng = np.random.default_rng(0)
-    with Publisher(store, anchor_every=0, codec="dense", epoch_patches=short_epochs) as pub:
+    with Publisher(store, resume=True, anchor_every=0, codec="dense", epoch_patches=short_epochs) as pub:
         for _ in range(8):
             pub.publish({n: random_bits(rng, np.uint16, s).view(ml_dtypes.bfloat16) for n, s in SHAPES.items()})
             pub.flush()

@@ -325,7 +325,8 @@ class TileShare:
 
     def check(self, shards: Shards) -> None:
         """Raises: StateError, if these are not the shards that the share was made of."""
-        before, now = ({**one.windows, **one.ties} for one in (self.shards, shards))
+        sides: list[dict[str, Window | str]] = [{**one.windows, **one.ties} for one in (self.shards, shards)]
+        before, now = sides
         if before != now:
             name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
             old, new = before.get(name), now.get(name)
