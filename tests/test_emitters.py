@@ -14,7 +14,8 @@ import pytest
 
 import pulsesync as pulse
 from pulsesync import Publisher, Subscriber, events
-from pulsesync.core.events import describe_error, without_credentials
+from pulsesync.core.events import describe_error
+from pulsesync.core.location import without_credentials
 from pulsesync.errors import FormatError, NothingPublishedError, StateError, StoreError, VerificationError
 from pulsesync.maintain.squash import Squasher
 from pulsesync.run import keys, subscriber

@@ -297,10 +297,10 @@ class ConflictError(StoreError):
 
 
 class AnotherPublisherError(ConflictError):
-    """The version to publish exists already: another publisher writes to the same run.
+    """Another publisher writes to the same run: it has the lease of the run, or the version to publish exists already.
 
     Attributes:
-        version: The version.
+        version: The version that exists; None, if it is about the lease.
     """
 
     def __init__(

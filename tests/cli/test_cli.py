@@ -9,8 +9,10 @@ from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cyclopts import App
+from safetensors.numpy import save_file
 
 from pulsesync.cli import COMMANDS, overview
 from tests import commands
@@ -147,6 +149,21 @@ def test_an_option_that_is_given_but_empty_is_exit_code_2(run: Path, arguments: 
     assert done.refused(2, f"{named} is empty; give it a value, or leave it out")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (["status"], "pulse status needs RUN, which was not given; pulse status --help describes it"),
+        (["delegate", "run"], "pulse delegate needs PUBLIC, which was not given"),
+        (["plan", "--model", "m"], "pulse plan needs --lr, which was not given"),
+        (["log", "run", "--limit"], "--limit needs a value; pulse log --help describes it"),
+        (["status", "a", "b"], "pulse status does not take 'b'; pulse status --help lists what it takes"),
+        (["nope"], 'Unknown command "nope"'),
+    ],
+)
+def test_a_command_line_that_is_not_complete_is_explained(arguments: list[str], saying: str) -> None:
+    assert commands.pulse(*arguments).refused(2, saying)
+
+
 @pytest.mark.parametrize("trust", [",", "{folder}/empty"])
 def test_a_trust_option_without_a_key_in_it_is_exit_code_2(run: Path, tmp_path: Path, trust: str) -> None:
     (tmp_path / "empty").touch()
@@ -242,3 +259,72 @@ def test_an_interrupt_is_exit_code_130_and_no_traceback(number: int, tmp_path: P
     os.kill(process.pid, number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "")
+
+
+SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        f"http://127.0.0.1:1/run?token={SECRET}",
+        f"https://me:{SECRET}@127.0.0.1:1/run",
+        f"s3://bucket/run?secret_access_key={SECRET}",
+        f"s3:/bucket/run?secret_access_key={SECRET}",
+        f"az://me:{SECRET}@box/../run",
+    ],
+)
+def test_no_command_prints_what_may_be_a_secret_in_a_location(
+    location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    key = tmp_path / "key"
+    commands.pulse("keygen", key)
+    of_run = ("log", "status", "inspect", "verify", "squash", "prune", "doctor", "relay", "study", "serve")
+    lines: list[tuple[object, ...]] = [(command, location) for command in of_run]
+    lines += [
+        ("status", location, "--json"),
+        ("doctor", location, "--json"),
+        ("point", location),
+        ("point", location, "stable", "3", "--key", key),
+        ("delegate", location, "0" * 64, "--key", key),
+        ("publish", tmp_path, location),
+        ("publish", location, tmp_path / "run"),
+        ("follow", location, tmp_path / "weights", "--once"),
+        ("follow", tmp_path / "run", location, "--once"),
+        ("follow", tmp_path / "run", "--vllm", location, "--once"),
+        ("follow", tmp_path / "run", "--sglang", location, "--once"),
+        ("export", location, tmp_path / "updates"),
+        ("import", tmp_path, location, "--base", tmp_path),
+        ("demo", "--store", location, "--replay"),
+        ("plan", "--model", location),
+    ]
+    for line in lines:
+        done = commands.pulse(*line)
+        assert done.code != 0, line
+        assert SECRET not in done.out + done.err, line
+    assert SECRET not in repr(sorted(tmp_path.rglob("*")))
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/out", "s3:/bucket/out", "C:\\out", "https:/host/out"])
+def test_no_command_makes_a_folder_of_what_is_no_path(
+    place: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in (("follow", run, place, "--once"), ("follow", run, "out", "--once", "--cache", place)):
+        assert commands.pulse(*line).refused(2, "path")
+    if "://" not in place:
+        assert commands.pulse("log", place).refused(2, "path")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_does_not_continue_the_run_needs_resume(tmp_path: Path) -> None:
+    for seed, name in enumerate(("first", "other")):
+        weights = np.random.default_rng(seed).standard_normal(100).astype(np.float32)
+        (tmp_path / name).mkdir()
+        save_file({"w": weights}, tmp_path / name / "model.safetensors")
+    run = tmp_path / "run"
+    assert commands.pulse("publish", tmp_path / "first", run).code == 0
+    other = ["publish", tmp_path / "other", run]
+    assert commands.pulse(*other).refused(1, "pass resume=True (pulse publish: --resume)")
+    assert commands.pulse(*other, "--resume").code == 0

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pulsesync import Publisher
-from pulsesync.cli.follow import follow
+from pulsesync.cli.follow import _name_worker, follow
 from pulsesync.integrations.folder import read_mark
 from pulsesync.run import reader
 from pulsesync.state.checkpoint_files import open_checkpoint
@@ -89,20 +89,26 @@ def test_a_step_that_goes_back_is_shown(checkpoints: Checkpoints, tmp_path: Path
     run, place = tmp_path / "run", tmp_path / "f"
     shown = []
     for step in (3, 9, 4):
-        pulse("publish", checkpoints.next(), run, "--step", step)
+        pulse("publish", checkpoints.next(), run, "--step", step, "--resume")
         shown.append(pulse("follow", run, place, "--once", "--hold", 0).out)
     assert shown[1].startswith("version 1 (step 9) is current")
     assert shown[2].startswith("version 2 (step 4, back from step 9) is current")
+    for step in (2, 12):
+        pulse("publish", checkpoints.next(), run, "--step", step, "--resume")
+    shown = [pulse("follow", run, place, "--once", "--hold", 0).out]
+    assert shown[0].startswith("version 4 (step 12; it went back at version 3) is current")
+    rows = [line.split() for line in pulse("log", run).out.splitlines()]
+    assert [row[3:5] for row in rows if "(back)" in row] == [["2", "(back)"], ["4", "(back)"]]
 
 
 def test_both_versions_and_steps_of_an_update_are_in_its_json(checkpoints: Checkpoints, tmp_path: Path) -> None:
     run, place = tmp_path / "run", tmp_path / "f"
     updates = []
     for step in (3, 9, 4):
-        pulse("publish", checkpoints.next(), run, "--step", step)
+        pulse("publish", checkpoints.next(), run, "--step", step, "--resume")
         (flip,) = pulse("follow", run, place, "--once", "--hold", 0, "--json").events
-        updates.append([flip[name] for name in ("from_version", "version", "from_step", "step")])
-    assert updates == [[None, 0, None, 3], [0, 1, 3, 9], [1, 2, 9, 4]]
+        updates.append([flip[name] for name in ("from_version", "version", "from_step", "step", "rewound_at")])
+    assert updates == [[None, 0, None, 3, None], [0, 1, 3, 9, None], [1, 2, 9, 4, 2]]
 
 
 def test_publish_says_in_a_line_what_it_did(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -253,7 +259,7 @@ def test_only_what_a_trusted_key_signed_is_followed(
     monkeypatch.setenv("PULSE_TRUST", mine)
     assert pulse("verify", run, place).code == 0
     monkeypatch.setenv("PULSE_KEY", str(tmp_path / "mine"))
-    assert pulse("publish", checkpoints.next(), run).code == 0
+    assert pulse("publish", checkpoints.next(), run, "--step", 1).code == 0
     assert pulse("follow", run, place, "--once", "--hold", 0).code == 0
     assert pulse("inspect", run, "--version", 1, "--json").events[0]["signed by"] == mine
 
@@ -264,7 +270,9 @@ def test_a_run_is_followed_over_http_with_a_token(
     pulse("publish", checkpoints.next(), tmp_path / "run", "--cast", "BF16")
     with served(tmp_path / "run", "secret") as url:
         assert pulse("follow", url, tmp_path / "f", "--once").code == 1
-        monkeypatch.setenv("PULSE_TOKEN", "secret")
+        monkeypatch.setenv("PULSE_TOKEN", "secret")  # what readers of this machine's own server must send
+        assert "PULSE_TOKEN is not sent" in pulse("follow", url, tmp_path / "f", "--once").err
+        monkeypatch.setenv("PULSE_SEND_TOKENS", f"{url}=secret")
         assert pulse("follow", url, tmp_path / "f", "--once").code == 0
     assert equal(held(tmp_path / "f"), checkpoints.published)
 
@@ -296,7 +304,7 @@ def test_a_server_is_given_the_key_of_its_own_kind(
     class SeenError(Exception):
         pass
 
-    def server(url: str, api_key: str | None) -> None:
+    def server(url: str, api_key: str | None, api_key_in_clear: bool) -> None:
         raise SeenError(api_key)
 
     for name in ("Vllm", "Sglang"):
@@ -307,6 +315,13 @@ def test_a_server_is_given_the_key_of_its_own_kind(
         follow(str(tmp_path), **address)
     with pytest.raises(SeenError, match="given"):
         follow(str(tmp_path), **address, api_key="given")
+    monkeypatch.setenv(f"PULSE_{engine.upper()}_API_KEY", "")
+    empty = f"PULSE_{engine.upper()}_API_KEY is set but empty; give it a value, or unset it"
+    assert pulse("follow", tmp_path, f"--{engine}", "http://127.0.0.1:1").refused(2, empty)
+
+
+def test_the_name_of_a_follower_has_nothing_secret_of_its_servers_address() -> None:
+    assert _name_worker(None, "http://me:s3cret@host:8000/?token=s3cret", None).endswith("-vllm-host-8000")
 
 
 def test_a_follower_is_shown_by_status_under_its_own_name(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`pulse log` and `pulse verify`: what is in a run, and whether it is good."""
 
 import http.server
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,9 @@ def test_the_log_shows_the_newest_first_with_anchors_and_squashes(run: Path) -> 
     assert ("squash", 32, 64) in others
     assert ("anchor", None, 0) in others
     text = pulse("log", run, "--limit", 3).out.splitlines()
-    assert text[0].split() == ["version", "kind", "from", "step", "epoch", "bytes", "time", "(UTC)", "digest"]
+    columns = ["version", "kind", "from", "step", "epoch", "patch", "bytes", "time", "(UTC)", "digest"]
+    assert text[0].split() == columns
+    assert [line.split()[4:6] for line in text[1:]] == [["2", "5"], ["2", "4"], ["2", "3"]]  # 2.10 would be before 2.9
     assert [line.split()[0] for line in text[1:]] == ["69", "68", "67"]
 
 
@@ -98,10 +101,28 @@ def test_a_body_that_is_damaged_is_found(run: Path, key: str) -> None:
         (run / part).write_bytes(before)
     assert done.code == 1
     *checked, summary = done.events
-    bad = [one["key"] for one in checked if not one["ok"]]
-    assert key in bad
-    assert summary["bad"] == len(bad)
+    bad, blocked = (
+        [one["key"] for one in checked if not one["ok"] and one["blocked"] == known] for known in (False, True)
+    )
+    assert bad == [key]
+    assert (summary["bad"], summary["blocked"]) == (1, len(blocked))
     assert pulse("verify", run).code == 0
+
+
+def test_one_damaged_part_is_one_fault_however_many_versions_need_it(run: Path) -> None:
+    (part, *_) = parts_of(LocalStore(run), "manifests/0000000000000040")
+    before = damage(run / part)
+    try:
+        done = pulse("verify", run)
+    finally:
+        (run / part).write_bytes(before)
+    assert done.code == 1
+    first, advice = done.err.splitlines()
+    assert first.startswith("manifests/0000000000000040: ")
+    assert "Restore what is bad" in advice
+    assert re.search(
+        r": 1 bad, and \d+ that could not be checked, because a record before them is bad$", done.out.strip()
+    )
 
 
 def test_a_companion_and_a_record_that_are_damaged_are_found(run: Path) -> None:
@@ -113,7 +134,7 @@ def test_a_companion_and_a_record_that_are_damaged_are_found(run: Path) -> None:
         finally:
             path.write_bytes(before)
         assert done.code == 1
-        assert done.out.rstrip().endswith("bad")
+        assert re.search(r"\b[1-9]\d* bad", done.out)
         assert "manifests/0000000000000033" in done.err
         assert "Restore what is bad from a backup" in done.err
 

@@ -163,7 +163,7 @@ def test_a_config_is_enough_and_the_answer_says_what_was_assumed(tmp_path: Path)
         ({"--lr": "0"}, 2, "--lr must be a number above 0; got 0"),
         ({"--step-time": "0"}, 2, "--step-time must be a number above 0; got 0"),
         ({"--every": "2049"}, 2, "must be at most 2048"),
-        ({"--model": "/no/such/folder"}, 3, "give a folder with a checkpoint"),
+        ({"--model": "/no/such/folder"}, 2, "--model: /no/such/folder does not exist: give a folder with a checkpoint"),
     ],
 )
 def test_what_makes_no_sense_is_refused(checkpoint: Path, changed: dict[str, str], code: int, saying: str) -> None:

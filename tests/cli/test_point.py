@@ -69,7 +69,7 @@ def test_a_run_without_pointers_says_how_to_create_one(run: Path) -> None:
     done = pulse("point", run)
     assert (done.code, done.out) == (0, "")
     assert f"create one with: pulse point {run} stable VERSION" in done.err
-    assert f"there is no pointer canary in {run}" in pulse("point", run, "canary").err
+    assert pulse("point", run, "canary").refused(3, f"there is no pointer canary in {run}; create one with")
 
 
 def test_what_cannot_be_named_is_refused(run: Path, tmp_path: Path) -> None:
@@ -99,6 +99,35 @@ def test_the_pointers_of_a_signed_run_are_moved_with_its_key(tmp_path: Path) -> 
     assert "signed by (not checked)" in pulse("point", run).out
     assert "signed by (not checked)" not in pulse("point", run, "--trust", public).out
     assert pulse("point", run, "--trust", "ab" * 32).refused(1, "not trusted")
+
+
+def test_an_operators_own_key_moves_pointers_and_every_command_takes_it_as_such(tmp_path: Path) -> None:
+    run, trainer, operator = tmp_path / "run", tmp_path / "trainer", tmp_path / "operator"
+    trust = ("--trust", pulse("keygen", trainer).out.strip())
+    own = pulse("keygen", operator).out.strip()
+    both = (*trust, "--trust-pointers", own)
+    publish_steps(str(run), 3, signing_key=SigningKey.from_file(trainer), files={"config.json": b"{}"})
+    for version in (0, 2, 1):
+        assert pulse("point", run, "stable", version, "--key", operator, *trust).code == 0
+    for arguments in (
+        ("point", run),
+        ("point", run, "stable"),
+        ("status", run),
+        ("verify", run),
+        ("prune", run),
+        ("follow", run, tmp_path / "f", "--once", "--pointer", "stable"),
+    ):
+        assert pulse(*arguments, *both).code == 0
+        assert pulse(*arguments, *trust).code == 1, "without the operator's key, its moves are refused"
+    assert [row["pointers"] for row in pulse("log", run, *both, "--json").events if row["version"] == 1] == [["stable"]]
+    mark = read_mark(tmp_path / "f" / "current")
+    assert mark
+    assert mark.version == 1
+    assert pulse("point", run, "--trust-pointers", own).refused(2, "--trust-pointers needs --trust as well")
+    assert pulse("point", run, "--trust", f"{own},{trust[1]}", "--trust-pointers", own).refused(
+        2, "is in both --trust and --trust-pointers"
+    )
+    assert pulse("point", run, *trust, "--trust-pointers", "x").refused(2, "--trust-pointers must be a public key")
 
 
 def test_a_folder_follows_a_pointer_forwards_and_backwards(run: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tests.commands import pulse
 FAR = "http://192.0.2.7:8765"  # an address that is nobody's: a test that asked it would fail otherwise
 
 
-@pytest.mark.parametrize("command", [("serve", "."), ("relay", FAR), ("log", "http://127.0.0.1:1")])
+@pytest.mark.parametrize("command", [("serve", "."), ("relay", FAR)])
 def test_a_token_of_the_environment_that_is_empty_is_a_usage_error(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -32,6 +32,8 @@ def test_a_token_file_that_is_empty_or_not_there_is_a_usage_error(tmp_path: Path
 
 def test_an_empty_token_does_not_matter_where_none_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PULSE_TOKEN", "")
+    monkeypatch.setenv("PULSE_SEND_TOKENS", "")
+    assert pulse("log", "http://127.0.0.1:1").refused(2, "PULSE_SEND_TOKENS is set but empty")
     assert pulse("log", tmp_path).code == 3
 
 
@@ -39,13 +41,13 @@ def test_an_empty_token_does_not_matter_where_none_is_used(tmp_path: Path, monke
 def test_no_command_sends_a_token_in_clear_to_another_machine(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PULSE_TOKEN", "s3cret")
+    monkeypatch.setenv("PULSE_SEND_TOKENS", f"{FAR}=s3cret")
     assert pulse(*command).refused(2, "PULSE_TOKEN_IN_CLEAR=1")
 
 
 @pytest.mark.parametrize("value", ["", "true", "2"])
 def test_the_permission_to_send_a_token_in_clear_is_given_by_a_one(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PULSE_TOKEN", "s3cret")
+    monkeypatch.setenv("PULSE_SEND_TOKENS", f"{FAR}=s3cret")
     monkeypatch.setenv("PULSE_TOKEN_IN_CLEAR", value)
     assert pulse("log", FAR).refused(2, "PULSE_TOKEN_IN_CLEAR must be 0 or 1")
 

@@ -57,6 +57,15 @@ def test_a_worker_that_says_nothing_is_silent(run: Path) -> None:
     assert "w is silent" in pulse("status", run, "--max-age", 0.1).out
 
 
+def test_one_junk_heartbeat_is_shown_and_raises_no_alarm(run: Path) -> None:
+    put(run, "good")
+    LocalStore(run).put("heartbeats/junk", b"x" * 5000)
+    done = pulse("status", run)
+    assert done.code == 0
+    assert "junk is unreadable: the heartbeat of junk has more than 2048 bytes" in done.out
+    assert done.out.endswith("1 worker: all is well; 1 heartbeat cannot be read\n")
+
+
 def test_json_has_everything(run: Path) -> None:
     put(run, "w", error="it failed")
     done = pulse("status", run, "--json")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pulsesync.format.signature import SigningKey
+from pulsesync.run import keys
 from pulsesync.store import LocalStore
 from tests.commands import pulse
 from tests.runs import publish_steps, versions
@@ -33,15 +34,26 @@ def test_a_delegate_squashes_and_readers_who_trust_the_run_follow(tmp_path: Path
     pulse("delegate", run, squasher, "--key", tmp_path / "trainer", "--out", tmp_path / "said")
     assert json.loads((tmp_path / "said").read_text()) == json.loads(said.out)
     (tmp_path / "wrong").write_text("{}")
-    keys = ["--key", tmp_path / "squasher", "--trust", trainer]
-    assert pulse("squash", run, *keys, "--delegation", tmp_path / "wrong").refused(2, "pulse delegate")
-    *written, summary = pulse("squash", run, *keys, "--delegation", tmp_path / "said", "--json").events
+    given = ["--key", tmp_path / "squasher", "--trust", trainer]
+    assert pulse("squash", run, *given, "--delegation", tmp_path / "wrong").refused(2, "pulse delegate")
+    *written, summary = pulse("squash", run, *given, "--delegation", tmp_path / "said", "--json").events
     assert [(one["level"], one["base"], one["version"]) for one in written] == [(0, 0, 32), (0, 32, 64), (1, 0, 64)]
     assert summary["written"] == 3
-    assert pulse("squash", run, *keys, "--delegation", tmp_path / "said").out.startswith("0 ")
+    assert pulse("squash", run, *given, "--delegation", tmp_path / "said").out == (
+        "0 squashed patches written: one replaces 32 patches, and the epoch that begins at version 64 has 1 so far\n"
+    )
     assert pulse("verify", run, "--trust", trainer).code == 0
     flip, *_ = pulse("follow", run, tmp_path / "f", "--once", "--trust", trainer, "--json").events
     assert flip["path"] == ["anchor", "squash", "patch"]
+
+
+def test_without_an_anchor_nothing_is_squashed_and_the_reason_is_given(tmp_path: Path) -> None:
+    publish_steps(str(tmp_path / "run"), 1)
+    LocalStore(tmp_path / "run").delete(keys.anchor_key(0))
+    found = pulse("squash", tmp_path / "run").out
+    assert (
+        found == "0 squashed patches written: the run has no anchor yet, and the first squashed patch begins at one\n"
+    )
 
 
 def test_a_run_is_pruned_and_can_still_be_followed(tmp_path: Path) -> None:

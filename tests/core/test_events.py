@@ -149,7 +149,7 @@ def test_events_of_many_threads_are_all_delivered() -> None:
 
 
 def test_a_queue_of_no_events_is_refused() -> None:
-    with pytest.raises(ValueError, match="queued must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="queued must be a number of events, 1 or more; got 0"):
         pulse.listen(print, queued=0)
 
 

@@ -4,10 +4,11 @@ import fcntl
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulsesync import Publisher
+from pulsesync import Publisher, Subscriber
 from pulsesync.core.scratch import ScratchFolder
+from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.store import MemoryStore
 
 LINE = b"The temporary folder of a pulsesync process that has this file locked.\n"
@@ -255,3 +257,44 @@ def test_a_lock_that_is_a_link_is_not_followed(temporary: Path, tmp_path_factory
     with ScratchFolder():
         pass
     assert names(elsewhere) == {"file"}
+
+
+# Folders that keep what was fetched or will be sent
+
+
+def publish_with_spool(spool: Path) -> None:
+    with Publisher(MemoryStore(), spool=spool, anchor_every=0.0) as publisher:
+        for value in range(2):
+            publisher.publish({"w": np.full(100_000, value, np.float32)})
+
+
+def sync_with_cache(cache: Path) -> None:
+    Subscriber(published(), cache=cache).sync({"w": np.zeros(100_000, np.float32)})
+
+
+def follow_in(folder: Path) -> None:
+    with HuggingFaceFolder(published(), folder) as kept:
+        kept.update()
+
+
+def published() -> MemoryStore:
+    store = MemoryStore()
+    with Publisher(store) as publisher:
+        publisher.publish({"w": np.arange(100_000, dtype=np.float32)})
+    return store
+
+
+@pytest.mark.parametrize("use", [publish_with_spool, sync_with_cache, follow_in])
+def test_other_users_cannot_read_what_a_new_folder_keeps(use: Callable[[Path], None], tmp_path: Path) -> None:
+    """The weights are in it. One that exists keeps its mode, so that an operator can share it."""
+    before = os.umask(0o022)
+    try:
+        use(tmp_path / "new" / "folder")
+        (tmp_path / "shared").mkdir()
+        use(tmp_path / "shared")
+    finally:
+        os.umask(before)
+    assert any(path.is_file() for path in (tmp_path / "new" / "folder").rglob("*"))
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "new" / "folder").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o755

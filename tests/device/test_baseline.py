@@ -342,6 +342,19 @@ def test_a_publisher_that_begins_again_takes_up_the_run(
     assert len(objects(store)) == 3  # an anchor and two patches
 
 
+@pytest.mark.parametrize("keep", [None, "host"])
+def test_a_fresh_model_is_refused_here_too(keep: Keep | None, device: str) -> None:
+    store, states = published(device, 1)
+    before = objects(store)
+    other = {name: -tensor for name, tensor in states[0].items() if name != "tied"}
+    other["tied"] = other["a"]
+    with on(device), Publisher(store, keep=keep) as pub:
+        with pytest.raises(StateError, match="do not continue the run"):
+            pub.publish(other, step=0, wait=False)
+        assert objects(store) == before
+        assert pub.publish({**states[0], "tied": states[0]["a"]}, step=0).changed == 0
+
+
 def test_the_host_takes_up_a_run_from_here(device: str) -> None:
     store, states = published(device, 2, codec="gap")
     weights = {name: tensor.clone() for name, tensor in states[1].items()}
@@ -407,7 +420,7 @@ def test_tensors_that_came_or_went_are_refused(device: str) -> None:
     weights = model(device)
     with on(device), Publisher(MemoryStore()) as pub:
         pub.publish(weights)
-        with pytest.raises(StateError, match="was added, removed"):
+        with pytest.raises(StateError, match="publish the changed model to a new location"):
             pub.publish({**weights, "new": weights["b"].clone()})
         assert keys.manifest_key(1) not in {entry.key for entry in pub.store.list("manifests/")}
 

@@ -15,7 +15,7 @@ from tests.golden import make_golden
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 RUNS = sorted(make_golden.FOLDER.iterdir())
 SMALL, SIGNED = make_golden.FOLDER / "two-parts", make_golden.FOLDER / "signed-squash"
-BY_KEY = [SIGNED, make_golden.FOLDER / "extensions"]
+BY_KEY = [SIGNED, make_golden.FOLDER / "extensions", make_golden.FOLDER / "rewinds"]
 TRUST = [make_golden.KEY.public]
 REFUSALS = (ValueError, KeyError, OSError, InvalidSignature)
 

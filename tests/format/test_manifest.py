@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
-from pulsesync.format import container, signature
+from pulsesync.format import container, signature, wire
 from pulsesync.format import manifest as manifests
 from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef, RecordKind
 from pulsesync.format.signature import SigningKey
@@ -353,6 +353,25 @@ def test_an_extension_is_ignored_if_its_tag_is_odd_and_refused_if_it_is_even() -
         assert manifests.parse(write(table_of(record) | {"extensions": [(1, b"a"), (9, bytes(4000))]})) == record
         with pytest.raises(UnsupportedError, match=r"the extension 8.*Upgrade pulsesync"):
             manifests.parse(write(table_of(record) | {"extensions": [(1, b"a"), (8, b"")]}))
+
+
+def test_a_version_names_the_one_at_which_the_trainer_went_back_in_an_extension() -> None:
+    """A reader of the first release ignores it; without a rewind, the bytes are those of the first release."""
+    for record in (PATCH, ROOT, SMALL):
+        for at in {0, record.version}:
+            rewound = replace(record, rewound_at=at)
+            assert manifests.parse(rewound.build()) == rewound
+            assert rewound.build() == write(table_of(record) | {"extensions": [(1, wire.number(at))]})
+        assert manifests.parse(record.build()).rewound_at is None
+    for record in (ANCHOR, SQUASH):  # made from a version, with its other fields
+        assert replace(record, rewound_at=record.version).build() == record.build()
+        assert manifests.parse(write(table_of(record) | {"extensions": [(1, b"\0")]})) == record
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0", b"\x80", b"\x80\0", wire.number(PATCH.version + 1), bytes(11)])
+def test_a_rewind_that_no_writer_writes_is_ignored(content: bytes) -> None:
+    """What an older reader ignores must not make a newer one refuse the record."""
+    assert manifests.parse(write(table_of(PATCH) | {"extensions": [(1, content)]})) == PATCH
 
 
 def test_as_many_extensions_as_allowed_are_ignored() -> None:

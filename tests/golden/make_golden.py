@@ -56,6 +56,8 @@ class Run:
     ) -> None:
         self.folder, self.key, self.anchor_codec = folder, key, anchor_codec
         self.extensions = [*extensions]  # of all records
+        self.steps_lost = 0
+        self.rewound_at: int | None = None
         self.run = hashlib.sha256(folder.name.encode()).hexdigest()[:32]
         pieces = layouts.make(specs, ties)
         self.layout = layouts.bundle(pieces) if bundled else pieces
@@ -108,6 +110,11 @@ class Run:
         state.commit(HostTransition(by_block(patches), sums, history.after(patches, state.flats)))
         assert all(np.array_equal(state.flats[name], flat) for name, flat in new.items())
         self._add(parts, epoch, index, BaseRef(last.version, last.digest))
+
+    def rewind(self, steps: int) -> None:
+        """Go back by some steps, as a trainer that is restored from a checkpoint: before the next version."""
+        assert self.last is not None
+        self.steps_lost, self.rewound_at = self.steps_lost + steps, self.last.version + 1
 
     def squash(
         self, since: Manifest, flats: Mapping[str, Bits], key: SigningKey | None = None, pieces: int = 1
@@ -162,7 +169,7 @@ class Run:
         self.last = Manifest(
             run=self.run,
             version=version,
-            step=10 * version,
+            step=10 * version - self.steps_lost,
             epoch=epoch,
             index=index,
             base=base,
@@ -173,6 +180,7 @@ class Run:
             created=CREATED + 60 * version,
             anchor=self.newest,
             files=self.files,
+            rewound_at=self.rewound_at,
         )
         if self.last.at_start or self.last.history is None:
             self._write(keys.start_key(self.last.digest), str(version).encode())
@@ -513,6 +521,24 @@ def extensions(folder: Path) -> None:
     run.finish()
 
 
+def rewinds(folder: Path) -> None:
+    """A trainer that goes back twice, with a squash over the first time and an anchor over the second."""
+    specs = [TensorSpec("w", "BF16", (30, 30))]
+    run = Run(folder, specs, {"w": some(92, "BF16", 900)}, key=KEY)
+    start, flats = run.last, run.flats
+    for version in range(1, EPOCH_PATCHES + 8):
+        if version in (20, 36):
+            run.rewind(35)
+        new = run.flats
+        train_(new["w"], "BF16", 9200 + version)
+        run.publish(new, "history")
+        if version == EPOCH_PATCHES:
+            assert start is not None
+            run.squash(start, flats)
+            run.publish_anchor()
+    run.finish()
+
+
 def corners(folder: Path) -> None:
     """What the other runs do not have: many cold changes, half the circle, long steps back, every dtype as whole tiles.
 
@@ -572,6 +598,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "squash-levels": squash_levels,
     "extensions": extensions,
     "corners": corners,
+    "rewinds": rewinds,
 }
 
 

@@ -407,6 +407,21 @@ def test_a_signed_run_is_exported_to_who_trusts_its_key_and_an_import_signs(tmp_
         exporter.advance()
 
 
+def test_an_import_with_a_key_continues_only_what_that_key_has_signed(tmp_path: Path) -> None:
+    """Without this, another program could write a version for the importer to sign its next patches over."""
+    states, key = make_states(2), SigningKey.generate()
+    base = write_stream(tmp_path, states)
+    for name, first in (("unsigned", None), ("signed by another", SigningKey.generate())):
+        with DeltaImporter(tmp_path / "updates", str(tmp_path / name), base=base, signing_key=first) as importer:
+            importer.advance()
+        with (
+            DeltaImporter(tmp_path / "updates", str(tmp_path / name), base=base, signing_key=key) as importer,
+            pytest.raises(SignatureError),
+        ):
+            importer.advance()
+        assert importer._tensors == {}, "nothing of it was loaded"
+
+
 # What is refused
 
 

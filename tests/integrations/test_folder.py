@@ -353,6 +353,49 @@ def test_one_process_at_a_time_and_no_folder_of_somebody_else(store: MemoryStore
         HuggingFaceFolder(store, tmp_path / "mine")
 
 
+@pytest.mark.parametrize("name", ["a", "b", ".cache"])
+def test_nothing_is_written_or_deleted_where_a_link_leads(
+    trainer: Trainer, store: MemoryStore, tmp_path: Path, name: str
+) -> None:
+    mine, folder = tmp_path / "mine", tmp_path / "f"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("…")
+    refused = rf"{name} is a symbolic link to .*mine.*remove the link, or give another folder"
+    trainer.publish()
+    with HuggingFaceFolder(store, folder) as kept:
+        if name != ".cache":
+            (folder / name).symlink_to(mine)
+            if name == "b":
+                kept.update()
+                trainer.publish()
+            with pytest.raises(StoreError, match=refused):
+                kept.update()
+            (folder / name).unlink()
+    (folder / name).symlink_to(mine)
+    with pytest.raises(StoreError, match=refused):
+        HuggingFaceFolder(store, folder)
+    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+
+
+def test_files_of_a_copy_that_are_links_are_replaced(trainer: Trainer, store: MemoryStore, tmp_path: Path) -> None:
+    with HuggingFaceFolder(store, tmp_path / "f") as kept:
+        for _ in "ab":
+            trainer.publish()
+            kept.update()
+    linked = []
+    for path in [path for side in "ab" for path in (tmp_path / "f" / side).iterdir() if path.name != ".lock"]:
+        target = tmp_path / f"mine-{path.parent.name}-{path.name}"
+        path.rename(target)
+        path.symlink_to(target)
+        path.with_name(f".new-{path.name}").symlink_to(target)
+        linked.append((target, target.read_bytes()))
+    with HuggingFaceFolder(store, tmp_path / "f") as kept:
+        for _ in "ab":
+            trainer.publish()
+            assert kept.update()
+    assert all(target.read_bytes() == content for target, content in linked)
+
+
 def test_what_may_pass_is_told_and_tried_again(trainer: Trainer, tmp_path: Path) -> None:
     watched = Watched()
     trainer = Trainer(watched)

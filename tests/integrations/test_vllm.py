@@ -18,7 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from pulsesync import Publisher, PulseError, SigningKey, StoreError, VerificationError, events, listen, read_fleet
+from pulsesync import (
+    Publisher,
+    PulseError,
+    SigningKey,
+    StoreError,
+    VerificationError,
+    events,
+    listen,
+    move_pointer,
+    read_fleet,
+)
 from pulsesync.errors import (
     ChecksumError,
     FormatError,
@@ -27,7 +37,7 @@ from pulsesync.errors import (
     SignatureError,
     StateError,
 )
-from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions
+from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions, find_version
 from pulsesync.integrations.engine.update import Ask, Finish, moving, raise_error, run
 from pulsesync.integrations.runtime import EngineRank, ModelShape, fused, grid
 from pulsesync.integrations.vllm import ServerFollower, VllmServer
@@ -35,8 +45,9 @@ from pulsesync.integrations.vllm.compat import VllmEngine
 from pulsesync.integrations.vllm.offline import OfflineFollower
 from pulsesync.integrations.vllm.plugin import read_limits
 from pulsesync.integrations.vllm.routes import PATH, Routes, ServedEngine, parse_update
-from pulsesync.store import open_store
+from pulsesync.store import MemoryStore, open_store
 from tests.conftest import GPU
+from tests.runs import publish_steps
 
 CONFIG = {
     "model_type": "llama",
@@ -522,7 +533,7 @@ def test_an_update_that_nobody_commits_leaves_the_weights_alone(
     training.publish()
     monkeypatch.setattr("pulsesync.integrations.engine.follower.PATIENCE_S", 0.05)
     follower = engine.followers[0]
-    follower.prepare(RunOptions(str(training.location)), 1)
+    follower.prepare(RunOptions.parse({"location": str(training.location)}), 1)
     assert follower._pending is not None
     assert follower._pending.thread is not None
     follower._pending.thread.join(30)
@@ -684,7 +695,7 @@ def test_an_abort_does_not_wait_for_a_fetch(training: Training, monkeypatch: pyt
     first, hold = engine.followers[0], threading.Event()
     find = first._weights_for
     monkeypatch.setattr(first, "_weights_for", lambda *given: (hold.wait(30), find(*given))[1])
-    first.prepare(RunOptions(str(training.location)), 1)
+    first.prepare(RunOptions.parse({"location": str(training.location)}), 1)
     began = time.perf_counter()
     first.abort()
     assert time.perf_counter() - began < 5
@@ -712,21 +723,54 @@ def test_the_operator_says_which_runs_may_be_followed_and_whom_to_trust(
     training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PULSE_VLLM_RUNS", f"s3://bucket/runs, {tmp_path / 'allowed'}")
-    for location in (
-        str(training.location),
-        f"{tmp_path}/allowed/../run",
-        "s3://bucket/runs/../x",
-        "s3://bucket/runsx",
-    ):
+    for location in (str(training.location), f"{tmp_path}/allowed/../run", "s3://bucket/runsx"):
         with pytest.raises(ValueError, match="PULSE_VLLM_RUNS does not name it"):
-            read_limits().applied(RunOptions(location))
-    assert read_limits().applied(RunOptions("s3://bucket/runs/one")).location == "s3://bucket/runs/one"
+            read_limits().applied(RunOptions.parse({"location": location}))
+    read_limits().applied(RunOptions.parse({"location": "s3://bucket/runs/one"}))
     engine = TwoRanks(training.versions[0])
     monkeypatch.delenv("PULSE_VLLM_RUNS")
     engine.limits = EngineLimits(trust=(SigningKey.generate().public,))
     engine.start_followers()
     with pytest.raises(SignatureError):
         engine.update(training.location, 0)
+
+
+def test_latest_is_what_the_operators_key_for_pointers_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, operator, location = SigningKey("11" * 32), SigningKey("22" * 32), str(tmp_path / "run")
+    publish_steps(location, 3, signing_key=key)
+    move_pointer(location, "stable", 1, signing_key=operator, trust=key.public)
+    given = {"location": location, "pointer": "stable", "trust": key.public, "trust_pointers": operator.public}
+    assert find_version(RunOptions.parse(given)) == 1
+    with pytest.raises(SignatureError, match="may not move pointers"):
+        find_version(RunOptions.parse({**given, "trust_pointers": None}))
+    with pytest.raises(ValueError, match="trust_pointers= needs trust="):
+        RunOptions.parse({**given, "trust": None})
+    monkeypatch.setenv("PULSE_VLLM_TRUST", key.public)
+    with pytest.raises(SignatureError):  # the operator's list of keys replaces that of a request
+        find_version(RunOptions.parse(given), read_limits())
+    monkeypatch.setenv("PULSE_VLLM_TRUST_POINTERS", operator.public)
+    assert find_version(RunOptions.parse({"location": location, "pointer": "stable"}), read_limits()) == 1
+    monkeypatch.delenv("PULSE_VLLM_TRUST")
+    with pytest.raises(ValueError, match="trust_pointers= needs trust="):
+        read_limits()
+
+
+def test_a_follower_takes_the_moves_of_a_pointers_key(tmp_path: Path) -> None:
+    key, operator, store = SigningKey("11" * 32), SigningKey("22" * 32), MemoryStore()
+    publish_steps(store, 3, signing_key=key)
+    move_pointer(store, "stable", 1, signing_key=operator, trust=key.public)
+    server = VllmServer("http://127.0.0.1:1")
+    options: dict[str, Any] = {"pointer": "stable", "trust": [key.public]}
+    for movers, accepted in ((None, False), ([operator.public], True)):
+        follower = ServerFollower(server, "memory://x", store, trust_pointers=movers, **options)
+        state = {"broken": None, "version": 1, "location": "memory://x", "ranks_agree": True}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server, "status", lambda state=state: state)
+            if accepted:
+                assert follower.update() is None  # the server is there already
+            else:
+                with pytest.raises(SignatureError):
+                    follower.update()
 
 
 # Over HTTP

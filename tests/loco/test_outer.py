@@ -134,7 +134,7 @@ def test_a_step_of_no_entries_is_none() -> None:
     [(0.0,), (-1.0,), (float("nan"),), (1.0, 1.0), (1.0, -0.1), (1.0, float("nan")), (1.0, 0.0, True)],
 )
 def test_an_outer_optimizer_without_sense_is_refused(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="lr must be above 0"):
+    with pytest.raises(ValueError, match=r"(lr|momentum) must be a|lr must be above 0"):
         SGD(*arguments)
 
 

@@ -54,12 +54,12 @@ def test_a_good_store_passes_every_check_and_is_left_as_it_was(good: Any) -> Non
 
 
 def test_a_folder_with_a_run_keeps_everything_else(tmp_path: Path) -> None:
-    publish_steps(str(tmp_path / "run"), 3)
+    publish_steps(str(tmp_path / "run"), 2)
     before = sorted(path for path in (tmp_path / "run").rglob("*"))
     found = findings(str(tmp_path / "run"))
     assert set(statuses(found).values()) == {"ok"}
-    assert "version 2, step 2, not signed" in found["run"].found
-    assert "an anchor and" in found["joining"].found
+    assert "version 1, step 1, not signed" in found["run"].found
+    assert found["joining"].found.endswith(" bytes: an anchor and 1 patch")
     assert sorted(path for path in (tmp_path / "run").rglob("*")) == before
 
 
@@ -308,7 +308,8 @@ def test_wrong_credentials_are_found_and_not_shown(s3_server: Server) -> None:
         s3_server.fresh_url(), endpoint=s3_server.endpoint, access_key_id="access", secret_access_key="hunter2"
     )
     found = findings(store)
-    assert found["read"].status == "fail"
+    assert (found["credentials"].status, found["read"].status) == ("skipped", "fail")
+    assert "not known to work" in found["credentials"].found
     assert "403" in found["read"].found
     assert "check the credentials" in str(found["read"].advice)
     assert found["other checks"].status == "skipped"

@@ -161,7 +161,7 @@ def test_an_address_for_metrics_that_is_none_is_a_usage_error(address: str, tmp_
 
 def test_a_port_that_is_none_is_an_error_in_a_line(tmp_path: Path) -> None:
     command = ("follow", tmp_path / "run", tmp_path / "folder", "--metrics", "99999")
-    assert pulse_command(*command).refused(1, "cannot serve metrics on 127.0.0.1 port 99999")
+    assert pulse_command(*command).refused(2, "--metrics: port must be a whole number from 0 to 65535; got 99999")
 
 
 @pytest.mark.timeout(120)

@@ -16,7 +16,7 @@ from pulsesync.publish.baseline import baseline_for
 from pulsesync.publish.commit import root_record
 from pulsesync.state.host import HostState
 from pulsesync.state.live import find_places
-from pulsesync.state.sharding import Placed, Shards, TileShare, layout_of, owner_of, share_of
+from pulsesync.state.sharding import Placed, Shards, TileShare, layout_of, owner_of, shards_of, share_of
 from pulsesync.store import MemoryStore
 
 Arrays = dict[str, Any]
@@ -163,3 +163,11 @@ def test_a_publisher_takes_a_placed_tensor_that_is_complete() -> None:
     out = {name: np.zeros_like(array) for name, array in weights.items()}
     Subscriber(store).sync(out)
     assert equal(out, trained(weights))
+
+
+def test_a_shard_that_changes_is_for_a_new_publisher_of_the_same_run() -> None:
+    first, second = (shards_of({"w": Placed(np.zeros(4, np.float32), (8,), at)}) for at in ((0, 4), (4, 8)))
+    layout = layout_of([first.windows, second.windows])
+    share = share_of(layout, owner_of(layout, [first.windows, second.windows]), 0, first)
+    with pytest.raises(StateError, match=r"another shard of 'w' .* resumes the run"):
+        share.check(second)

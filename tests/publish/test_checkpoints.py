@@ -9,7 +9,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,17 +21,36 @@ import numpy as np
 import pytest
 
 from pulsesync import Publisher, SigningKey, Subscriber
-from pulsesync.errors import RunForkedError, RunReplacedError, RunRolledBackError, SignatureError, StoreError
+from pulsesync.core.events import Event, Synced, listen
+from pulsesync.errors import (
+    RunForkedError,
+    RunReplacedError,
+    RunRolledBackError,
+    SignatureError,
+    StateError,
+    StoreError,
+)
 from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.maintain.prune import prune
+from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.publish.writer import PublisherState
-from pulsesync.run import reader
+from pulsesync.run import keys, reader
 from pulsesync.store import LocalStore, MemoryStore, Store
 from tests.helpers import nudge
 from tests.processes import Fleet, alive, fleet, told
 from tests.publish.test_sharded import Group, Rank
-from tests.runs import Training, Watched, down, equal, kept, publish_steps, version, versions, worker
+from tests.runs import (
+    Training,
+    Watched,
+    down,
+    equal,
+    kept,
+    make_squash,
+    publish_steps,
+    version,
+    versions,
+    worker,
+)
 
 assert fleet  # a fixture
 
@@ -112,7 +132,91 @@ def test_a_worker_reports_both_steps_and_warns_once_when_the_trainer_went_back(
     assert back.path == ("patch",)
     assert equal(weights, training.weights)
     warned = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert warned == ["The trainer went back to an earlier step: version 6 is step 3, while version 5 was step 5."]
+    assert warned == [
+        "The trainer went back to an earlier step at version 6: version 5 was step 5, and version 6 is step 3."
+    ]
+
+
+@pytest.mark.parametrize("way", ["patches", "squash", "anchor", "restart"])
+@pytest.mark.parametrize("steps", [(3, 4, 5), (3, 4, 5, 6), (3, 4, 5, 6, 7, 8)], ids=["below", "equal", "above"])
+def test_a_worker_that_jumps_over_a_rewind_is_told(
+    way: str, steps: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The steps of the two versions do not show it: the trainer may have passed the step of the first one again."""
+    store, training, options = MemoryStore(), Training(), {"epoch_patches": 3, "anchor_every": 0.0}
+    state = checkpoint_at(2, store, training, to=6, **options)
+    sub, weights, heard = Subscriber(store, epoch_patches=3), worker(), list[Event]()
+    assert not sub.sync(weights).went_back
+    with restored(store, state, **options) as pub:
+        for step in steps:
+            training.step()
+            pub.publish(training.weights, step=step)
+            pub.flush()  # with the anchor, if one is due
+    if way == "squash":
+        make_squash(store, 0, 2, epoch_patches=3)
+    for entry in list(store.list("anchors/")):
+        if way != "anchor":
+            store.delete(entry.key)
+    if way == "anchor":
+        store.delete(keys.manifest_key(7))
+    if way == "restart":
+        sub = Subscriber(store, epoch_patches=3)
+        assert sub.resume(weights, 6, None)
+    with listen(heard.append):
+        report = sub.sync(weights)
+    assert (report.from_version, report.from_step, report.version, report.step) == (6, 6, 6 + len(steps), steps[-1])
+    assert (report.went_back, report.rewound_at) == (True, 7)
+    assert ("squash" in report.path, "anchor" in report.path) == (way == "squash", way == "anchor")
+    assert [one.went_back for one in heard if isinstance(one, Synced)] == [True]
+    assert "went back to an earlier step at version 7: version 6 was step 6" in caplog.text
+    with restored(store, PublisherState(), **options) as pub:  # resumed again, with steps that grow
+        pub.publish(training.weights, step=20)
+        report = sub.sync(weights)
+    assert (report.went_back, report.rewound_at) == (False, 7)
+
+
+def test_records_without_rewinds_are_those_of_the_first_release_and_their_steps_decide() -> None:
+    """A run that pulsesync 0.1.0 has written for a time has no record of the rewinds in it."""
+    store, training = MemoryStore(), Training()
+    state = checkpoint_at(2, store, training, to=5)
+    sub, weights = Subscriber(store), worker()
+    sub.sync(weights)
+    with restored(store, state) as pub:
+        for step in (3, 4):
+            pub.publish(training.weights, step=step)
+    for number in (6, 7):
+        store.put(keys.manifest_key(number), replace(version(store, number), rewound_at=None).build())
+    report = sub.sync(weights)
+    assert (report.went_back, report.rewound_at) == (True, None)
+    with restored(store, PublisherState()) as pub:
+        pub.publish(training.weights, step=5)
+        pub.publish(training.weights, step=5)
+        pub.publish(training.weights, step=4)
+    assert [version(store, number).rewound_at for number in range(6, 11)] == [None, None, None, None, 10]
+
+
+def test_a_rewind_that_is_coalesced_with_later_steps_is_recorded() -> None:
+    store, training = Watched(), Training()
+    blocked, go = threading.Event(), threading.Event()
+    with Publisher(store) as pub:
+        for step in range(4):
+            pub.publish(training.weights, step=step)
+
+        def hold(verb: str, key: str) -> None:
+            if verb == "create":
+                blocked.set()
+                assert go.wait(WAIT_S)
+
+        store.before = hold
+        training.step()
+        pub.publish(training.weights, step=4, wait=False)
+        assert blocked.wait(WAIT_S)
+        for step in (2, 3, 9):
+            training.step()
+            pub.publish(training.weights, step=step, wait=False)
+        go.set()
+        pub.flush()
+    assert [(version(store, n).step, version(store, n).rewound_at) for n in (4, 5)] == [(4, None), (9, 5)]
 
 
 def test_a_worker_that_chooses_an_older_version_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
@@ -310,8 +414,8 @@ def test_a_run_that_was_forked_is_refused(look_again_at_once: None) -> None:
     store = MemoryStore()
     publish_steps(store, 3)
     fork = copy_of(store)
-    state = checkpoint_at(2, store, Training(seed=1), to=2)
-    checkpoint_at(3, fork, Training(seed=2), to=3)
+    state = checkpoint_at(2, store, Training(seed=1), to=2, resume=True)
+    checkpoint_at(3, fork, Training(seed=2), to=3, resume=True)
     error = refused(fork, state, RunForkedError)
     assert (error.version, error.expected, error.actual) == (5, state["digest"], version(fork, 5).digest)
 
@@ -329,6 +433,101 @@ def test_a_refusal_is_looked_at_twice(look_again_at_once: None) -> None:
     store.received = lose_once
     with restored(store, state) as pub:
         assert pub.publish(training.weights, step=2).version == 4
+
+
+# Weights that do not continue a run
+
+FILES = {"config.json": b"{}"}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_fresh_model_is_refused_and_nothing_is_written(wait: Any) -> None:
+    store, other = MemoryStore(), Training(seed=1)
+    publish_steps(store, 3)
+    before = objects(store)
+    with Publisher(store, files=FILES) as pub:
+        for step in (0, 2, 3):  # once refused, a higher step does not make it a continuation
+            with pytest.raises(StateError, match="do not continue the run") as caught:
+                pub.publish(other.weights, step=step, wait=wait)
+        assert pub.state_dict() == {}  # a checkpoint that is saved now does not make it one either
+        assert pub.version is None
+    assert objects(store) == before
+    message = str(caught.value)
+    for way in ("load_state_dict", "new location", "resume=True"):
+        assert way in message
+
+
+@pytest.mark.parametrize("way", ["resume", "checkpoint", "location", "above", "few"])
+def test_weights_that_continue_a_run_or_are_said_to_are_published(way: str, tmp_path: Path) -> None:
+    store, training = LocalStore(tmp_path / "run"), Training()
+    state = checkpoint_at(1, store, training, to=2)
+    weights = training.weights if way == "few" else Training(seed=1).weights
+    with Publisher(tmp_path / "new" if way == "location" else store, files=FILES, resume=way == "resume") as pub:
+        if way == "checkpoint":
+            pub.load_state_dict(state)
+        report = pub.publish(weights, step=3 if way == "above" else 0)
+    assert report.version == (0 if way == "location" else 3)
+    held = worker()
+    Subscriber(pub.store).sync(held)
+    assert equal(held, weights)
+    assert [file.name for file in version(pub.store, report.version).files] == ["config.json"]
+
+
+def test_a_publisher_that_resumes_its_own_run_is_not_refused() -> None:
+    """As a team does after a rank was lost, also if its caller gives no steps and most weights change in each."""
+    store = MemoryStore()
+    with Publisher(store) as pub:
+        pub.publish(Training(seed=0).weights)
+        pub.flush()
+        pub._writer.base = None
+        assert pub.publish(Training(seed=1).weights).version == 1
+
+
+def test_a_model_without_tensors_starts_no_run() -> None:
+    store = MemoryStore()
+    with Publisher(store) as pub:
+        with pytest.raises(StateError, match="there is no tensor to publish"):
+            pub.publish({}, wait=False)
+        assert objects(store) == {}
+        assert pub.publish(Training().weights).version == 0
+
+
+@pytest.mark.parametrize(("step", "warns"), [(0, True), (1, False)])
+def test_a_version_that_could_not_be_compared_is_published_with_a_warning(
+    step: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Watched()
+    store.fail_at("anchors/", "parts/")
+    with suppress(StoreError), Publisher(store) as pub:
+        pub.publish(Training().weights)
+    store.fail_at()
+    caplog.clear()
+    with Publisher(store) as pub:
+        assert pub.publish(Training(seed=1).weights, step=step).codec is None
+    warned = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert ["its weights were not compared with version 0 (step 0)" in one for one in warned] == [True] * warns
+
+
+@pytest.mark.parametrize("says", ["nothing", "resume", "state"])
+def test_of_a_team_all_ranks_refuse_a_fresh_model(says: str) -> None:
+    store, training = MemoryStore(), Training()
+    first = Group(store, 3)
+    for step in range(3):
+        first.publish(training.weights, step=step)
+    first.flush()
+    state, before = first.pubs[0].state_dict(), objects(store)
+    group = Group(store, 3, files=FILES, resume=says == "resume")
+    if says == "state":
+        group.pubs[0].load_state_dict(state)
+    found = group.try_publish(Training(seed=1).weights, step=1)
+    if says != "nothing":
+        assert [one.version for one in found] == [3, 3, 3]
+        return
+    assert [(type(one), one.failed_rank) for one in found] == [(StateError, None), (StateError, 0), (StateError, 0)]
+    assert all("do not continue the run" in str(one) for one in found)
+    assert objects(store) == before
+    training.step()
+    assert group.publish(training.weights, step=3).version == 3
 
 
 def test_a_pruned_version_is_no_reason_to_refuse() -> None:

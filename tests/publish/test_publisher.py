@@ -1,8 +1,11 @@
 """The trainer's end: what is published, when the caller may go on, and what stores that fail leave behind."""
 
+import errno
 import gc
 import hashlib
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -118,18 +123,72 @@ def test_only_fp32_is_cast_and_patterns_say_where() -> None:
         "layer.weight": np.ones(4, np.float32),
         "layer.scale": np.ones(4, np.float32),
         "layer.half": np.ones(4, np.float16),
-        "count": np.ones(4, np.int32),
+        "layer.eight": np.ones(4, ml_dtypes.float8_e4m3fn),
+        "layer.count": np.ones(4, np.int32),
     }
     store = MemoryStore()
-    with Publisher(store, cast={"*.scale": "", "layer.*": "BF16"}) as pub:
+    with Publisher(store, cast={"*.scale": "", "*.half": "", "layer.*": "BF16"}) as pub:
         pub.publish(weights)
     expected = {**weights, "layer.weight": weights["layer.weight"].astype(ml_dtypes.bfloat16)}
     assert equal(synced(store, {name: np.zeros_like(array) for name, array in expected.items()}), expected)
 
 
-def test_a_cast_to_what_is_not_known_is_refused() -> None:
-    with Publisher(MemoryStore(), cast="INT4") as pub, pytest.raises(ValueError, match="INT4"):
-        pub.publish({"w": np.zeros(4, np.float32)})
+@pytest.mark.parametrize("cast", ["INT4", "F32", 16, np.int8, {"*": "bf17"}, {"w": []}, "torch.float32"], ids=str)
+def test_a_cast_to_what_is_not_known_is_refused_by_the_constructor(cast: Any) -> None:
+    with pytest.raises(ValueError, match=r"cast must be one of 'BF16', 'F16', .* such as torch.bfloat16"):
+        Publisher(MemoryStore(), cast=cast)
+
+
+@pytest.mark.parametrize("wanted", CASTS)
+def test_a_cast_is_named_as_the_format_or_a_framework_names_it(wanted: str) -> None:
+    torch = pytest.importorskip("torch")
+    name = CASTS[wanted]
+    array = getattr(ml_dtypes, name, None) or getattr(np, name)
+    for cast in (wanted, wanted.lower(), name, f"torch.{name}", getattr(torch, name), array, np.dtype(array)):
+        assert Publisher(MemoryStore(), cast=cast).cast == {"*": wanted}
+        assert Publisher(MemoryStore(), cast={"norm": "", "*": cast}).cast == {"norm": "", "*": wanted}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cast"),
+    [(np.float16, "BF16"), (ml_dtypes.bfloat16, "F16"), (np.float64, "BF16"), (np.float16, "F8_E5M2")],
+)
+def test_a_cast_that_would_not_happen_is_refused(dtype: Any, cast: str) -> None:
+    store, weights = MemoryStore(), {"ids": np.zeros(3, np.int32), "w": np.ones(4, dtype)}
+    with (
+        Publisher(store, cast=cast) as pub,
+        pytest.raises(StateError, match=r"cast='\w+' converts FP32 only") as caught,
+    ):
+        pub.publish(weights)
+    assert caught.value.tensor == "w"
+    assert versions(store) == []
+    with Publisher(store, cast={"w": "", "*": cast}) as pub:  # as the error says
+        pub.publish(weights)
+    with Publisher(MemoryStore(), cast={np.float16: "F16", np.float64: ""}.get(dtype, "BF16")) as pub:
+        pub.publish(weights)
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype", "some", "warns"),
+    [
+        (None, np.float32, 0.9, 1),
+        (None, np.float32, 0.1, 0),
+        ({}, np.float32, 0.9, 0),
+        ("BF16", np.float32, 0.9, 0),
+        (None, ml_dtypes.bfloat16, 0.9, 0),
+    ],
+)
+def test_fp32_of_which_most_weights_change_is_warned_of_once(
+    cast: Any, dtype: Any, some: float, warns: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = {"w": np.ones(1000, dtype), "ids": np.zeros(300, np.int32)}
+    with Publisher(MemoryStore(), cast=cast) as pub:
+        for step in range(4):
+            pub.publish(weights, step=step)
+            weights["w"][: int(1000 * some)] += 1
+    found = [one.getMessage() for one in caplog.records]
+    assert ["900 of 1,300 weights (69.23 %) changed in version 1" in one for one in found] == [True] * warns
+    assert all("Pass cast='BF16' to Publisher if workers use BF16" in one for one in found)
 
 
 def test_casting_makes_no_second_copy_of_the_model() -> None:
@@ -211,6 +270,7 @@ def test_tensors_that_change_are_refused_by_name_and_the_run_goes_on(what: str, 
         with pytest.raises(StateError, match=name) as caught:
             pub.publish(other, wait=wait)  # type: ignore[call-overload]
         assert caught.value.tensor == name
+        assert "to a new location" in str(caught.value)
         training.step()
         assert pub.publish(training.weights).version == 1
     assert equal(synced(store), training.weights)
@@ -220,7 +280,7 @@ def test_ties_that_change_are_refused() -> None:
     a, c = np.zeros(4, np.float32), np.ones(4, np.float32)
     with Publisher(MemoryStore()) as pub:
         pub.publish({"a": a, "c": c, "z": a})
-        with pytest.raises(StateError, match="'z'"):
+        with pytest.raises(StateError, match=r"'z' is tied to another tensor .* to a new location"):
             pub.publish({"a": a, "c": c, "z": c})
 
 
@@ -1264,7 +1324,7 @@ def test_what_an_executor_cancels_is_sent() -> None:
     assert equal(synced(store), training.weights)
 
 
-def test_an_anchor_that_an_executor_cancels_is_reported_and_the_next_epoch_gets_one(short_epochs: int) -> None:
+def test_an_anchor_that_an_executor_cancels_is_reported_and_comes_with_the_next_version(short_epochs: int) -> None:
     training, store, pool, free = Training(), MemoryStore(), ThreadPoolExecutor(1), threading.Event()
     pub = Publisher(store, executor=pool, epoch_patches=short_epochs)
     pool.submit(free.wait, 10)
@@ -1277,7 +1337,7 @@ def test_an_anchor_that_an_executor_cancels_is_reported_and_the_next_epoch_gets_
         training.step()
         pub.publish(training.weights)
     pub.close()
-    assert anchored(store) == [1]
+    assert anchored(store) == [0]
     assert equal(synced(store, epoch_patches=short_epochs), training.weights)
 
 
@@ -1523,7 +1583,7 @@ def live(number):
             time.sleep(0.001)
     store.reached.wait(1)
 
-with Publisher(MemoryStore()) as warm:  # the kernels are loaded once, not in every child
+with Publisher(MemoryStore(), cast={}) as warm:  # the kernels are loaded once, not in every child
     for step in range(4):
         warm.publish({"w": np.full(500, step, np.float32)})
 for number in range(calls):
@@ -1834,6 +1894,30 @@ def test_a_run_is_taken_up_at_an_older_step() -> None:
         assert pub.publish(states[1], step=1).version == 4
     assert sub.sync(held).step == 1
     assert equal(held, states[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"w": np.zeros(5, np.float32)}, r"'w' is F32 \(5,\), and was F32 \(4,\)"),
+        ({"w": np.zeros(4, np.float16)}, r"'w' is F16 \(4,\), and was F32 \(4,\)"),
+        ({"new": np.zeros(4)}, "'new' was added"),
+        ({"w": None}, "'w' was removed"),
+        ({"other": None, "w": np.zeros(4, np.float32)}, "'other' was removed"),
+    ],
+)
+def test_other_tensors_than_in_the_last_version_need_a_new_location_and_the_error_says_so(
+    change: dict[str, Any], found: str
+) -> None:
+    """In a publisher and in a new one alike."""
+    store, weights = MemoryStore(), {"w": np.ones(4, np.float32), "other": np.ones(4, np.float32)}
+    changed = {name: array for name, array in {**weights, **change}.items() if array is not None}
+    with Publisher(store) as pub:
+        pub.publish(weights)
+        with pytest.raises(StateError, match=f"{found}; publish the changed model to a new location"):
+            pub.publish(changed)
+    with Publisher(store) as pub, pytest.raises(StateError, match="publish to a new location"):
+        pub.publish(changed)
 
 
 def test_a_run_of_other_tensors_is_refused() -> None:
@@ -2299,6 +2383,86 @@ def test_an_anchor_that_may_succeed_later_is_tried_more_and_more_rarely() -> Non
     assert tries_of_an_anchor(retryable=True, count=20, epoch_patches=100)[0] == [0, 1, 3, 7, 15]
 
 
+class FullDisk:
+    """A disk that is full when an anchor has been written to it up to a file of this name, until there is room."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shows: bool = True, at: str = "outbox/*/record") -> None:
+        self.full, self.tries, self._at = True, list[int](), at
+        self.version = 0  # that is published now
+        monkeypatch.setattr(os, "replace", partial(self._replace, os.replace))
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9 if self.full and shows else 1 << 30))
+
+    def _replace(self, replace: Any, source: Any, target: Path) -> None:
+        if self.full and target.match(self._at):
+            self.tries.append(self.version)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+
+@pytest.mark.parametrize(
+    ("shows", "tries"), [(True, [0, 1, 3]), (False, [0, 1, 3, 7])], ids=["a disk", "a quota that nothing shows"]
+)
+def test_workers_can_join_as_soon_as_the_spool_has_room_again(
+    shows: bool, tries: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    disk, training, store = FullDisk(monkeypatch, shows), Training(), MemoryStore()
+    with Publisher(store, spool=tmp_path) as pub:
+        for disk.version in range(9):
+            disk.full = disk.version < (5 if shows else 8)
+            with suppress(StoreError):
+                pub.publish(training.weights, step=disk.version)
+            with suppress(StoreError):
+                pub.flush()
+            assert bool(anchored(store)) == (shows and disk.version >= 5)
+            if disk.full:
+                assert list((tmp_path / "outbox").iterdir()) == []  # no part of an anchor keeps the disk full
+            training.weights["norm"].view(np.uint16)[disk.version] += 1
+        assert disk.tries == tries  # 1, 2, 4… versions later: each try encodes a part of the model
+        for step in range(9, 16):
+            pub.publish(training.weights, step=step)
+    assert anchored(store) == [0]
+    assert equal(synced(store), training.weights)
+
+
+def test_flushing_writes_the_anchor_if_there_is_room_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    disk, training, store = FullDisk(monkeypatch), Training(), MemoryStore()
+    with Publisher(store, spool=tmp_path) as pub:
+        with pytest.raises(StoreError, match=r"No space left on device.*Make room on its disk"):
+            pub.publish(training.weights)
+        disk.full = False
+        pub.flush()
+        assert anchored(store) == [0]
+
+
+def test_a_full_store_gets_the_anchor_when_there_is_room_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    disk, training, store = FullDisk(monkeypatch, at="run/parts/*"), Training(), LocalStore(tmp_path / "run")
+    with Publisher(store, spool=tmp_path / "spool") as pub:
+        with pytest.raises(StoreError, match="No space left on device"):
+            pub.publish(training.weights)
+        disk.full = False
+        assert pub.publish(training.weights).version == 1
+        pub.flush()
+    assert anchored(store) == [0]
+    assert equal(synced(store), training.weights)
+
+
+def test_an_anchor_that_cannot_be_written_takes_no_more_memory_than_a_copy_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, short_epochs: int
+) -> None:
+    disk, training, store = FullDisk(monkeypatch), Training(), MemoryStore()
+    with Publisher(store, spool=tmp_path, epoch_patches=short_epochs) as pub:
+        for step in range(short_epochs + 1):
+            disk.full = step < short_epochs
+            with suppress(StoreError):
+                pub.publish(training.weights, step=step)
+            if disk.full:
+                assert (pub._writer.anchors._unwritten is None) == (step > 0)
+            for array in training.weights.values():
+                array.view(np.uint16)[:] += 1
+    assert "given up, because over a quarter of the weights have changed since" in caplog.text
+    assert anchored(store) == [1]
+
+
 def unavailable(key: str) -> None:
     raise StoreError("503 unavailable", key=key, retryable=True)
 
@@ -2310,7 +2474,7 @@ def test_an_anchor_of_another_run_in_the_spool_is_thrown_away(tmp_path: Path) ->
         pub.publish(Training().weights)
     other = MemoryStore()
     publish_steps(other, 2)
-    publish_steps(other, 1, Training(seed=1), spool=tmp_path)
+    publish_steps(other, 1, Training(seed=1), spool=tmp_path, resume=True)
     assert list((tmp_path / "outbox").iterdir()) == []
     assert anchored(other) == [0]
     assert equal(synced(other), Training(seed=1).weights)

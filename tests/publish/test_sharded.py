@@ -41,6 +41,7 @@ from pulsesync.state.sharding import Placed, tensor_parallel
 from pulsesync.state.slices import Slice
 from pulsesync.store import MemoryStore, Store
 from pulsesync.testing import FaultyStore, random_bits
+from tests.publish.test_publisher import FullDisk
 from tests.runs import SHAPES, Training, Watched, down, equal, kept, record, version, versions, worker
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
@@ -681,6 +682,30 @@ def test_an_anchor_that_failed_is_finished_with_the_next_publish() -> None:
     assert group.publish(training.weights).version == 1
     group.flush()
     assert equal(synced(base), training.weights)
+
+
+def test_ranks_with_other_shards_are_told_that_a_new_publisher_resumes_the_run() -> None:
+    training, store = Training(), MemoryStore()
+    group = Group(store, 2)
+    group.publish(training.weights)
+    group.split = by_columns
+    found = group.try_publish(training.weights, step=1)
+    assert all("create a new Publisher, which resumes the run" in str(one) for one in found)
+    assert Group(store, 2, by_columns).publish(training.weights, step=1).version == 1
+
+
+def test_an_anchor_waits_for_a_rank_whose_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, training, store = FullDisk(monkeypatch, at="outbox-1/*/record"), Training(), MemoryStore()
+    group = Group(store, 2)
+    assert [type(one) for one in group.try_publish(training.weights)] == [StoreError, StoreError]
+    assert versions(store) == [0]
+    group.publish(training.weights, step=1)
+    disk.full = False
+    for step in (2, 3):  # the share is written with the first, and recorded with the second
+        group.publish(training.weights, step=step)
+        group.pubs[1]._writer.anchors.wait()
+    assert [entry.key for entry in store.list("anchors/")] == [keys.anchor_key(0)]
+    assert equal(synced(store), training.weights)
 
 
 def test_an_anchor_that_fails_at_a_later_epoch_does_not_stop_versions_and_is_logged(

@@ -327,7 +327,7 @@ def test_copies_of_shards_are_kept_and_sent_once(fleet: Fleet, tmp_path: Path) -
 @pytest.mark.slow
 def test_a_restarted_team_takes_the_run_up_and_another_size_begins_anew_in_it(fleet: Fleet, tmp_path: Path) -> None:
     for seed, size in enumerate((2, 2, 3)):
-        fleet.run(fsdp, size, location=str(tmp_path), seed=seed)
+        fleet.run(fsdp, size, location=str(tmp_path), seed=seed, resume=True)
     found = [version(LocalStore(tmp_path), number) for number in versions(LocalStore(tmp_path))]
     assert [one.version for one in found if one.base is None] == [0, 10]
     assert len(found) == 15

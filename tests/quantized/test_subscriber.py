@@ -402,11 +402,11 @@ def test_what_does_not_fit_is_refused_by_name(place: Place) -> None:
 
 
 def test_options_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="recipe must be one of vllm-fp8-tensor"):
+    with pytest.raises(ValueError, match="recipe must be one of 'vllm-fp8-tensor'"):
         QuantizedSubscriber(MemoryStore(), "fp8")
-    with pytest.raises(ValueError, match="plain must be 'device' or 'host'; got 'disk'"):
+    with pytest.raises(ValueError, match="plain must be one of 'device', 'host'; got 'disk'"):
         QuantizedSubscriber(MemoryStore(), "vllm-fp8-block", plain="disk")
-    with pytest.raises(ValueError, match="verify_every must be 0 or a number of syncs; got -1"):
+    with pytest.raises(ValueError, match="verify_every must be a number of syncs, 0 or more; got -1"):
         QuantizedSubscriber(MemoryStore(), "vllm-fp8-block", verify_every=-1)
     with pytest.raises(ValueError, match="must be names of matrices in the source; 'x' is not one"):
         quantize({"x": torch.zeros(3)}, "vllm-fp8-block", ["x"])

@@ -108,6 +108,56 @@ def test_a_record_that_cannot_be_read_is_shown_as_such(store: ClockedStore) -> N
     assert worker.problem.isprintable()
 
 
+def test_what_is_no_heartbeat_raises_no_alarm(store: ClockedStore) -> None:
+    put(store)
+    store.put("heartbeats/junk", b"{}")
+    assert pulse.read_fleet(store).is_well
+    put(store, 121)
+    assert not pulse.read_fleet(store).is_well
+
+
+def test_a_heartbeat_that_two_processes_write_needs_attention(store: ClockedStore) -> None:
+    put(store, rival="process 8 on host other")
+    (worker,) = pulse.read_fleet(store).workers
+    assert (worker.state, worker.problem) == (
+        "failing",
+        "process 8 on host other writes the same heartbeat, so one of the two is not shown: give each a name",
+    )
+
+
+@pytest.mark.parametrize("off_s", [-3600.0, 3600.0])
+def test_ages_are_by_the_clock_of_the_store_alone(off_s: float) -> None:
+    """An hour off, a dead worker was ok, or a live one silent."""
+    old_s = [0.0]
+    store = ClockedStore()
+    store._clock = lambda: time.time() + off_s - old_s[0]
+    with pulse.Publisher(store) as publisher:
+        publisher.publish({"w": np.zeros(1000, np.float32)}, step=40)
+    for name, seconds in (("alive", 10.0), ("dead", 600.0)):
+        old_s[0] = seconds
+        store.put(f"heartbeats/{name}", replace(RECORD, worker=name, version=0).build())
+    old_s[0] = 0.0
+    status = pulse.read_fleet(store)
+    assert [(one.name, one.state, round(one.seen_s, -1)) for one in status.workers] == [
+        ("alive", "ok", 10),
+        ("dead", "silent", 600),
+    ]
+    assert status.own_clock is None
+
+
+def test_of_a_store_that_cannot_be_written_ages_are_by_this_machines_clock_and_it_is_said(store: ClockedStore) -> None:
+    class ReadOnly(ClockedStore):
+        def put(self, key: str, data: bytes | memoryview) -> None:
+            raise StoreError("it is read-only", key=key)
+
+    put(store, 121)
+    plain = ReadOnly()
+    plain._objects, plain.old_s = store._objects, store.old_s
+    status = pulse.read_fleet(plain)
+    assert status.own_clock == "it is read-only"
+    assert [one.state for one in status.workers] == ["silent"]
+
+
 def test_a_clock_that_is_behind_gives_no_negative_age(store: ClockedStore) -> None:
     put(store, -1000)
     assert pulse.read_fleet(store).workers[0].seen_s == 0
@@ -140,6 +190,7 @@ def test_a_heartbeat_that_the_store_refuses_hides_no_other(store: ClockedStore) 
     found = pulse.read_fleet(picky)
     assert [one.state for one in found.workers] == ["unreadable", "ok"]
     assert found.workers[0].problem == "403\N{REPLACEMENT CHARACTER}[2J Forbidden"
+    assert found.unknown == f"the store does not show the heartbeat of refused: {found.workers[0].problem}"
     assert not found.is_well
 
 

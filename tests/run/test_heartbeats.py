@@ -19,7 +19,7 @@ import pytest
 
 import pulsesync
 from pulsesync import Publisher, Subscriber
-from pulsesync.errors import FormatError, NothingPublishedError, StoreError
+from pulsesync.errors import ConflictError, FormatError, NothingPublishedError, StoreError
 from pulsesync.run import heartbeats
 from pulsesync.run.heartbeats import (
     MAX_BYTES,
@@ -76,6 +76,7 @@ def test_a_record_comes_back_as_it_was_written() -> None:
         recounted_s=1e9,
         recount_equal=False,
         error="it failed",
+        rival="process 8 on host other",
         torn=True,
         ended=True,
     )
@@ -90,6 +91,7 @@ def test_the_longest_record_is_within_the_limit() -> None:
     writer.synced(1 << 53, 1 << 53, newest=1 << 53, fetched_bytes=1 << 52, pause_s=1 / 3)
     writer.recounted(False)
     writer.failed(ValueError(wide * 1000), 1 << 53, torn=True)
+    writer._rival = wide * 64
     writer.close()
     data = writer.record.build()
     assert len(data) <= MAX_BYTES
@@ -154,7 +156,7 @@ def test_what_is_no_record_is_refused(data: bytes) -> None:
 )
 def test_a_field_of_the_wrong_type_or_size_is_refused(field: str, value: Any) -> None:
     table = json.loads(RECORD.build()) | {field: value}
-    with pytest.raises(FormatError, match=f"no usable {field}"):
+    with pytest.raises(FormatError, match=f"no usable {field}|does not allow"):
         parse(json.dumps(table).encode(), "rollout-3")
 
 
@@ -376,6 +378,63 @@ def test_a_store_that_refuses_is_logged_once(caplog: pytest.LogCaptureFixture) -
         "The heartbeat of rollout-3 cannot be written, so pulse status will not show this worker; syncs go on: "
         "403 Forbidden"
     ]
+
+
+def test_two_workers_of_one_name_notice_each_other(caplog: pytest.LogCaptureFixture) -> None:
+    store = CountingStore()
+    other = replace(RECORD, host="other", pid=8)
+    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.02, soonest_s=0.02)) as writer:
+        writer.synced(4, 40, newest=4)
+        wait_until(lambda: store.puts == 1)
+        for _ in range(3):  # each writes over the other's
+            MemoryStore.put(store, "heartbeats/rollout-3", other.build())
+            wait_until(lambda: store.heartbeat().rival == "process 8 on host other")
+        wait_until(lambda: store.heartbeat().rival is None)  # the other has gone
+        MemoryStore.put(store, "heartbeats/rollout-3", replace(other, ended=True).build())
+        wait_until(lambda: store.heartbeat().pid == os.getpid())
+        assert store.heartbeat().rival is None
+    assert [record.message for record in caplog.records] == [
+        "Another worker, process 8 on host other, writes the heartbeat of rollout-3 too, so that pulse status shows "
+        "only one of the two: give each a name of its own. Syncs go on."
+    ]
+
+
+def test_a_name_that_a_server_keeps_for_another_process_is_logged_when_it_stays_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A worker that was killed and restarted waits for a minute; that is no reason for a warning."""
+
+    class Kept(CountingStore):
+        def put(self, key: str, data: bytes | memoryview) -> None:
+            self.puts += 1
+            if self.puts in (1, 3, 4):
+                raise ConflictError("the server keeps it for another process", key=key)
+            MemoryStore.put(self, key, data)
+
+    store = Kept()
+    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.02)) as writer:
+        writer.synced(4, 40, newest=4)
+        wait_until(lambda: store.puts == 2)
+        assert caplog.records == []
+        wait_until(lambda: store.puts >= 5)
+    assert [record.message for record in caplog.records] == [
+        "The heartbeat of rollout-3 cannot be written, so pulse status will not show this worker; syncs go on: the "
+        "server keeps it for another process"
+    ]
+
+
+def test_close_returns_when_the_last_record_is_written() -> None:
+    class Slow(MemoryStore):
+        def put(self, key: str, data: bytes | memoryview) -> None:
+            time.sleep(0.1 if key.startswith("heartbeats/") else 0.0)
+            super().put(key, data)
+
+    store = Slow()
+    publish(store, 1)
+    subscriber, weights = follower(store)
+    subscriber.sync(weights)
+    subscriber.close()
+    assert has_ended(store)
 
 
 def test_a_worker_is_seen_soon_after_its_store_was_away() -> None:

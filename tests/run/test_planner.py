@@ -1,12 +1,13 @@
 """The rules of a run over records in a dictionary: no store, no weights."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from pulsesync.errors import ChainError, MissingLinkError, RunForkedError, RunReplacedError, RunRolledBackError
 from pulsesync.format.epochs import EPOCH_PATCHES
-from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
+from pulsesync.format.manifest import RECORD_BYTES, BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Position, find_path
 
@@ -295,13 +296,22 @@ def test_joining_a_long_run_looks_at_few_records() -> None:
     assert len(run.looks) < 2950 - 2880 + 10
 
 
-@pytest.mark.parametrize(("anchor_bytes", "takes_anchor"), [(600, True), (700, False)])
+@pytest.mark.parametrize(("anchor_bytes", "takes_anchor"), [(600_000, True), (700_000, False)])
 def test_between_an_anchor_and_patches_the_fewer_bytes_decide(anchor_bytes: int, takes_anchor: bool) -> None:
-    run = Run(80, patch_bytes=10)
+    run = Run(80, patch_bytes=10_000)
     run.anchor(2, anchor_bytes)
     run.records[keys.manifest_key(70)] = replace(run.version(70), anchor=2)
     way = run.way(1, 70)  # 69 patches, or an anchor and 6
     assert way[0] == ((RecordKind.ANCHOR, 64) if takes_anchor else (RecordKind.VERSION, 2))
+
+
+def test_records_have_bytes_too() -> None:
+    """Patches of a few bytes are not free: each is a record, which is fetched with them."""
+    run = Run(200, patch_bytes=1)
+    run.anchor(6, 100 * RECORD_BYTES)
+    run.records[keys.manifest_key(199)] = replace(run.version(199), anchor=6)
+    assert run.way(100, 199) == patches(101, 199)
+    assert run.way(80, 199)[0] == (RecordKind.ANCHOR, 192)
 
 
 def test_squashes_count_in_that_comparison() -> None:
@@ -318,6 +328,80 @@ def test_no_anchor_is_looked_for_where_it_could_only_be_further_back() -> None:
     run.records[keys.manifest_key(70)] = replace(run.version(70), anchor=1)
     assert run.way(40, 70) == patches(41, 70)
     assert not any(key.startswith("anchors") for key in run.looks)
+
+
+def test_the_anchor_of_the_local_version_itself_is_not_looked_for() -> None:
+    run = Run(80)
+    run.anchor(2)
+    run.records[keys.manifest_key(70)] = replace(run.version(70), anchor=2)
+    assert run.way(64, 70) == patches(65, 70)
+    assert not any(key.startswith("anchors") for key in run.looks)
+
+
+@cache
+def long_run(versions: int, every: int = 5, patch_bytes: int = 100_000, anchor_bytes: int = 10_000_000) -> Run:
+    """A run with an anchor every N epochs, which the records name from half an epoch later on."""
+    run, newest = Run(versions, patch_bytes), 0
+    for number in range(versions):
+        here = run.version(number)
+        if here.index == EPOCH_PATCHES // 2 and here.epoch % every == 0:
+            newest = here.epoch
+        run.records[keys.manifest_key(number)] = replace(here, anchor=newest)
+        if here.at_start and here.starts % every == 0:
+            run.anchor(here.starts, anchor_bytes, newest)
+    return run
+
+
+@pytest.mark.parametrize("versions", [2_000, 10_000])
+@pytest.mark.parametrize("late", [1, 9, 500, 1_000, None], ids=str)
+def test_a_late_worker_looks_at_few_more_records_than_a_new_one(versions: int, late: int | None) -> None:
+    """A walk over all versions since the local one would look at thousands, and then an anchor has fewer bytes."""
+    run, goal = long_run(versions), versions - 50
+    way = run.way(None, goal)
+    new = len(run.looks)
+    assert new <= len(way) + planner.NEWER + 15
+    assert run.way(None if late is None else goal - late, goal) == (
+        patches(goal - late + 1, goal) if late in (1, 9) else way
+    )
+    assert len(run.looks) <= new + 15
+
+
+def test_a_way_onward_is_read_as_far_as_it_has_fewer_bytes_than_the_anchors() -> None:
+    run = long_run(2_000)  # the anchor at 1,920 has the bytes of 100 patches
+    for local, takes_anchor in ((1_830, False), (1_800, True)):
+        way = run.way(local, 1_950)
+        assert (way[0] == (RecordKind.ANCHOR, 1_920)) == takes_anchor
+        assert len(set(run.looks)) <= 130 + 30 + planner.NEWER + 10
+
+
+def test_a_way_onward_of_many_more_records_is_not_gone_however_few_bytes_they_have() -> None:
+    run = long_run(2_000, patch_bytes=0, anchor_bytes=1 << 30)
+    allowed = 1 + 30 + planner.MORE
+    assert run.way(1_950 - allowed, 1_950) == patches(1_950 - allowed + 1, 1_950)
+    assert run.way(1_950 - allowed - 1, 1_950)[0] == (RecordKind.ANCHOR, 1_920)
+    assert len(run.looks) <= 30 + planner.NEWER + 10
+
+
+def test_a_late_worker_takes_squashes_if_they_have_fewer_bytes() -> None:
+    run = Run(64 * 32 + 10, patch_bytes=100_000)
+    run.anchor(63, 10_000_000)
+    goal = 64 * 32 + 5
+    run.records[keys.manifest_key(goal)] = replace(run.version(goal), anchor=63)
+    run.squash(5, 0)
+    run.squash(5, 1)
+    squashed = [(RecordKind.SQUASH, 1024), (RecordKind.SQUASH, 2048), *patches(2049, goal)]
+    assert run.way(0, goal) == squashed
+    assert run.way(20, goal)[0] == (RecordKind.ANCHOR, 63 * 32)
+    run.squash(5, 0, 20_000_000)
+    assert run.way(0, goal)[0] == (RecordKind.ANCHOR, 63 * 32)
+
+
+def test_a_late_worker_whose_newest_anchor_cannot_be_used_goes_on_from_its_version() -> None:
+    run = Run(80, patch_bytes=100)
+    run.anchor(2, 10)
+    run.records[keys.manifest_key(79)] = replace(run.version(79), anchor=2)
+    del run.records[keys.anchor_key(2)]
+    assert run.way(3, 79) == patches(4, 79)
 
 
 def test_an_anchor_leads_over_a_missing_version() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +22,12 @@ from pulsesync.errors import (
     StoreError,
 )
 from pulsesync.format import signature
+from pulsesync.format.manifest import BaseRef, RecordKind
 from pulsesync.format.pointer import MAX_BYTES, Pointer
 from pulsesync.maintain.prune import prune
+from pulsesync.maintain.verify import RunVerifier
 from pulsesync.run import bodies, keys, reader
+from pulsesync.run.fleet import read_fleet
 from pulsesync.run.reader import RunReader
 from pulsesync.store import LocalStore, MemoryStore
 from tests.runs import Training, Watched, equal, parts_of, publish_steps, version, worker
@@ -261,6 +265,117 @@ def test_a_worker_that_trusts_a_key_refuses_moves_that_it_did_not_sign(signer: S
     with pytest.raises(SignatureError):
         sub.sync(held)
     assert equal(held, states[2])
+
+
+def test_a_run_that_is_not_signed_is_named_as_such_and_no_check_is_to_be_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, _ = run_of(1)
+    with pytest.raises(SignatureError) as caught:
+        Subscriber(store, trust=KEY.public).sync(worker())
+    said = f"{caught.value} {caplog.text}"
+    assert "the record is not signed, but trust= accepts only what one of its keys signed" in said
+    assert "have it publish with signing_key= to a new location" in said
+    for wrong in ("bytes are bad", "drop trust=", "backup"):
+        assert wrong not in said
+
+
+# -- keys that may move pointers and nothing else ------------------------------------------------------------------
+
+
+def test_a_key_in_trust_pointers_may_move_pointers_as_a_key_in_trust_may() -> None:
+    store, states = run_of(4, signing_key=KEY)
+    sub, held = (
+        Subscriber(store, follow="stable", trust=KEY.public, trust_pointers=OTHER.public, max_staleness=0),
+        worker(),
+    )
+    for number, signer in ((1, OTHER), (3, KEY), (2, OTHER)):
+        move_pointer(store, "stable", number, signing_key=signer, trust=KEY.public, trust_pointers=OTHER.public)
+        assert sub.sync(held).version == number
+        assert sub.check_fresh() == 0
+        assert equal(held, states[number])
+    with pytest.raises(SignatureError, match=r"may not move pointers.*add it to trust_pointers="):
+        Subscriber(store, follow="stable", trust=KEY.public).sync(worker())
+
+
+def test_a_key_in_trust_pointers_can_neither_publish_nor_squash_nor_delegate() -> None:
+    """The same records are accepted where the key is in trust=, so it is the right that is missing, not a byte."""
+    store, _ = run_of(3, signing_key=KEY)
+    records = RunReader(store, {KEY.public})
+    anchor = records.look(keys.anchor_key(0))
+    assert anchor is not None
+    thief = SigningKey("33" * 32)
+    delegate = SigningKey(thief.secret, OTHER.delegate(anchor.run, thief.public))
+    for signer in (OTHER, delegate):
+        for record, key in ((version(store, 2), keys.manifest_key(2)), (anchor, keys.anchor_key(0))):
+            good = store.store.get(key)
+            store.store.put(key, signature.sign(record.build(), signer))
+            with pytest.raises(SignatureError):
+                Subscriber(store, trust=KEY.public, trust_pointers=OTHER.public).sync(worker(), 2)
+            if signer is OTHER:
+                assert Subscriber(store, trust=[KEY.public, OTHER.public]).sync(worker(), 2).version == 2
+            store.store.put(key, good)
+    facts: dict[str, Any] = {"kind": RecordKind.SQUASH, "version": 32, "index": 32, "history": None}
+    squash = replace(version(store, 2), **facts, base=BaseRef(0, "cd" * 32))
+    for signer in (OTHER, delegate):
+        store.store.put(keys.squash_key(0, 0), signature.sign(squash.build(), signer))
+        with pytest.raises(SignatureError):
+            RunReader(store, {KEY.public}, trust_pointers={OTHER.public}).look(keys.squash_key(0, 0))
+        assert RunReader(store, {OTHER.public}).look(keys.squash_key(0, 0)) == squash
+
+
+def test_moves_of_another_key_or_a_delegate_are_refused_as_before() -> None:
+    store, _ = run_of(3, signing_key=KEY)
+    stranger = SigningKey("33" * 32)
+    delegate = SigningKey(stranger.secret, OTHER.delegate(version(store, 1).run, stranger.public))
+    for signer in (stranger, delegate, None):
+        write(store, forged(store), signer)
+        with pytest.raises(SignatureError):
+            read_pointers(store, trust=KEY.public, trust_pointers=OTHER.public)
+
+
+def test_keys_that_may_only_move_pointers_need_one_that_may_publish_and_are_not_among_those() -> None:
+    store, _ = run_of(2, signing_key=KEY)
+    with pytest.raises(ValueError, match="trust_pointers= needs trust= as well"):
+        Subscriber(store, trust_pointers=OTHER.public)
+    with pytest.raises(ValueError, match=f"{OTHER.public} is in both trust= and trust_pointers=.*name it in one"):
+        read_pointers(store, trust=[KEY.public, OTHER.public], trust_pointers=OTHER.public.upper())
+    with pytest.raises(ValueError, match="trust_pointers must be one or more public keys"):
+        Subscriber(store, trust=KEY.public, trust_pointers=[])
+
+
+def test_an_operator_moves_pointers_with_a_key_of_their_own() -> None:
+    """The operator passes the run's key as trust=; their own key need not be listed for the moves that it made."""
+    store, _ = run_of(4, signing_key=KEY)
+    for number in (1, 3, 2):
+        moved = move_pointer(store, "stable", number, signing_key=OTHER, trust=KEY.public)
+        assert moved.version == number
+    with pytest.raises(SignatureError, match="not trusted"):  # without the run's key no version is accepted
+        move_pointer(store, "stable", 1, signing_key=OTHER)
+    with pytest.raises(SignatureError, match="may not move pointers"):  # the publisher must know the operator's key
+        move_pointer(store, "stable", 1, signing_key=KEY)
+    move_pointer(store, "stable", 1, signing_key=KEY, trust=KEY.public, trust_pointers=OTHER.public)
+
+
+def test_a_prune_keeps_what_a_pointers_key_has_named() -> None:
+    store, _ = run_of(70, anchor_every=0.0, signing_key=KEY)
+    move_pointer(store, "stable", 40, signing_key=OTHER, trust=KEY.public)
+    limits: dict[str, Any] = {"keep_versions": 3, "keep_hours": 0, "grace_hours": 0, "trust": KEY.public}
+    with pytest.raises(SignatureError):
+        prune(store, **limits)
+    report = prune(store, **limits, trust_pointers=OTHER.public)
+    assert (report.pinned_by, report.kept_from) == ("stable", 32)
+
+
+def test_a_fleet_is_read_with_the_key_of_its_pointers() -> None:
+    store, _ = run_of(2, signing_key=KEY)
+    move_pointer(store, "stable", 1, signing_key=OTHER, trust=KEY.public)
+    assert read_fleet(store, trust=KEY.public, trust_pointers=OTHER.public).pointers == {"stable": 1}
+    with pytest.raises(SignatureError):
+        read_fleet(store, trust=KEY.public)
+    assert [one.fault for one in RunVerifier(store, trust=KEY.public).run() if one.fault]
+    good = RunVerifier(store, trust=KEY.public, trust_pointers=OTHER.public).run()
+    assert [one.fault for one in good if one.fault] == []
 
 
 def test_a_store_that_withholds_the_last_moves_does_not_take_a_worker_back() -> None:

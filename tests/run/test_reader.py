@@ -18,6 +18,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import signature
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
+from pulsesync.format.pointer import Pointer
 from pulsesync.format.signature import SigningKey
 from pulsesync.run import keys
 from pulsesync.run.reader import RunReader, describe
@@ -156,6 +157,54 @@ def test_what_is_held_already_is_nothing_new() -> None:
     store = store_with(9, b"8")
     assert newest(store, after=8) is None
     assert len(store.gets) <= 2
+
+
+def listings(store: Watched) -> list[str]:
+    """Return a list to which each listing of the store adds its prefix from now on."""
+    found: list[str] = []
+    store.before = lambda verb, key: found.append(key) if verb == "list" else None
+    return found
+
+
+@pytest.mark.parametrize(("head", "lists"), [(b"8", 0), (b"7", 0), (b"0", 0), (None, 1), (b"x", 1), (b"12", 1)])
+def test_a_look_that_finds_nothing_new_lists_only_if_the_hint_leads_nowhere(head: bytes | None, lists: int) -> None:
+    """A trainer that is killed between a manifest and the head leaves one that lags: no poll may list the run then."""
+    store = store_with(9, head)
+    asked = listings(store)
+    assert newest(store, after=8) is None
+    assert asked == ["manifests/"] * lists
+    assert len(store.gets) <= 4
+
+
+def test_a_local_version_that_cannot_be_read_is_no_reason_to_list() -> None:
+    store = store_with(9, b"7")
+    store.store.put(keys.manifest_key(8), b"damaged")
+    asked = listings(store)
+    assert newest(store, after=8) is None
+    assert asked == []
+
+
+@pytest.mark.parametrize("head", [b"8", b"7"])
+def test_a_local_version_that_is_gone_is_a_reason_to_list(head: bytes) -> None:
+    """The run was rolled back, or replaced by a shorter or longer one."""
+    store = store_with(8, head)
+    asked = listings(store)
+    records = RunReader(store, None)
+    assert records.version(8) is None
+    assert records.newest(after=8) is None
+    assert asked == ["manifests/"]
+
+
+@pytest.mark.parametrize("hint", [b"3", b"2"])
+def test_a_pointer_whose_hint_lags_is_not_listed(hint: bytes) -> None:
+    store = store_with(2)
+    for number in range(4):
+        move = Pointer(RUN, "stable", number, 1, made(1).digest, 0)
+        store.store.put(keys.pointer_key("stable", number), move.build())
+    store.store.put(keys.pointer_hint("stable"), hint)
+    asked = listings(store)
+    assert RunReader(store, None).pointer("stable", after=3) is None
+    assert asked == []
 
 
 def test_where_nothing_is_there_is_nothing_new() -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -43,7 +43,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import patch, replay
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.publish import anchors
-from pulsesync.run import bodies, keys, reader, subscriber
+from pulsesync.run import bodies, keys, planner, reader, subscriber
 from pulsesync.state.host import HostState
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import LocalStore, MemoryStore
@@ -249,13 +249,28 @@ def test_falling_behind_far_enough_the_next_sync_goes_by_an_anchor(short_epochs:
     sub, held = Subscriber(store, epoch_patches=short_epochs), worker()
     sub.sync(held, version=0)
     rng = np.random.default_rng(0)
-    with Publisher(store, anchor_every=0, codec="dense", epoch_patches=short_epochs) as pub:
+    with Publisher(store, resume=True, anchor_every=0, codec="dense", epoch_patches=short_epochs) as pub:
         for _ in range(8):
             pub.publish({n: random_bits(rng, np.uint16, s).view(ml_dtypes.bfloat16) for n, s in SHAPES.items()})
             pub.flush()
     report = sub.sync(held)
     assert report.path[0] == "anchor"
     assert len(report.path) <= 3
+
+
+def test_a_late_worker_reads_hardly_more_than_a_new_one(short_epochs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not read every version since its own before it finds that an anchor has fewer bytes."""
+    store, states = run_of(40, anchor_every=0, epoch_patches=short_epochs)
+    Subscriber(store, epoch_patches=short_epochs).sync(worker())
+    new = len(store.gets)
+    for more in (planner.MORE, 5):  # by the bytes, and without reading any
+        monkeypatch.setattr(planner, "MORE", more)
+        sub, held = Subscriber(store, epoch_patches=short_epochs), worker()
+        sub.sync(held, version=1)
+        store.gets.clear()
+        assert sub.sync(held).path == ("anchor", "patch")
+        assert len(store.gets) <= new + (20 if more > 5 else 4)
+        assert equal(held, states[39])
 
 
 def test_the_next_version_costs_five_calls() -> None:
@@ -1167,6 +1182,23 @@ def test_a_scrub_finds_a_flipped_bit_and_the_next_sync_says_so() -> None:
         sub.sync(held)
     sub.sync(held)
     assert equal(held, states[1])
+
+
+def test_a_verification_waits_for_a_sync_that_is_running() -> None:
+    store, states = run_of(3)
+    with ThreadPoolExecutor(1) as pool:
+        verifying: list[Future[str]] = []
+
+        def verify_meanwhile() -> None:
+            verifying.append(pool.submit(sub.verify))
+            with pytest.raises(TimeoutError):
+                verifying[-1].result(timeout=0.05)
+
+        sub, held = Subscriber(store, confirm=verify_meanwhile), worker()
+        for number in range(3):
+            digest = sub.sync(held, version=number).digest
+            assert verifying[-1].result(timeout=5) == digest
+    assert equal(held, states[2])
 
 
 def test_a_scrub_beside_syncs_finds_nothing_where_nothing_is() -> None:

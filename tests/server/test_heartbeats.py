@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pulsesync.errors import FormatError, StoreError
+from pulsesync.errors import ConflictError, FormatError, StoreError
+from pulsesync.run.clock import store_time
 from pulsesync.run.heartbeats import MAX_BYTES, Heartbeat, find_heartbeats, parse
 from pulsesync.server.board import HeartbeatBoard
 from pulsesync.store import LocalStore, MemoryStore, ObjectEntry
@@ -174,7 +175,8 @@ def test_a_client_that_makes_up_names_does_not_fill_the_upstream(monkeypatch: py
     upstream = Upstream()
     board = HeartbeatBoard(CoalescingStore(upstream), max_workers=3, keep_s=1.0)
     for n in range(9):
-        board.put(f"heartbeats/w{n}", record(f"w{n}"))
+        ended = replace(RECORD, worker=f"w{n}", ended=n != 1).build()  # these make room for others here
+        board.put(f"heartbeats/w{n}", ended)
         wait_until(lambda: not board._waiting)
     board.put("heartbeats/w1", record("w1", 5))
     wait_until(lambda: upstream.sent == [f"heartbeats/w{n}" for n in (0, 1, 2, 1)])
@@ -240,19 +242,81 @@ def test_an_upstream_that_refuses_costs_nothing_but_one_warning(
     ]
 
 
-def test_the_board_is_bounded_in_number_and_time() -> None:
-    board = HeartbeatBoard(MemoryStore(), max_workers=3, keep_s=0.2)
-    for n in range(5):
-        board.put(f"heartbeats/w{n}", record(f"w{n}"))
-    board.put("heartbeats/w2", record("w2"))
-    board.put("heartbeats/w5", record("w5"))
-    assert [entry.key[-2:] for entry in board.list("heartbeats/", [])] == ["w2", "w4", "w5"]
-    assert board.get("heartbeats/w3") is None
+def test_names_that_a_client_makes_up_displace_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    board = HeartbeatBoard(MemoryStore(), max_workers=3)
+    for n in range(3):
+        board.put(f"heartbeats/w{n}", record(f"w{n}"), f"secret {n}")
+    for n in range(100):
+        with pytest.raises(StoreError, match="3 workers have sent heartbeats already") as caught:
+            board.put(f"heartbeats/x{n}", record(f"x{n}"), "other")
+        assert caught.value.retryable
+    board.put("heartbeats/w1", record("w1", 5), "secret 1")
+    assert [entry.key[-2:] for entry in board.list("heartbeats/", [])] == ["w0", "w1", "w2"]
+    assert [one.message for one in caplog.records] == [
+        "3 workers have sent heartbeats, the most that are kept: no other worker is shown until one of them has ended, "
+        "or was silent for 24 h."
+    ]
+    board.put("heartbeats/w2", replace(RECORD, worker="w2", ended=True).build(), "secret 2")
+    board.put("heartbeats/x5", record("x5"), "other")
+    assert [entry.key[-2:] for entry in board.list("heartbeats/", [])] == ["w0", "w1", "x5"]
+
+
+def test_a_name_belongs_to_the_client_that_sent_it_until_that_ends_or_is_silent() -> None:
+    board = HeartbeatBoard(MemoryStore(), bound_s=0.2)
+    for first, second in (("a", "b"), ("a", None), (None, "b")):
+        board.put("heartbeats/w", record("w", 4), first)
+        with pytest.raises(ConflictError):
+            board.put("heartbeats/w", record("w", 5), second)
+        board.put("heartbeats/w", record("w", 6), first)
+        assert parse(board.get("heartbeats/w") or b"", "w").version == 6
+        time.sleep(0.25)
+        board.put("heartbeats/w", record("w", 7), second)
+        board.put("heartbeats/w", replace(RECORD, ended=True).build(), second)
+
+
+def test_a_second_client_is_refused_and_the_secret_is_shown_to_nobody(served: str) -> None:
+    with closing(HttpStore(served)) as first, closing(HttpStore(served)) as second:
+        first.put("heartbeats/mine", record("mine"))
+        with pytest.raises(ConflictError) as caught:
+            second.put("heartbeats/mine", record("mine", 9))
+        assert str(caught.value) == (
+            f"{served} keeps heartbeats/mine for another process, which sent it less than a minute ago: give each "
+            "worker a name of its own"
+        )
+        first.put("heartbeats/mine", record("mine", 5))
+        assert parse(second.get("heartbeats/mine"), "mine").version == 5
+        assert first._writer.encode() not in second.get("heartbeats/mine")
+        assert put(served, "/heartbeats/mine", record("mine", 9)) == 409  # a worker of 0.1.0
+
+
+def test_a_worker_that_writes_to_the_store_itself_is_not_replaced_by_a_client() -> None:
+    board, entry = HeartbeatBoard(MemoryStore()), ObjectEntry("heartbeats/w", 9, time.time())
+    board.put("heartbeats/w", record("w", 9), "other")
+    assert board.list("heartbeats/", [entry]) == [entry]
+    assert board.get("heartbeats/w") is None
+    with pytest.raises(ConflictError):
+        board.put("heartbeats/w", record("w", 9), "other")
+    old = ObjectEntry("heartbeats/w", 9, time.time() - 90)
+    assert board.list("heartbeats/", [old]) == [old]
+    board.put("heartbeats/w", record("w", 9), "other")
+
+
+def test_heartbeats_are_kept_for_a_time() -> None:
+    board = HeartbeatBoard(MemoryStore(), keep_s=0.2)
+    board.put("heartbeats/w", record("w"))
     time.sleep(0.25)
     assert board.list("heartbeats/", []) == []
-    assert board.get("heartbeats/w2") is None
+    assert board.get("heartbeats/w") is None
     with pytest.raises(FormatError):
-        board.put("heartbeats/w6", b"{}")
+        board.put("heartbeats/w", b"{}")
+
+
+def test_the_time_of_a_server_is_that_of_its_answers(served: str) -> None:
+    with closing(HttpStore(served)) as store:
+        assert abs(store_time(store) - time.time()) < 2
+        assert store._now is not None
+        store._now = store._now[0] - 3600, store._now[1]
+        assert abs(store_time(CoalescingStore(store)) - time.time() + 3600) < 2
 
 
 def test_a_clock_that_is_set_back_drops_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from pulsesync.server.listings import PAGE, Listings
 from pulsesync.server.sending import send_piece
 from pulsesync.server.service import _Service
 from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, RetryStore, forget
+from pulsesync.store.base import too_many
 from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
@@ -294,6 +295,8 @@ def test_pages_of_a_listing_are_the_listing(tmp_path: Path) -> None:
         for beyond in (after, "zzz"):
             page = ask(server.url, f"/one/?list=parts/&after={beyond}")
             assert (page.body, page.headers["Pulse-Listing-More"]) == (b"", "no")
+        with closing(HttpStore(f"{server.url}/one")) as store:
+            assert [entry.key for entry in store.list("parts/")] == [f"parts/{i:05d}" for i in range(2 * PAGE + 5)]
 
 
 def test_listings_that_nobody_reads_delay_neither_other_requests_nor_the_end(tmp_path: Path) -> None:
@@ -976,6 +979,29 @@ def test_a_store_that_fails_is_logged_now_and_then(tmp_path: Path) -> None:
         lines = relay.process.stdout.read().splitlines()
     assert len(lines) == 1
     assert r"Answered 'a\rb' with 503, because the store failed: cannot read a b from" in lines[0]
+
+
+def test_a_listing_of_the_store_that_has_no_end_is_a_failure_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(MemoryStore):
+        def list(self, prefix: str) -> Iterator[ObjectEntry]:
+            raise too_many("7 objects", prefix, "https://upstream")
+
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def ask_app() -> None:
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.01)
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"list=parts/", "headers": []}
+        await make_app(Endless())(scope, receive, send)
+
+    asyncio.run(ask_app())
+    assert sent[0]["status"] == 500
+    assert "the listing of parts/ at https://upstream has more than 7 objects" in caplog.text
 
 
 def test_workers_that_wait_for_a_silent_upstream_do_not_keep_others_from_what_is_cached(

@@ -6,13 +6,14 @@ import socketserver
 import ssl
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from pulsesync.errors import NotFoundError, StoreError
+from pulsesync.errors import LimitError, NotFoundError, StoreError
 from pulsesync.store.base import ObjectEntry
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
@@ -147,7 +148,7 @@ def test_a_connection_is_used_again_after_objects_and_after_absent_ones() -> Non
 def test_a_kept_connection_that_was_closed_meanwhile_is_replaced() -> None:
     with asking(lambda _: plain("")) as (store, place):
         store.get("a")
-        kept = store._idle[0].sock
+        kept = store._transport._idle[0].sock
         kept.shutdown(socket.SHUT_RDWR)
         assert store.get("a") == CONTENT
     assert place.connections == 2
@@ -168,7 +169,9 @@ def test_the_token_goes_with_every_request() -> None:
 @pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
 def test_a_refusal_names_the_options_and_not_the_token(status: str) -> None:
     with asking(lambda _: answer(status), token="s3cret") as (store, _):
-        with pytest.raises(StoreError, match=r"set PULSE_TOKEN .*PULSE_UPSTREAM_TOKEN") as caught:
+        with pytest.raises(
+            StoreError, match=r"set PULSE_SEND_TOKENS=http://127\.0\.0\.1:\d+=TOKEN .*PULSE_UPSTREAM_TOKEN"
+        ) as caught:
             store.get("a")
         assert not caught.value.retryable
         assert "s3cret" not in str(caught.value)
@@ -430,7 +433,7 @@ def test_writing_is_refused() -> None:
     "url", ["ftp://host", "host", "http://", "http://host?a=1", "http://host#a", "http://a:b@host"]
 )
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="address"):
+    with pytest.raises(ValueError, match=r"address|location"):
         HttpStore(url)
 
 
@@ -458,7 +461,8 @@ def test_a_token_is_sent_over_tls_and_to_this_machine(url: str) -> None:
 
 def test_a_redirect_is_not_followed_so_that_the_token_goes_nowhere_else() -> None:
     with answering(plain) as other, asking(lambda _: moved(other.url), token="s3cret") as (store, _):
-        for ask, key in ((store.get, "parts/a"), (store.size, "parts/a"), (store.list, "parts/")):
+        calls = ((store.get, "parts/a"), (store.size, "parts/a"), (lambda prefix: list(store.list(prefix)), "parts/"))
+        for ask, key in calls:
             with pytest.raises(StoreError, match="302"):
                 ask(key)
     assert other.requests == []
@@ -483,7 +487,7 @@ def test_a_listing_is_asked_for_by_its_prefix() -> None:
     lines = [{"key": "parts/a", "size": 3, "modified": 1.5}, {"key": "parts/b/c", "size": 0, "modified": 2}]
     with asking(listing(*lines)) as (store, place):
         assert list(store.list("parts/")) == [ObjectEntry("parts/a", 3, 1.5), ObjectEntry("parts/b/c", 0, 2.0)]
-    assert place.requests[0].startswith("GET /?list=parts%2F HTTP/1.1")
+    assert place.requests[0].startswith("GET /?list=parts%2F&after= HTTP/1.1")
 
 
 @pytest.mark.parametrize(
@@ -517,6 +521,70 @@ def test_a_listing_with_a_bad_line_is_refused(line: object) -> None:
         list(store.list("parts/"))
 
 
+def paged(*pages: bytes) -> Reply:
+    """A server that sends a page for each request, and says that there are more."""
+    rest = list(pages)
+    return lambda _: answer(
+        "200 OK", rest.pop(0), Content_Type="application/x-ndjson", Pulse_Listing_More="yes" if rest else "no"
+    )
+
+
+def line_of(key: str) -> bytes:
+    return b'{"key": "%s", "size": 1, "modified": 1}\n' % key.encode()
+
+
+def test_a_listing_in_pages_is_read_one_page_after_the_other() -> None:
+    pages = [line_of("parts/a") + line_of("parts/b c"), line_of("parts/d")]
+    with asking(paged(*pages)) as (store, place):
+        entries = store.list("parts/")
+        assert [next(entries).key, next(entries).key] == ["parts/a", "parts/b c"]
+        assert len(place.requests) == 1
+        assert [entry.key for entry in entries] == ["parts/d"]
+    assert [request.split()[1] for request in place.requests] == [
+        "/?list=parts%2F&after=",
+        "/?list=parts%2F&after=parts%2Fb%20c",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "match"),
+    [(line_of("parts/a"), "malformed line"), (b"", "empty page"), (b"x" * 40_000, "malformed line")],
+)
+def test_pages_that_lead_nowhere_are_refused(second: bytes, match: str) -> None:
+    with asking(paged(line_of("parts/a"), second, b"")) as (store, _), pytest.raises(StoreError, match=match):
+        list(store.list("parts/"))
+
+
+def test_a_listing_that_does_not_end_is_given_up_by_entries_bytes_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(request: str) -> bytes:
+        keys = [f"parts/{len(place.requests):06d}{i}" for i in range(10)]
+        return answer(
+            "200 OK", b"".join(map(line_of, keys)), Content_Type="application/x-ndjson", Pulse_Listing_More="yes"
+        )
+
+    for limit, value, match in (("MAX_ENTRIES", 95, "95 objects"), ("_MAX_LISTING", 5000, "5,000 bytes")):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"pulsesync.store.http.{limit}", value)
+            with asking(endless) as (store, place), pytest.raises(LimitError, match=match):
+                list(store.list("parts/"))
+            assert len(place.requests) == 10
+    with asking(endless, timeout_s=0.05, min_bytes_per_s=1) as (store, place):
+        with pytest.raises(StoreError, match=r"within the limit of 0\.5 s") as caught:
+            list(store.list("parts/"))
+        assert caught.value.retryable
+
+
+def test_a_reader_of_a_large_listing_keeps_the_answer_and_not_its_entries() -> None:
+    body = b"".join(line_of(f"parts/{i:08d}") for i in range(20_000))  # as entries: 5 MB
+    with asking(lambda _: answer("200 OK", body, Content_Type="application/x-ndjson")) as (store, _):
+        tracemalloc.start()
+        try:
+            assert max(entry.key for entry in store.list("parts/")) == "parts/00019999"
+            assert tracemalloc.get_traced_memory()[1] < 3 * len(body)  # the server of this test is in this process
+        finally:
+            tracemalloc.stop()
+
+
 @pytest.mark.parametrize("reply", [plain, lambda _: answer("404 Not Found")])
 def test_a_server_of_files_cannot_list_and_the_error_says_so(reply: Reply) -> None:
     with asking(reply) as (store, _):
@@ -545,12 +613,15 @@ def test_certificates_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
 ENDLESS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.parametrize("call", [lambda s: s.size("parts/a"), lambda s: s.get("parts/a"), lambda s: s.list("parts/")])
+@pytest.mark.parametrize(
+    "call", [lambda s: s.size("parts/a"), lambda s: s.get("parts/a"), lambda s: list(s.list("parts/"))]
+)
 def test_an_answer_without_a_length_that_does_not_end_is_given_up(
     call: Callable[[HttpStore], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It keeps the minimum rate, and so the clock of each portion alone would read it for ever.
-    monkeypatch.setattr("pulsesync.store.http._UNSTATED_TIMEOUTS", 3)
+    monkeypatch.setattr("pulsesync.store.transport.ENDLESS_TIMEOUTS", 3)
+    monkeypatch.setattr("pulsesync.store.http.ENDLESS_TIMEOUTS", 3)
     ending = threading.Event()
 
     def serve(listening: socket.socket) -> None:
@@ -628,15 +699,15 @@ def test_after_one_kept_connection_was_closed_the_others_are_not_tried() -> None
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(store._idle) == 4
+        assert len(store._transport._idle) == 4
         closing_now.set()
         place.requests.clear()
         assert store.get("parts/a") == b"x"
         assert len(place.requests) == 2
-        assert len(store._idle) == 1
+        assert len(store._transport._idle) == 1
 
 
-@pytest.mark.parametrize("url", ["https://user:s3cret@host/?x", "http://user:s3cret@host", "ftp://s3cret@host/"])
+@pytest.mark.parametrize("url", ["https://user:s3cret@host/?x", "http://user:s3cret@host", "http://s3cret@host/"])
 def test_the_user_part_of_an_address_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(ValueError, match="must not contain a user or a password") as caught:
         HttpStore(url)

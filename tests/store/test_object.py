@@ -1,3 +1,4 @@
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 
 from pulsesync import Subscriber
-from pulsesync.errors import ConflictError, MissingBucketError, NotFoundError, NothingPublishedError, StoreError
+from pulsesync.errors import (
+    ConflictError,
+    LimitError,
+    MissingBucketError,
+    NotFoundError,
+    NothingPublishedError,
+    StoreError,
+)
 from pulsesync.store import ObjectStore, RetryStore, open_store
 from pulsesync.testing.stores import StoreTests
 from tests.s3 import Server
@@ -264,9 +272,11 @@ def broken_server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[
             thread.join()
 
 
+@pytest.mark.parametrize("address", ["http://user:s3cret@127.0.0.1:9", "http://127.0.0.1:9/?sig=s3cret"])
 @pytest.mark.parametrize("place", ["keyword", "config", "variable", "url"])
-def test_an_address_with_a_user_is_refused_and_not_shown(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = "http://user:s3cret@127.0.0.1:9"
+def test_an_address_with_a_user_or_a_query_is_refused_and_not_shown(
+    place: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys: dict[str, object] = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
     if place == "variable":
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
@@ -274,7 +284,34 @@ def test_an_address_with_a_user_is_refused_and_not_shown(place: str, monkeypatch
         keys["endpoint"] = address
     elif place == "config":
         keys["config"] = {"endpoint": address}
-    with pytest.raises(ValueError, match="must not contain a user or a password") as caught:
+    with pytest.raises(ValueError, match="must not contain a user") as caught:
         ObjectStore("s3://user:s3cret@bucket/run?x" if place == "url" else "s3://bucket/run", **keys)
     assert "s3cret" not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+def pages(count: int) -> Callable[[BaseHTTPRequestHandler], None]:
+    """A server whose listing has no end, in pages of `count` objects."""
+    numbers = itertools.count()
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        number = next(numbers)
+        objects = "".join(
+            f"<Contents><Key>run/parts/{number:06d}{i}</Key><Size>1</Size><ETag>x</ETag>"
+            "<LastModified>2026-11-15T04:57:19.000Z</LastModified></Contents>"
+            for i in range(count)
+        )
+        more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{number}</NextContinuationToken>"
+        respond(request, 200, f"<ListBucketResult><Name>bucket</Name>{more}{objects}</ListBucketResult>".encode())
+
+    return answer
+
+
+def test_a_listing_whose_pages_do_not_end_is_given_up_by_entries_and_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.store.object.MAX_ENTRIES", 2500)
+    with broken_server(pages(1000)) as endpoint, pytest.raises(LimitError, match="more than 2,500 objects"):
+        store_at(endpoint).list("parts/")
+    monkeypatch.setattr("pulsesync.store.object._LISTING_S", 0.3)
+    with broken_server(pages(0)) as endpoint, pytest.raises(StoreError, match=r"within 0\.3 s") as caught:
+        store_at(endpoint).list("parts/")
+    assert caught.value.retryable

@@ -1,9 +1,11 @@
 import random
+from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 
-from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store import MemoryStore, RetryStore, Store
+from pulsesync.errors import ConflictError, LimitError, NotFoundError, StoreError
+from pulsesync.store import MemoryStore, ObjectEntry, RetryStore, Store
 from pulsesync.testing.faults import FaultyStore
 from pulsesync.testing.stores import StoreTests
 
@@ -125,3 +127,32 @@ def test_an_object_that_came_and_went_is_a_conflict() -> None:
 def test_at_least_one_attempt_is_made() -> None:
     with pytest.raises(ValueError, match="attempts"):
         RetryStore(MemoryStore(), attempts=0)
+
+
+def test_a_listing_that_breaks_off_continues_after_the_last_key_and_does_not_grow_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Breaking(MemoryStore):
+        """Each listing breaks off after three more objects than the one before."""
+
+        listings = 0
+
+        def list(self, prefix: str) -> Iterator[ObjectEntry]:
+            self.listings += 1
+            yield from islice(super().list(prefix), 3 * self.listings)
+            raise StoreError("on purpose", key=prefix, retryable=self.listings < 4)
+
+    store, waits = Breaking(), list[float]()
+    for i in range(20):
+        store.put(f"parts/{i:02d}", b"")
+    with pytest.raises(StoreError, match="on purpose"):
+        list(retried(store, waits).list("parts/"))
+    assert len(waits) == 3
+    store.listings = 0
+    entries = retried(store, waits).list("parts/")
+    assert [next(entries).key for _ in range(12)] == [f"parts/{i:02d}" for i in range(12)]
+    assert store.listings == 4
+    monkeypatch.setattr("pulsesync.store.retry.MAX_ENTRIES", 7)
+    store.listings = 0
+    with pytest.raises(LimitError, match="more than 7 objects"):
+        list(retried(store, waits).list("parts/"))

@@ -28,6 +28,7 @@ from pulsesync.lab.demo.replay import RATE, RECORDED, RecordedRun, ReplayRun
 from pulsesync.lab.demo.run import DemoRun
 from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.lab.demo.view import Line, RunStory
+from pulsesync.store import MemoryStore
 
 SMOLLM2 = Path(".models", "smollm2")  # in the current folder
 OWN = ("port", "secret", "metrics")  # settings that are new at every start of a run
@@ -209,11 +210,10 @@ def read_place(location: str | None) -> str:
     """Return a location that several processes can share, or an empty text. Raises: UsageError."""
     if location is None:
         return ""
-    if location.startswith("memory://"):
+    if isinstance(open_place(location), MemoryStore):
         raise UsageError(
             f"{location} exists in one process only, and the demo has several: give a folder or the address of a store"
         )
-    open_place(location)
     return location
 
 

@@ -90,7 +90,7 @@ def _findings(location: str | None, read_only: bool, trust: frozenset[str] | Non
     try:
         store = open_place(location)
     except (PulseError, ImportError) as e:
-        yield Finding("location", "fail", str(e), "give a path, s3://…, gs://…, az://… or https://…")
+        yield Finding("location", "fail", str(e), None)
         return
     link: float | None = None
     for finding in check_location(store, read_only=read_only, trust=trust):
@@ -184,9 +184,9 @@ def _kernels() -> Finding:
             "numba finds no folder that it can write, so each process compiles the kernels anew, for some 20 s",
             "set NUMBA_CACHE_DIR to a folder that can be written",
         )
-    found: dict[int, Any] = {  # some are in several modules
-        id(one): one for module in (cpu, coder, rounds) for one in vars(module).values() if isinstance(one, Dispatcher)
-    }
+    named = [one for module in (cpu, coder, rounds) for one in vars(module).values()]
+    called = [getattr(one, "__wrapped__", None) for one in named]  # those that Python calls
+    found: dict[int, Any] = {id(one): one for one in named + called if isinstance(one, Dispatcher)}  # some are twice
     caches = [one._cache for one in found.values()]
     folder = Path(caches[0].cache_path)
     compiled = sum(bool(cache._cache_file._load_index()) for cache in caches)

@@ -1,7 +1,6 @@
 """`pulse follow`: keep a folder that other programs load from, or a server, at the newest version."""
 
 import hashlib
-import os
 import time
 from contextlib import closing
 from dataclasses import asdict
@@ -18,14 +17,18 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    TrustPointers,
     UsageError,
     Version,
     export_metrics,
     open_place,
+    read_movers,
     read_trust,
     size,
 )
 from pulsesync.cli.progress import show_progress
+from pulsesync.core.environment import read_variable
+from pulsesync.core.location import ParsedLocation, redacted
 from pulsesync.core.progress import ProgressBars
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.integrations.folder import FolderUpdate, HuggingFaceFolder
@@ -33,6 +36,7 @@ from pulsesync.integrations.sglang import SglangServer
 from pulsesync.integrations.vllm import ServerFollower, UpdateReport, VllmServer
 from pulsesync.run.heartbeats import check_worker, name_worker
 from pulsesync.run.pointers import is_about_pointer
+from pulsesync.store.tokens import may_send_in_clear
 
 
 def follow(
@@ -45,6 +49,7 @@ def follow(
     kv_cache: Literal["drop", "keep"] = "drop",
     api_key: str | None = None,
     trust: Trust = None,
+    trust_pointers: TrustPointers = None,
     cache: Path | None = None,
     once: Flag = False,
     interval_s: Interval = 1.0,
@@ -87,6 +92,7 @@ def follow(
         api_key: The key that the server was started with, if any; PULSE_VLLM_API_KEY or PULSE_SGLANG_API_KEY in the
             environment if not given.
         trust: Public key of a publisher to trust, or a file of such keys; nothing else is then accepted.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         cache: Folder in which fetched bytes are kept, shared with other processes; FOLDER/.cache if not given.
         once: Update to the newest version and end; exit code 3 if there is none yet.
         interval_s: Seconds between checks for a new version.
@@ -125,10 +131,20 @@ def follow(
     except ValueError as e:
         raise UsageError(f"--heartbeat: {e}") from e
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
+    movers = read_movers(trust_pointers, keys)
     export_metrics(metrics)
-    server = VllmServer(vllm, api_key=api_key or os.environ.get("PULSE_VLLM_API_KEY")) if vllm is not None else None
-    sglang_key = api_key or os.environ.get("PULSE_SGLANG_API_KEY")
-    followed = SglangServer(sglang, api_key=sglang_key) if sglang is not None else server
+    try:
+        in_clear = may_send_in_clear()
+        server: VllmServer | None = None
+        followed: VllmServer | SglangServer | None = None
+        if vllm is not None:
+            key = api_key or read_variable("PULSE_VLLM_API_KEY")
+            server = followed = VllmServer(vllm, api_key=key, api_key_in_clear=in_clear)
+        elif sglang is not None:
+            key = api_key or read_variable("PULSE_SGLANG_API_KEY")
+            followed = SglangServer(sglang, api_key=key, api_key_in_clear=in_clear)
+    except ValueError as e:
+        raise UsageError(str(e)) from e
     if followed is not None and folder is None:
         try:
             follower = ServerFollower(
@@ -136,6 +152,7 @@ def follow(
                 _reachable(run),
                 store,
                 trust=keys,
+                trust_pointers=movers,
                 kv_cache=kv_cache,
                 pointer=pointer,
                 max_staleness=max_staleness,
@@ -152,6 +169,7 @@ def follow(
             store,
             folder,
             trust=keys,
+            trust_pointers=movers,
             cache=cache,
             hold_s=hold_s,
             follow=pointer,
@@ -201,7 +219,7 @@ def _name_worker(folder: Path | None, vllm: str | None, sglang: str | None) -> s
         place = folder.resolve()
         return name_worker(place.name[:24], hashlib.sha256(str(place).encode()).hexdigest()[:6])
     kind, url = ("vllm", vllm) if vllm is not None else ("sglang", sglang)
-    return name_worker(kind, (url or "").partition("://")[2])
+    return name_worker(kind, redacted(url or "").partition("://")[2].rpartition("@")[2])
 
 
 def _load_adapter(server: VllmServer, name: str, folder: Path, version: int, printer: Printer) -> None:
@@ -221,7 +239,7 @@ def _load_adapter(server: VllmServer, name: str, folder: Path, version: int, pri
 
 def _reachable(run: str) -> str:
     """Return a location that another process of this host can open, whatever its working folder is."""
-    return run if "://" in run else str(Path(run).resolve())
+    return str(ParsedLocation.parse(run).resolved())
 
 
 def _follow_server(
@@ -273,7 +291,10 @@ def _report_failure(error: PulseError, follower: ServerFollower, printer: Printe
 def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
     sync, mark = flip.sync, flip.mark
     path = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
-    back = f", back from step {sync.from_step}" if sync.went_back else ""
+    back = ""
+    if sync.went_back:
+        is_below = sync.step < (sync.from_step or 0)
+        back = f", back from step {sync.from_step}" if is_below else f"; it went back at version {sync.rewound_at}"
     if flip.left_out:
         printer.note("left-out", f"not written, because no loader reads them: {', '.join(flip.left_out)}")
     printer.tell(
@@ -284,6 +305,7 @@ def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
         folder=str(flip.folder),
         from_version=sync.from_version,
         from_step=sync.from_step,
+        rewound_at=sync.rewound_at,
         began=flip.began,
         path=list(sync.path),
         changed=sync.changed,

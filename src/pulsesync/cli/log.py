@@ -7,7 +7,18 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from pulsesync.cli.options import Count, Json, NothingThereError, Printer, Trust, no_run, open_place, read_trust
+from pulsesync.cli.options import (
+    Count,
+    Json,
+    NothingThereError,
+    Printer,
+    Trust,
+    TrustPointers,
+    no_run,
+    open_place,
+    read_movers,
+    read_trust,
+)
 from pulsesync.cli.progress import show_progress
 from pulsesync.errors import FormatError, PulseError
 from pulsesync.maintain.verify import FoundRecord, find_records
@@ -17,12 +28,15 @@ from pulsesync.run.reader import RunReader, describe
 from pulsesync.store import Store
 
 
-def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = False) -> int:
+def log(
+    run: str, *, trust: Trust = None, trust_pointers: TrustPointers = None, limit: Count = 50, as_json: Json = False
+) -> int:
     """List the versions of a run, the newest first, with the anchors and squashed patches that lead to them.
 
     Args:
         run: The run to list.
         trust: Public key of a publisher to trust, or a file of such keys.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         limit: Versions to show; 0 for all.
         as_json: Print one JSON object for each record, for machines.
 
@@ -32,6 +46,7 @@ def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = Fal
             the newest version.
     """
     store, trusted = open_place(run), read_trust(trust)
+    movers = read_movers(trust_pointers, trusted)
     with show_progress(as_json) as bars:
         found = find_records(RunReader(store, trusted), limit or None, bars.report)[::-1]
     if not found:
@@ -39,7 +54,7 @@ def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = Fal
     if not any(one.record for one in found):
         first = found[0]
         raise FormatError(f"{run}: {len(found)} records were read, all of them bad; {first.key}: {first.fault}")
-    pointed = _pointed(store, trusted)
+    pointed = _pointed(store, trusted, movers)
     if as_json:
         for one in found:
             facts = describe(one.record) if one.record else {"fault": one.fault}
@@ -53,14 +68,16 @@ def log(run: str, *, trust: Trust = None, limit: Count = 50, as_json: Json = Fal
     return 0
 
 
-def _pointed(store: Store, trust: Collection[str] | None) -> dict[str, list[str]]:
+def _pointed(
+    store: Store, trust: Collection[str] | None, trust_pointers: Collection[str] | None
+) -> dict[str, list[str]]:
     """Return pointers by the key of the version that they name; none if they cannot be read.
 
     `pulse verify` reports why pointers cannot be read.
     """
     named: defaultdict[str, list[str]] = defaultdict(list)
     with suppress(PulseError):
-        for name, pointer in read_pointers(store, trust=trust).items():
+        for name, pointer in read_pointers(store, trust=trust, trust_pointers=trust_pointers).items():
             named[keys.manifest_key(pointer.version)].append(name)
     return named
 
@@ -74,8 +91,9 @@ def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:
                 "version": record.version,
                 "kind": facts["kind"],
                 "from": facts["base"],
-                "step": record.step,
-                "epoch": f"{record.epoch}.{record.index}",
+                "step": f"{record.step} (back)" if record.rewound_at == record.version else record.step,
+                "epoch": record.epoch,
+                "patch": record.index,  # a column of its own: 0.10 would look like less than 0.9
                 "bytes": f"{record.size_bytes:,}",
                 "time (UTC)": utc(record.created),
                 "digest": record.digest[:12],

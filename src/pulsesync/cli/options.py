@@ -13,12 +13,14 @@ from cyclopts.validators import Number
 
 from pulsesync import metrics
 from pulsesync.cli import progress
-from pulsesync.errors import NotFoundError, PulseError
-from pulsesync.format.signature import Delegation, SigningKey
-from pulsesync.store import RetryStore, Store, open_store
+from pulsesync.errors import FormatError, NotFoundError, PulseError
+from pulsesync.format.json_reader import load_json
+from pulsesync.format.signature import Delegation, SigningKey, trusted_for_pointers
+from pulsesync.store import Store, open_store
 
 Key = Annotated[Path | None, Parameter(env_var="PULSE_KEY")]
 Trust = Annotated[str | None, Parameter(env_var="PULSE_TRUST")]
+TrustPointers = Annotated[str | None, Parameter(env_var="PULSE_TRUST_POINTERS")]
 Flag = Annotated[bool, Parameter(negative=())]
 Json = Annotated[bool, Parameter(name="--json", negative=())]
 Count = Annotated[int, Parameter(validator=Number(gte=0))]
@@ -45,37 +47,29 @@ def no_run(location: str) -> str:
 
 
 def open_place(location: str) -> Store:
-    """Open the store of a run; one at an http address is sent the token of the environment. Raises: UsageError."""
+    """Open the store of a run. Raises: UsageError."""
     try:
-        if not location.startswith(("http://", "https://")):
-            return open_store(location)
-        from pulsesync.store.http import HttpStore
-
-        return RetryStore(HttpStore(location, read_token(), token_in_clear=_read_switch("PULSE_TOKEN_IN_CLEAR")))
+        return open_store(location)
     except ValueError as e:
         raise UsageError(str(e)) from e
 
 
 def read_token(file: Path | None = None, variable: str = "PULSE_TOKEN") -> str | None:
-    """Return the token in a file, or that of an environment variable, or None. Raises: UsageError."""
+    """Return the token in a file, or that of an environment variable, or None; for `pulse serve` and `pulse relay`.
+
+    Raises:
+        UsageError: the file cannot be read, or the token is empty.
+    """
     if file is None:
         token, where = os.environ.get(variable), variable
     else:
         try:
-            token, where = file.read_text(encoding="ascii").strip(), str(file)
+            token, where = file.read_text(encoding="ascii"), str(file)
         except (OSError, UnicodeDecodeError) as e:
             raise UsageError(f"cannot read a token from {file}: {e}") from e
-    if token == "":
+    if token is not None and not token.strip():
         raise UsageError(f"the token in {where} is empty: give one, or remove it to run without authentication")
-    return token
-
-
-def _read_switch(variable: str) -> bool:
-    """Return True if an environment variable is 1, False if it is 0 or not set. Raises: UsageError."""
-    value = os.environ.get(variable, "0")
-    if value not in ("0", "1"):
-        raise UsageError(f"{variable} must be 0 or 1; got {value!r}")
-    return value == "1"
+    return token if token is None else token.strip()
 
 
 def export_metrics(address: str | None) -> None:
@@ -85,10 +79,23 @@ def export_metrics(address: str | None) -> None:
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise UsageError(f"--metrics must be a port, or a host and a port such as 0.0.0.0:9464; got {address!r}")
-    metrics.export(int(port), host.strip("[]") or "127.0.0.1")
+    try:
+        metrics.export(int(port), host.strip("[]") or "127.0.0.1")
+    except ValueError as e:
+        raise UsageError(f"--metrics: {e}") from e
 
 
-def read_trust(text: str | None) -> frozenset[str] | None:
+def read_movers(text: str | None, trust: frozenset[str] | None) -> frozenset[str] | None:
+    """Read the public keys of --trust-pointers, as `read_trust` does. Raises: UsageError."""
+    found = read_trust(text, "--trust-pointers")
+    try:
+        trusted_for_pointers(found, trust)
+    except ValueError as e:
+        raise UsageError(str(e).replace("trust_pointers=", "--trust-pointers").replace("trust=", "--trust")) from e
+    return found
+
+
+def read_trust(text: str | None, option: str = "--trust") -> frozenset[str] | None:
     """Read public keys: 64 hexadecimal digits each, separated by commas, or a file of them. Raises: UsageError."""
     if text is None:
         return None
@@ -98,11 +105,11 @@ def read_trust(text: str | None) -> frozenset[str] | None:
             keys = Path(text).read_text(encoding="ascii").lower().split()
         except (OSError, UnicodeDecodeError) as e:
             raise UsageError(
-                f"--trust must be a public key of 64 hexadecimal digits, or a file of them; got {text}"
+                f"{option} must be a public key of 64 hexadecimal digits, or a file of them; got {text!r}"
             ) from e
     if not keys or not all(_HEX.fullmatch(key) for key in keys):
         raise UsageError(
-            f"--trust {text}: the file must contain public keys of 64 hexadecimal digits, one on each line"
+            f"{option} {text}: the file must contain public keys of 64 hexadecimal digits, one on each line"
         )
     return frozenset(keys)
 
@@ -114,22 +121,20 @@ def read_key(file: Path | None, delegation: Path | None = None) -> SigningKey | 
             raise UsageError("--delegation belongs to a key: give that key too, with --key or PULSE_KEY")
         return None
     try:
-        return SigningKey(file.read_text(encoding="ascii").strip(), _read_delegation(delegation))
+        return SigningKey.from_file(file, _read_delegation(delegation))
     except OSError as e:
         raise UsageError(f"cannot read the key in {file}: {e.strerror}; make one with pulse keygen") from e
     except ValueError as e:
-        raise UsageError(
-            f"{file} does not contain a signing key, which is 64 hexadecimal digits; make one with pulse keygen"
-        ) from e
+        raise UsageError(str(e)) from e
 
 
 def _read_delegation(file: Path | None) -> Delegation | None:
     if file is None:
         return None
     try:
-        table = json.loads(file.read_bytes())
+        table = load_json(file.read_bytes(), str(file))
         return Delegation(str(table["by"]), str(table["signature"]))
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, FormatError) as e:
         raise UsageError(f"{file} does not contain a delegation; make one with pulse delegate --out") from e
 
 

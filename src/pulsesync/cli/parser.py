@@ -1,16 +1,19 @@
 """Parse the command line with cyclopts, import the command that it names, and call it."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
 
-from cyclopts import UNSET, App, ArgumentCollection, CycloptsError
+from cyclopts import UNSET, App, ArgumentCollection, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 import pulsesync
 from pulsesync.cli import COMMANDS
+from pulsesync.core.location import parse_path, redacted
 
 
 def make_app() -> App:
     """Return the command line, with every command; a command's module is imported when it is asked for."""
-    app = App(name="pulse", version=pulsesync.__version__, suppress_keyboard_interrupt=False, config=_refuse_empty)
+    app = App(name="pulse", version=pulsesync.__version__, suppress_keyboard_interrupt=False, config=_check_values)
     for name, (path, _) in COMMANDS.items():
         app.command(path, name=name)
     return app
@@ -28,25 +31,45 @@ def call(arguments: Sequence[str]) -> int:
     except CycloptsError as e:
         from pulsesync.cli.options import UsageError
 
-        raise UsageError(f"{str(e).strip()} pulse --help lists the commands, pulse COMMAND --help its options") from e
+        raise UsageError(_explained(e)) from e
     return code
 
 
-def _refuse_empty(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Refuse an empty value: an unset variable in a script must not turn a check off.
+def _explained(error: CycloptsError) -> str:
+    """Return what is wrong with a command line, and where its options are described."""
+    command = " ".join(("pulse", *(error.command_chain or ("COMMAND",))))
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        name, keyword = error.argument.name, error.keyword
+        if keyword is not None:
+            return f"{keyword} needs a value; {command} --help describes it"
+        if error.argument.field_info.is_positional:
+            name = name.removeprefix("--").upper()  # as the help writes it
+        return f"{command} needs {name}, which was not given; {command} --help describes it"
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"{command} does not take {redacted(error.unused_tokens[0])!r}; {command} --help lists what it takes"
+    return f"{str(error).strip()} pulse --help lists the commands, {command} --help its options"
 
-    Cyclopts calls this for every command, after the command line and the environment are read.
+
+def _check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse empty values and URLs in the place of paths.
+
+    An unset variable in a script must not turn a check off, and no folder of the name `s3:` is to be created. Cyclopts
+    calls this for every command, after the command line and the environment are read.
 
     Raises:
-        UsageError: a value is empty; the message names the option or the environment variable.
+        UsageError: the message names the option or the environment variable.
     """
     from pulsesync.cli.options import UsageError
 
     for argument in arguments:
         for token in argument.tokens:
-            if token.value.strip() or token.implicit_value is not UNSET:
-                continue  # a flag has no value of its own
-            if token.source == "env":
-                raise UsageError(f"{token.keyword} is set but empty; give it a value, or unset it")
             name = token.keyword or argument.name.removeprefix("--").upper()  # a positional one, as the help writes it
-            raise UsageError(f"{name} is empty; give it a value, or leave it out")
+            if not token.value.strip() and token.implicit_value is UNSET:  # a flag has no value of its own
+                if token.source == "env":
+                    raise UsageError(f"{name} is set but empty; give it a value, or unset it")
+                raise UsageError(f"{name} is empty; give it a value, or leave it out")
+            if Path in (argument.hint, *get_args(argument.hint)):
+                try:
+                    parse_path(token.value)
+                except ValueError as e:
+                    raise UsageError(f"{name}: {e}") from e

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pulsesync.cli.options import Amount, Count, Json, Natural, NothingThereError, Printer, UsageError, read_rate
+from pulsesync.cli.options import Amount, Count, Json, Natural, Printer, UsageError, read_rate
 from pulsesync.cli.progress import show_progress
 from pulsesync.errors import NotFoundError
 from pulsesync.lab.study.predict import evidence, theory
@@ -60,7 +60,6 @@ def plan(
 
     Raises:
         UsageError: an option is invalid, or there is no forecast for the optimizer.
-        NothingThereError: there is no such model.
         PulseError: the model cannot be read.
     """
     known = _known(optimizer)
@@ -117,7 +116,7 @@ def _look(path: Path, dtype: str, as_json: bool) -> ModelFacts:
         with show_progress(as_json) as bars:
             return read_model(path, dtype, lambda share: bars.report(int(100 * share), 100, f"reading {path}"))
     except NotFoundError as e:
-        raise NothingThereError(str(e), key=str(path)) from e
+        raise UsageError(f"--model: {e.reason}") from e
 
 
 def facts(plan: SyncPlan) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    TrustPointers,
     UsageError,
     Version,
     no_run,
     open_place,
     read_key,
+    read_movers,
     read_trust,
 )
 from pulsesync.errors import NothingPublishedError
@@ -30,6 +32,7 @@ def point(
     *,
     key: Key = None,
     trust: Trust = None,
+    trust_pointers: TrustPointers = None,
     as_json: Json = False,
 ) -> int:
     """Show the pointers of a run, or move one: all workers that follow it go to the version that it names.
@@ -54,23 +57,27 @@ def point(
         version: The version that the pointer shall name; the pointer is created if it does not exist.
         key: File with the run's signing key; needed to move a pointer of a run that is signed.
         trust: Public key of a publisher to trust, or a file of such keys; if not given, that of the signing key.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs
+            --trust. That of the signing key need not be given.
         as_json: Print one JSON object a line, for machines.
 
     Raises:
         UsageError: NAME is not a valid name of a pointer.
-        NothingThereError: there is no run, or no version in it yet.
+        NothingThereError: there is no run, no version in it yet, or no pointer NAME.
         PulseError: the run cannot be read, or the pointer cannot be moved.
     """
     store, printer, signing_key, trusted = open_place(run), Printer(as_json), read_key(key), read_trust(trust)
+    given = read_movers(trust_pointers, trusted)
+    movers = (given or frozenset()) | ({signing_key.public} if signing_key else frozenset())
     if trusted is None and signing_key:
         trusted = frozenset({signing_key.public})
-    records = RunReader(store, trusted)
+    records = RunReader(store, trusted, trust_pointers=movers)
     if records.newest() is None:
         raise NothingThereError(no_run(run))
     try:
         if name is not None and version is not None:
             before = records.pointer(check_name(name))
-            moved = move_pointer(store, name, version, signing_key=signing_key, trust=trusted)
+            moved = move_pointer(store, name, version, signing_key=signing_key, trust=trusted, trust_pointers=given)
             _report_move(before, moved, printer)
             return 0
         found = _find(records, name and check_name(name))
@@ -80,7 +87,10 @@ def point(
         raise NothingThereError(str(e)) from e
     if not found:
         text = f"there is no pointer{'' if name is None else f' {name}'} in {run}"
-        printer.note("none", f"{text}; create one with: pulse point {run} {name or 'stable'} VERSION")
+        text += f"; create one with: pulse point {run} {name or 'stable'} VERSION"
+        if name is not None:
+            raise NothingThereError(text)
+        printer.note("none", text)
     if as_json:
         for pointer, step in found:
             printer.tell("pointer", "", **asdict(pointer), step=step)

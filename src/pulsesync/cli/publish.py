@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from pulsesync.cli.options import Amount, Count, Json, Key, Printer, open_place, read_key, size
+from pulsesync.cli.options import Amount, Count, Flag, Json, Key, Printer, open_place, read_key, size
 from pulsesync.cli.progress import show_progress
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.publisher import Publisher
@@ -16,11 +16,13 @@ def publish(
     run: str,
     *,
     step: Count = 0,
+    resume: bool = False,
     cast: Literal["BF16", "F16", "F8_E4M3", "F8_E5M2"] | None = None,
     codec: CodecName = "auto",
     key: Key = None,
     spool: Path | None = None,
     anchor_every: Amount = 1.0,
+    take_over: Flag = False,
     as_json: Json = False,
 ) -> int:
     """Publish a checkpoint as the next version of a run; the first one starts the run.
@@ -33,11 +35,14 @@ def publish(
         checkpoint: A safetensors file, or a folder as transformers writes it, with one file or several shards.
         run: Where to publish.
         step: The trainer's step, which logs and reports show.
+        resume: Publish a checkpoint that does not continue the run, too: one whose step is not above that of the last
+            version, and of which over half of the weights differ.
         cast: Publish FP32 tensors in this dtype, which should be the dtype that workers use.
         codec: How changes are coded; auto picks the smallest.
         key: File with the key to sign with, from pulse keygen.
         spool: Folder in which the last version is kept, so that the next publish need not fetch it.
         anchor_every: Write an anchor when the patches since the last one add up to this multiple of its size.
+        take_over: Continue a run to which another publisher has just written, instead of waiting until its lease ends.
         as_json: Print one JSON object, for machines.
 
     Raises:
@@ -46,12 +51,14 @@ def publish(
     opened = open_checkpoint(checkpoint)
     publisher = Publisher(
         open_place(run),
+        resume=resume,
         codec=codec,
         cast=cast,
         signing_key=read_key(key),
         files=opened.files,
         spool=spool,
         anchor_every=anchor_every,
+        take_over=take_over,
     )
     with show_progress(as_json) as bars, publisher:
         bars.report(0, None, f"publishing {size(opened.size_bytes)} of {checkpoint}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pulsesync import server
 from pulsesync.cli.options import Count, Flag, Json, UsageError, read_token
+from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import NotFoundError
 from pulsesync.store import LocalStore, Store, open_store
 from pulsesync.store.http import HttpStore
@@ -36,7 +37,7 @@ def serve(
         host: The address to listen on; 0.0.0.0 for all addresses of this machine.
         port: The port to listen on; 0 for any free port.
         token_file: File with a token that readers must send. If not given, the token is that of PULSE_TOKEN; without
-            that, none is required.
+            that, none is required. Readers send it if their PULSE_SEND_TOKENS names this server.
         token_in_clear: Permit that readers on other machines send the token without https.
         open_metrics: Answer /metrics without the token.
         certificate: Certificate for https, in PEM.
@@ -113,12 +114,16 @@ def relay(
         PulseError: the upstream cannot be served.
     """
     token, upstream_token = read_token(token_file), read_token(upstream_token_file, "PULSE_UPSTREAM_TOKEN")
-    is_http = upstream.startswith(("http://", "https://"))
+    try:
+        at = ParsedLocation.parse(upstream)
+    except ValueError as e:
+        raise UsageError(str(e)) from e
+    is_http = at.scheme in ("http", "https")
     if not is_http and (upstream_token_file is not None or upstream_token_in_clear):
         raise UsageError(
             f"an upstream token works with an http:// or https:// upstream only; got {upstream}: leave the token out"
         )
-    if cafile is not None and not upstream.startswith("https://"):
+    if cafile is not None and at.scheme != "https":
         raise UsageError(f"--cafile works with an https:// upstream only; got {upstream}: leave --cafile out")
     if token is not None and without_token:
         raise UsageError(
@@ -131,7 +136,7 @@ def relay(
         )
     max_bytes = None if max_cache is None else parse_size(max_cache)
     try:
-        far = _open(upstream, upstream_token, cafile, upstream_token_in_clear)
+        far = _open(at, upstream_token, cafile, upstream_token_in_clear)
         server.serve(
             server.relay(far, cache or _default_cache(), max_bytes),
             host,
@@ -157,9 +162,9 @@ def parse_size(text: str) -> int:
     return int(match[1]) * int((1024 if match[3] else 1000) ** exponent)
 
 
-def _open(upstream: str, token: str | None, cafile: Path | None, token_in_clear: bool) -> Store:
+def _open(upstream: ParsedLocation, token: str | None, cafile: Path | None, token_in_clear: bool) -> Store:
     """Open the upstream of a relay with the relay's own token; the token of its clients is never sent on."""
-    if not upstream.startswith(("http://", "https://")):
+    if upstream.scheme not in ("http", "https"):
         store = open_store(upstream)
         return server.ServedFolder(store.folder) if isinstance(store, LocalStore) else store
     # Without retries: the clients of the relay retry themselves, and the two would multiply.

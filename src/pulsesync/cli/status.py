@@ -17,13 +17,15 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    TrustPointers,
     no_run,
     open_place,
+    read_movers,
     read_trust,
     size,
 )
 from pulsesync.errors import NothingPublishedError, StoreError
-from pulsesync.run.fleet import MAX_AGE_S, MAX_LAG, FleetStatus, VersionStatus, WorkerStatus, read_fleet
+from pulsesync.run.fleet import MAX_AGE_S, MAX_LAG, WRONG, FleetStatus, VersionStatus, WorkerStatus, read_fleet
 
 
 def status(
@@ -34,6 +36,7 @@ def status(
     watch: Flag = False,
     interval_s: Interval = 5.0,
     trust: Trust = None,
+    trust_pointers: TrustPointers = None,
     as_json: Json = False,
 ) -> int:
     """Show a run and its workers at a glance: newest version, last anchor, pointers, and where each worker is.
@@ -45,19 +48,22 @@ def status(
     - `ok`: its last sync succeeded, and it is at most --max-lag versions from the version that it follows.
     - `joining`: it has not completed its first sync yet.
     - `behind`: it is more than --max-lag versions away.
-    - `failing`: its last sync failed, or a recount found weights that something else has written.
+    - `failing`: its last sync failed; or a recount found weights that something else has written; or another process
+      writes the heartbeat of the same name.
     - `torn`: its weights are between two versions and must not be used until a sync succeeds.
     - `silent`: its last heartbeat is older than --max-age seconds: the process hangs, or was killed.
-    - `unreadable`: what is there in place of its heartbeat is not one.
+    - `unreadable`: what is there in place of a heartbeat is not one, or the store does not show it.
     - `ended`: it was closed.
 
-    The exit code is 0 if all is well; 1 if a worker is `behind`, `failing`, `torn`, `silent` or `unreadable`, or if
-    heartbeats cannot be listed, so that nothing is known of the workers; 3 if there is no run. So a monitor needs no
-    more than this:
+    The exit code is 0 if all is well; 1 if a worker is `behind`, `failing`, `torn` or `silent`, or if the store does
+    not list or show heartbeats, so that not all workers are known; 3 if there is no run. So a monitor needs no more
+    than this:
 
         pulse status s3://bucket/run --max-lag 20 || alert
 
-    A heartbeat is what a worker reports about itself, and it is not signed: use it to monitor workers only.
+    A heartbeat is what a worker reports about itself, and it is not signed: use it to monitor workers only. How long
+    ago a worker was seen is by the clock of the store, for which an empty object, pruned/clock, is written to it; of a
+    store that this command cannot write to, it is by this machine's clock.
 
     Args:
         run: The run.
@@ -66,6 +72,7 @@ def status(
         watch: Look again and again, until interrupted.
         interval_s: Seconds between looks, with --watch.
         trust: Public key of a publisher to trust, or a file of such keys.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         as_json: Print one JSON object, for machines; with --watch, one a look.
 
     Raises:
@@ -73,9 +80,10 @@ def status(
         PulseError: it cannot be read.
     """
     store, keys, printer = open_place(run), read_trust(trust), Printer(as_json)
+    movers = read_movers(trust_pointers, keys)
     while True:
         try:
-            found = read_fleet(store, trust=keys, max_lag=max_lag, max_age_s=max_age_s)
+            found = read_fleet(store, trust=keys, trust_pointers=movers, max_lag=max_lag, max_age_s=max_age_s)
         except NothingPublishedError as e:
             if not watch:
                 raise NothingThereError(no_run(run)) from e
@@ -107,10 +115,12 @@ def _show(found: FleetStatus, printer: Printer) -> None:
     print()
     if found.unknown is not None:
         print(f"workers: not known: {found.unknown}")
-    elif not found.workers:
+    if found.own_clock is not None:
+        print(f"workers: their ages are by this machine's clock: {found.own_clock}")
+    if not found.workers and found.unknown is None:
         print('no worker has left a heartbeat: workers do so with pulse follow or Subscriber(heartbeat="NAME")')
-    else:
-        printer.table(_row(worker, now_s) for worker in found.workers)
+    elif found.workers:
+        printer.table(map(_row, found.workers))
         print()
         for worker in found.workers:
             if worker.problem is not None:
@@ -125,11 +135,12 @@ def _anchor(anchor: VersionStatus | None, now_s: float) -> str:
     return f"version {anchor.version} (step {anchor.step}), {size(anchor.size_bytes)}, {ago(now_s - anchor.created_s)}"
 
 
-def _row(worker: WorkerStatus, now_s: float) -> dict[str, Any]:
+def _row(worker: WorkerStatus) -> dict[str, Any]:
     record = worker.heartbeat
     recount = None
     if record and record.recounted_s is not None:
-        recount = f"{'equal' if record.recount_equal else 'DIFFERS'}, {ago(now_s - record.recounted_s)}"
+        before_s = max(0.0, record.time_s - record.recounted_s)  # both by the worker's clock
+        recount = f"{'equal' if record.recount_equal else 'DIFFERS'}, {ago(worker.seen_s + before_s)}"
     return {
         "worker": worker.name,
         "version": worker.version,
@@ -143,10 +154,16 @@ def _row(worker: WorkerStatus, now_s: float) -> dict[str, Any]:
 
 
 def _summary(found: FleetStatus) -> str:
-    count = len(found.workers)
-    wrong = sum(worker.problem is not None for worker in found.workers)
-    workers = f"{count} worker{'s' if count != 1 else ''}"
-    return f"{workers}: all is well" if not wrong else f"{workers}: {wrong} need{'s' if wrong == 1 else ''} attention"
+    states = [worker.state for worker in found.workers]
+    junk = states.count("unreadable")
+    wrong = sum(state in WRONG for state in states)
+    workers = _count(len(states) - junk, "worker")
+    verdict = "all is well" if not wrong else f"{wrong} need{'s' if wrong == 1 else ''} attention"
+    return f"{workers}: {verdict}" + (f"; {_count(junk, 'heartbeat')} cannot be read" if junk else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _facts(found: FleetStatus) -> dict[str, Any]:

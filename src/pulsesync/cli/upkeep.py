@@ -14,9 +14,11 @@ from pulsesync.cli.options import (
     NothingThereError,
     Printer,
     Trust,
+    TrustPointers,
     no_run,
     open_place,
     read_key,
+    read_movers,
     read_trust,
     size,
 )
@@ -81,7 +83,13 @@ def squash(
         if not follow:
             break
         time.sleep(interval_s)
-    printer.tell("summary", f"{count} squashed patches written", written=count)
+    reason = "" if count else squasher.waits_for
+    printer.tell(
+        "summary",
+        f"{count} squashed {'patch' if count == 1 else 'patches'} written{reason and f': {reason}'}",
+        written=count,
+        reason=reason,
+    )
     return 0
 
 
@@ -92,6 +100,7 @@ def prune(
     keep_hours: Amount = 24.0,
     grace_hours: Amount = 1.0,
     trust: Trust = None,
+    trust_pointers: TrustPointers = None,
     as_json: Json = False,
 ) -> int:
     """Delete old versions that no worker should need; an anchor and every version since it always remain.
@@ -105,6 +114,7 @@ def prune(
         keep_hours: Keep also every version that is younger than this, by the store's clock.
         grace_hours: Time for workers to finish a sync that they have begun, before bodies are deleted.
         trust: Public key of a publisher to trust, or a file of such keys.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         as_json: Print one JSON object, for machines.
 
     Raises:
@@ -112,6 +122,7 @@ def prune(
         PulseError: the run cannot be read, or cannot be pruned.
     """
     store, keys = open_place(run), read_trust(trust)
+    movers = read_movers(trust_pointers, keys)
     if RunReader(store, keys).newest() is None:
         raise NothingThereError(no_run(run))
     printer = Printer(as_json)
@@ -122,6 +133,7 @@ def prune(
             keep_hours=keep_hours,
             grace_hours=grace_hours,
             trust=keys,
+            trust_pointers=movers,
             progress=bars.report,
         )
     printer.tell(

@@ -4,7 +4,17 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, no_run, open_place, read_trust
+from pulsesync.cli.options import (
+    Json,
+    NothingThereError,
+    Printer,
+    Trust,
+    TrustPointers,
+    no_run,
+    open_place,
+    read_movers,
+    read_trust,
+)
 from pulsesync.cli.progress import hide, show_progress, track
 from pulsesync.errors import NotFoundError
 from pulsesync.format.pointer import Pointer
@@ -13,7 +23,14 @@ from pulsesync.maintain.verify import RunVerifier
 from pulsesync.run.reader import RunReader
 
 
-def verify(run: str, folder: Path | None = None, *, trust: Trust = None, as_json: Json = False) -> int:
+def verify(
+    run: str,
+    folder: Path | None = None,
+    *,
+    trust: Trust = None,
+    trust_pointers: TrustPointers = None,
+    as_json: Json = False,
+) -> int:
     """Replay a run and check every hash and digest in it, or find out which version is in a folder.
 
     Every version is rebuilt from the one before it. Every anchor and squashed patch is compared with the version it
@@ -24,6 +41,7 @@ def verify(run: str, folder: Path | None = None, *, trust: Trust = None, as_json
         run: The run to check.
         folder: A checkpoint, or a folder that pulse follow updates: its digest is computed and compared with the run.
         trust: Public key of a publisher to trust, or a file of such keys.
+        trust_pointers: Public key that may move pointers and nothing else, or a file of such keys; it needs --trust.
         as_json: Print one JSON object for each record, and a summary, for machines.
 
     Raises:
@@ -31,34 +49,40 @@ def verify(run: str, folder: Path | None = None, *, trust: Trust = None, as_json
         PulseError: the run or the folder cannot be read.
     """
     if folder is None:
-        return verify_run(run, trust=trust, as_json=as_json)
+        return verify_run(run, trust=trust, trust_pointers=trust_pointers, as_json=as_json)
     return verify_folder(run, folder, trust=trust, as_json=as_json)
 
 
-def verify_run(run: str, *, trust: str | None, as_json: bool) -> int:
+def verify_run(run: str, *, trust: str | None, trust_pointers: str | None, as_json: bool) -> int:
     """Replay a run; exit code 0 if all of it is good, otherwise 1. Raises: PulseError, NothingThereError."""
-    printer, counted, bad = Printer(as_json), Counter[str](), 0
+    printer, counted, bad, blocked = Printer(as_json), Counter[str](), 0, 0
+    allowed = read_trust(trust)
+    movers = read_movers(trust_pointers, allowed)
     with show_progress(as_json) as bars:
         try:
-            audit = RunVerifier(open_place(run), trust=read_trust(trust), progress=bars.report)
+            audit = RunVerifier(open_place(run), trust=allowed, trust_pointers=movers, progress=bars.report)
         except NotFoundError as e:
             raise NothingThereError(str(e)) from e
         for one in track(bars, "replaying", audit.run(), len(audit.found)):
             kind = "pointer" if isinstance(one.record, Pointer) else one.record.kind.value if one.record else "record"
             counted[kind] += 1
-            bad += one.fault is not None
-            facts = {"key": one.key, "ok": one.fault is None, "fault": one.fault}
+            blocked += one.blocked
+            bad += one.fault is not None and not one.blocked
+            facts = {"key": one.key, "ok": one.fault is None, "fault": one.fault, "blocked": one.blocked}
             if as_json:
                 printer.tell("checked", "", **facts, version=one.record.version if one.record else None, kind=kind)
-            elif one.fault:
+            elif one.fault and not one.blocked:
                 hide()
                 print(f"{one.key}: {one.fault}", file=sys.stderr)
     counts = ", ".join(f"{count} {kind if count == 1 else _PLURALS[kind]}" for kind, count in counted.items())
     text = f"{counts}: " + ("all good" if not bad else f"{bad} bad")
-    printer.tell("summary", text, records=counted.total(), bad=bad, good=counted.total() - bad, **counted)
+    if blocked:
+        text += f", and {blocked} that could not be checked, because a record before them is bad"
+    good = counted.total() - bad - blocked
+    printer.tell("summary", text, records=counted.total(), bad=bad, blocked=blocked, good=good, **counted)
     if bad and not as_json:
         print(_ADVICE, file=sys.stderr)
-    return 1 if bad else 0
+    return 1 if bad or blocked else 0
 
 
 _ADVICE = (

@@ -16,13 +16,15 @@ docs/events.md says what is emitted when, field by field.
 import atexit
 import logging
 import os
-import re
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from pulsesync.core.arguments import shown, whole
+from pulsesync.core.location import without_credentials
 
 __all__ = [
     "AnchorPublished",
@@ -129,6 +131,7 @@ class Synced(RunEvent):
     prepare_s: float
     pause_s: float  # writing: the only time in which the weights must not be used
     repaired: tuple[str, ...]
+    went_back: bool = False  # whether the trainer went back to an earlier step, as of a SyncReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,8 +352,9 @@ def listen(listener: Listener, *, queued: int = QUEUED) -> Listening:
         queued: How many events may wait for it. Later ones are dropped; `Listening.dropped` counts them.
     """
     global _listening
-    if queued < 1:
-        raise ValueError(f"queued must be at least 1; got {queued}")
+    queued = whole("queued", queued, 1, what="a number of events")
+    if not callable(listener):
+        raise TypeError(f"listener must be a function that is called with each event; got {shown(listener)}")
     added = Listening(listener, queued)
     with _lock:
         _listening = (*_listening, added)
@@ -366,14 +370,6 @@ def emit(event: Event) -> None:
 def has_listeners() -> bool:
     """Whether there is a listener. Without one, an event that is costly to make need not be made."""
     return bool(_listening)
-
-
-_URL = re.compile(r"""(://)(?:[^/\s'"]*@)?([^\s?#'"]*)(?:[?#][^\s'")]+)?""")
-
-
-def without_credentials(text: str) -> str:
-    """A text without what can be a credential in the addresses that it names: user and password, query and fragment."""
-    return _URL.sub(r"\1\2", text)
 
 
 def describe_error(error: BaseException) -> str:

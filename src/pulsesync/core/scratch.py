@@ -24,6 +24,19 @@ _LINE = b"The temporary folder of a pulsesync process that has this file locked.
 _NAME = re.compile("pulse-spool-[0-9a-f]{16}")
 
 
+def make_private(folder: Path) -> None:
+    """Create a folder, and those above it that are missing, for this user alone. A folder that exists is not changed.
+
+    What is in it may be readable by all: nobody else can get there. To share it with other users, create it first.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)  # another process may have created it meanwhile
+
+
 class ScratchFolder:
     """A new, empty folder in the system's temporary folder, for this process alone.
 

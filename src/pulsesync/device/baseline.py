@@ -246,6 +246,10 @@ class DeviceDifference:
     runs: Sequence[PileChanges]  # one per pile, in order
     found: StreamPoint
 
+    @property
+    def changed(self) -> int:
+        return sum(run.count for run in self.runs)
+
     def after(self, done: AnyTransition) -> "DeviceDifference":
         assert isinstance(done, DeviceTransition)
         with self.stream([self.found]):
@@ -286,6 +290,10 @@ class LaterDifference:
         finally:
             self._find = None  # frees the source as well
             self.over.reached()
+
+    @property
+    def changed(self) -> int:
+        return self._found.result().changed
 
     def after(self, done: AnyTransition) -> "DeviceDifference | LaterDifference":
         if self._found.exception() is not None:

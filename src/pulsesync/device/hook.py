@@ -120,6 +120,10 @@ class EncodedDifference:
 
     done: tuple[EncodedPart, AnyTransition]
 
+    @property
+    def changed(self) -> int:
+        return self.done[1].changed
+
     def after(self, done: AnyTransition) -> "EncodedDifference":
         raise AssertionError("a difference of keep='hook' is sent before the next one is made")
 

@@ -8,7 +8,7 @@ does.
 import hashlib
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pulsesync.errors import ChecksumError, FormatError, LimitError
@@ -24,11 +24,13 @@ MAX_VERSION = 1 << 53
 MAX_FILES = 1 << 8
 MAX_FILE_BYTES = 1 << 28
 MAX_NAME_BYTES = 1 << 7
+RECORD_BYTES = 1 << 8  # of a record besides its parts, on average: four hashes, the run, perhaps a signature
 MAX_EXTENSIONS, MAX_EXTENSION_BYTES, MAX_TAG = 1 << 4, 1 << 12, (1 << 16) - 1  # the bytes: of all together
 CHECK_BYTES = 8
 RUN_BYTES, HASH_BYTES = 16, 32
 _NAMED, _INLINE = 0, 1  # how a part is stored
 _BASE, _HISTORY, _EXTENSIONS = 1, 2, 4  # flags: which fields are present
+_REWOUND_AT = 1  # the tag of an extension
 _FILE = re.compile(rf"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{{0,{MAX_NAME_BYTES - 2}}}[A-Za-z0-9_-])?")
 
 
@@ -104,6 +106,7 @@ class Manifest:
     kind: RecordKind = RecordKind.VERSION
     anchor: int | None = None  # epoch of the newest anchor before this record, as far as its writer knew
     files: tuple[FileRef, ...] = ()
+    rewound_at: int | None = None  # newest version up to this one at which the step went back; of versions alone
     epoch_patches: int = epochs.EPOCH_PATCHES  # of the run; not written, because the format fixes it
     signed_by: str | None = field(default=None, compare=False)  # the public key in its signature, if it has one
 
@@ -111,6 +114,11 @@ class Manifest:
     def size_bytes(self) -> int:
         """Bytes of all its parts, including those that are stored in the record."""
         return sum(part.size for part in self.parts)
+
+    @property
+    def path_bytes(self) -> int:
+        """Bytes that a reader on a path fetches for it: those of its parts, and about those of the record besides."""
+        return self.size_bytes + RECORD_BYTES
 
     @property
     def object_bytes(self) -> int:
@@ -139,9 +147,11 @@ class Manifest:
             FormatError: the name of a file is not valid. Its other fields are those of the library's own making.
         """
         check_file_names([file.name for file in self.files])
+        extensions = self._build_extensions()
+        flags = (_BASE if self.base else 0) | (_HISTORY if self.history else 0) | (_EXTENSIONS if extensions else 0)
         fields = b"".join(
             (
-                bytes([(_BASE if self.base else 0) | (_HISTORY if self.history else 0)]),
+                bytes([flags]),
                 wire.few_numbers((self.version, self.step, self.epoch, self.index, self.created)),
                 wire.number(0 if self.anchor is None else self.anchor + 1),
                 bytes.fromhex(self.digest + self.layout),
@@ -151,6 +161,7 @@ class Manifest:
                 *map(_build_part, self.parts),
                 wire.number(len(self.files)),
                 *map(_build_file, self.files),
+                extensions,
             )
         )
         front = MAGIC + bytes([versions.VERSION, _KINDS.index(self.kind)]) + bytes.fromhex(self.run)
@@ -161,6 +172,12 @@ class Manifest:
         if self.base is None:
             return b""
         return wire.number(self.version - self.base.version) + bytes.fromhex(self.base.digest)
+
+    def _build_extensions(self) -> bytes:
+        if self.rewound_at is None or self.kind != RecordKind.VERSION:
+            return b""
+        content = wire.number(self.rewound_at)
+        return wire.few_numbers((1, _REWOUND_AT, len(content))) + content
 
 
 def _build_part(part: PartRef) -> bytes:
@@ -258,16 +275,18 @@ def _read(reader: ByteReader, epoch_patches: int, signed_by: str | None) -> Mani
         epoch_patches=epoch_patches,
         signed_by=signed_by,
     )
-    if flags & _EXTENSIONS:
-        _skip_extensions(reader)
+    extensions = _read_extensions(reader) if flags & _EXTENSIONS else {}
+    if kind == RecordKind.VERSION and _REWOUND_AT in extensions:
+        return replace(manifest, rewound_at=_read_rewound_at(extensions[_REWOUND_AT], version))
     return manifest
 
 
-def _skip_extensions(reader: ByteReader) -> None:
-    """Read what later releases have added to a record. This one knows no extension: those with odd tags can be ignored.
+def _read_extensions(reader: ByteReader) -> dict[int, bytes]:
+    """Read what later releases have added to a record, by tag. Unknown extensions with odd tags can be ignored.
 
     They belong to one record, and records that are derived from it (an anchor of its version) do not have them.
     """
+    found: dict[int, bytes] = {}
     count, last, left = reader.number(MAX_EXTENSIONS), -1, MAX_EXTENSION_BYTES
     if not count:
         raise FormatError("a record with the flag of extensions must have one at least")
@@ -277,8 +296,23 @@ def _skip_extensions(reader: ByteReader) -> None:
             raise FormatError("the tags of a record's extensions must ascend")
         if tag % 2 == 0:
             raise versions.unknown(f"the record has the extension {tag}")
-        reader.take(size)
+        found[tag] = bytes(reader.take(size))
         last, left = tag, left - size
+    return found
+
+
+def _read_rewound_at(content: bytes, version: int) -> int | None:
+    """Return the version that the extension names; None for other content.
+
+    That is not refused: a reader that ignores the extension reads the same records.
+    """
+    reader = ByteReader(content, "the extension")
+    try:
+        value = reader.number(version)
+        reader.end()
+    except FormatError:
+        return None
+    return value
 
 
 def _read_kind(reader: ByteReader) -> RecordKind:

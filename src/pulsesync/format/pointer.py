@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pulsesync.core.arguments import shown
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import signature, versions
-from pulsesync.format.layout import load_json
+from pulsesync.format.json_reader import load_json
 from pulsesync.format.manifest import MAX_VERSION
 
 FORMAT = "pulse-pointer/1"
@@ -55,10 +56,10 @@ class Pointer:
 
 def check_name(name: str) -> str:
     """Check and return the name of a pointer. Raises: ValueError."""
-    if not NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
             "the name of a pointer must be 1 to 64 lower-case letters, digits, '.', '_' or '-', the first a letter or "
-            f"digit, the last not '.'; got {name[:80]!r}"
+            f"digit, the last not '.'; got {shown(name)}"
         )
     return name
 
@@ -75,7 +76,7 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Pointer:
     line, block = _split(data)
     signed = signature.parse(block)
     if trust is not None:
-        signature.check(line, signed, trust)
+        signature.check_move(line, signed, trust)
     table = load_json(line, "the pointer")
     versions.check_name(table.get("format"), FORMAT, "the pointer")
     try:

@@ -1,19 +1,25 @@
 """Signatures of records and of moves of pointers: Ed25519 over the bytes, in a block that follows them.
 
-    key = SigningKey.generate()                        # key.secret goes into a file, key.public to the readers
+    key = SigningKey.from_file("trainer.key")          # as pulse keygen writes it; readers get key.public
     data = sign(record, key)
     check(record, parse(data[len(record) :]), trust={key.public})
 
-A run's key can let another key write squashed patches, and nothing else: `SigningKey.delegate`.
+A run's key can let another key write squashed patches, and nothing else: `SigningKey.delegate`. A reader can let a key
+move pointers, and nothing else: `trust_pointers`.
 """
 
 import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from pulsesync.core.arguments import shown
 from pulsesync.errors import FormatError, SignatureError
 from pulsesync.format import versions
+
+if TYPE_CHECKING:
+    from _typeshed import StrPath
 
 DELEGATION = "pulse-delegation/1"
 PAIR_BYTES = 32 + 64  # of a public key and a signature; a block is one pair, or two with a delegation
@@ -49,8 +55,11 @@ class SigningKey:
     delegation: Delegation | None = None
 
     def __post_init__(self) -> None:
-        if not _KEY.fullmatch(self.secret):
-            raise ValueError("a signing key must be 64 hexadecimal digits; make one with: pulse keygen")
+        if not isinstance(self.secret, str) or not _KEY.fullmatch(self.secret):
+            raise ValueError(
+                "a signing key must be 64 hexadecimal digits; make one with: pulse keygen FILE, and read it with: "
+                "SigningKey.from_file(FILE)"
+            )
 
     def __repr__(self) -> str:  # so that the secret never appears in a log
         return f"SigningKey(public={self.public!r})"
@@ -60,6 +69,22 @@ class SigningKey:
         import secrets
 
         return cls(secrets.token_hex(32))
+
+    @classmethod
+    def from_file(cls, file: "StrPath", delegation: Delegation | None = None) -> "SigningKey":
+        """Read the key in a file that `pulse keygen` wrote.
+
+        Raises:
+            OSError: the file cannot be read; ValueError: it does not contain a signing key.
+        """
+        with open(file, "rb") as opened:
+            text = opened.read(1 << 12).strip()
+        if not _KEY.fullmatch(text.decode("ascii", "replace")):
+            raise ValueError(
+                f"{file} must contain a signing key of 64 hexadecimal digits and nothing else; make one with: pulse "
+                "keygen FILE"
+            )
+        return cls(text.decode(), delegation)
 
     @property
     def public(self) -> str:
@@ -74,8 +99,25 @@ class SigningKey:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.secret)).sign(message).hex()
 
     def delegate(self, run: str, public: str) -> Delegation:
-        """Let a key squash a run: its owner passes the result to SigningKey as delegation."""
+        """Let a key squash a run: its owner passes the result to SigningKey as delegation.
+
+        Raises:
+            ValueError: `run` is not the id of a run, or `public` not a public key.
+        """
+        for name, value, digits in (("run", run, 32), ("public", public, 64)):
+            if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
+                raise ValueError(f"{name} must be {digits} hexadecimal digits; got {shown(value)}")
         return Delegation(self.public, self.sign(_statement(run, public)))
+
+
+def check_signing_key(key: SigningKey | None) -> SigningKey | None:
+    """Check and return a signing key, or None. Raises: TypeError, without what was given: it may be a secret."""
+    if key is not None and not isinstance(key, SigningKey):
+        raise TypeError(
+            f"signing_key must be a SigningKey; got a value of type {type(key).__name__}: read the file of a key with "
+            "SigningKey.from_file(FILE)"
+        )
+    return key
 
 
 def trusted(keys: str | Collection[str] | None) -> frozenset[str] | None:
@@ -85,13 +127,42 @@ def trusted(keys: str | Collection[str] | None) -> frozenset[str] | None:
         ValueError: no key is given, or something that is not a public key. An empty setting is a mistake in a
             configuration, and must not mean that all records are accepted.
     """
+    return None if keys is None else _public_keys("trust", keys)
+
+
+def trusted_for_pointers(keys: str | Collection[str] | None, trust: str | Collection[str] | None) -> frozenset[str]:
+    """The public keys that may sign moves of pointers and nothing else, given as one or several; None: there are none.
+
+    Keys in `trust` may do both.
+
+    Raises:
+        ValueError: as `trusted`; there is no `trust`, so that any key could publish; a key is in both.
+    """
     if keys is None:
-        return None
-    found = frozenset(key.lower() for key in ([keys] if isinstance(keys, str) else keys))
-    if not found or not all(_KEY.fullmatch(key) for key in found):
-        shown = ", ".join(repr(key[:80]) for key in sorted(found)) or "none"
-        raise ValueError(f"trust must be one or more public keys of 64 hexadecimal digits, or None; got {shown}")
+        return frozenset()
+    found = _public_keys("trust_pointers", keys)
+    if trust is None:
+        raise ValueError(
+            "trust_pointers= needs trust= as well: without the publisher's public key, versions that any key signed, "
+            "or none, would be accepted"
+        )
+    if both := found & _public_keys("trust", trust):
+        raise ValueError(
+            f"the key {min(both)} is in both trust= and trust_pointers=; keys in trust= may publish versions and move "
+            "pointers, keys in trust_pointers= may only move pointers: name it in one of them"
+        )
     return found
+
+
+def _public_keys(argument: str, keys: str | Collection[str]) -> frozenset[str]:
+    given = list(keys) if isinstance(keys, Collection) and not isinstance(keys, str | bytes) else [keys]
+    if not given or not all(isinstance(key, str) and _KEY.fullmatch(key.lower()) for key in given):
+        found = ", ".join(sorted(map(shown, given))) or "none"
+        raise ValueError(
+            f"{argument} must be one or more public keys of 64 hexadecimal digits, or None; got {found}. Keys in a "
+            "file are read by: pathlib.Path(file).read_text().split()"
+        )
+    return frozenset(key.lower() for key in given)
 
 
 def _statement(run: str, public: str) -> bytes:
@@ -149,14 +220,11 @@ def check(record: bytes, found: Signature | None, trust: Collection[str], squash
     """
     if found is None:
         raise SignatureError(
-            "the record is not signed, but trust= requires a signature: publish with signing_key=, or drop trust="
+            "the record is not signed, but trust= accepts only what one of its keys signed; nothing of it was applied. "
+            "If the trainer does not sign yet, have it publish with signing_key= to a new location: a run that began "
+            "without signatures cannot be signed later. If it does, another program has written this record"
         )
-    if not _verify(found.key, found.signature, record):
-        raise SignatureError(
-            "the signature is not valid for this record: one of them was changed; restore the record from a "
-            "backup, and find what changed it",
-            public_key=found.key,
-        )
+    _check_valid(record, found, "record")
     if found.key in trust:
         return
     said = found.delegation
@@ -171,6 +239,32 @@ def check(record: bytes, found: Signature | None, trust: Collection[str], squash
         raise SignatureError(
             "the delegated key that signed this record was not allowed to write it: it may sign squashed "
             "patches of its own run only",
+            public_key=found.key,
+        )
+
+
+def check_move(move: bytes, found: Signature | None, trust: Collection[str]) -> None:
+    """Check that one of these keys signed a move of a pointer; a delegate may not. Raises: SignatureError."""
+    if found is None:
+        raise SignatureError(
+            "the move is not signed, but trust= accepts only what one of its keys signed. Move the pointer again with "
+            "signing_key= (pulse point --key)"
+        )
+    _check_valid(move, found, "move")
+    if found.key not in trust:
+        raise SignatureError(
+            f"the move is signed by the key {found.key}, which may not move pointers. Compare it with the public key "
+            "on the operator's machine, and do not copy it from here: if they are the same, add it to "
+            "trust_pointers=; if not, another program writes to this run, and must be stopped",
+            public_key=found.key,
+        )
+
+
+def _check_valid(data: bytes, found: Signature, what: str) -> None:
+    if not _verify(found.key, found.signature, data):
+        raise SignatureError(
+            f"the signature is not valid for this {what}: one of them was changed; restore the {what} from a backup, "
+            "and find what changed it",
             public_key=found.key,
         )
 

@@ -42,7 +42,7 @@ from pulsesync.group.ends import (
     addresses_of,
 )
 from pulsesync.group.session import FailureCollector, SyncSession
-from pulsesync.state.views import mapping_of
+from pulsesync.state.views import Cast, mapping_of, read_cast
 
 NOTE_BYTES = 1024  # size of a note between ranks, plus 16 for each source
 
@@ -90,7 +90,7 @@ class Broadcast:
         group: Any = None,
         src: int | Sequence[int] = 0,
         *,
-        cast: str | Mapping[str, str] | None = None,
+        cast: "Cast | Mapping[str, Cast] | None" = None,
         timeout_s: float = 300.0,
         method: Method | Literal["auto"] = "auto",
         bucket_weights: int | None = None,
@@ -99,7 +99,7 @@ class Broadcast:
             raise ValueError(f"method must be one of {', '.join(map(repr, ('auto', *METHODS)))}; got {method!r}")
         self.method = method
         self.costs = CostModel()
-        self._cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
+        self._cast = read_cast(cast)
         self._timeout_s, self._bucket_weights = timeout_s, bucket_weights
         self._model: LocalModel | None = None  # the last one, if the next sync can recognize it by its addresses
         self._end: GroupEnd | None = None  # source or receiver, since this rank first joined

@@ -30,12 +30,14 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from pulsesync.core import arguments
+from pulsesync.core.scratch import make_private
 from pulsesync.errors import (
     BaseMismatchError,
     ChecksumError,
     ConflictError,
+    FormatError,
     MissingLinkError,
     NotFoundError,
     NothingPublishedError,
@@ -44,9 +46,10 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
+from pulsesync.format.json_reader import load_json
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
 from pulsesync.run.heartbeats import HeartbeatWriter
@@ -108,6 +111,7 @@ class HuggingFaceFolder:
         location: A path or URL of the run, or a store.
         folder: Where the weights go: a folder that is empty, does not exist yet, or was used for this before.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         cache: A folder for fetched bytes, which other processes may share; if not given, a small one in the folder.
         hold_s: Seconds for which a copy that is no longer current is not changed, so that a program that has begun to
             load it can finish; `reading` keeps it longer.
@@ -130,6 +134,7 @@ class HuggingFaceFolder:
         folder: str | Path,
         *,
         trust: str | Collection[str] | None = None,
+        trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         hold_s: float = 0.0,
         shard_bytes: int = SHARD_BYTES,
@@ -139,13 +144,14 @@ class HuggingFaceFolder:
         heartbeat: str | None = None,
     ) -> None:
         self._target = FollowTarget(follow, max_staleness)
-        self.folder = Path(folder)
-        self.trust = trusted(trust)
-        self.hold_s, self.shard_bytes, self.follow_replaced = hold_s, shard_bytes, follow_replaced
+        self.folder = arguments.folder("folder", folder)
+        self.trust, self._movers = trusted(trust), trusted_for_pointers(trust_pointers, trust)
+        self.hold_s, self.follow_replaced = arguments.seconds("hold_s", hold_s), follow_replaced
+        self.shard_bytes = arguments.whole("shard_bytes", shard_bytes, 1, what="a number of bytes")
         store = open_store(location)
         self._origin = store
         self._own_cache = cache is None
-        self._cache = Path(cache) if cache is not None else self.folder / CACHE
+        self._cache = arguments.folder("cache", cache) if cache is not None else self.folder / CACHE
         self.store: Store = CachedStore(store, self._cache)
         self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
         self._events = SyncEvents(location_of(store), self._heartbeat)
@@ -196,6 +202,7 @@ class HuggingFaceFolder:
         Raises:
             PulseError: as `Subscriber.sync`. `current` is then unchanged, and the same call can be repeated.
         """
+        version = arguments.optional_whole("version", version, what="the number of a version")
         try:
             done = self._update(version)
         except NothingPublishedError as e:  # it waits for a version; metrics do not count that as a failure
@@ -248,7 +255,7 @@ class HuggingFaceFolder:
         Raises:
             RunChangedError: the location has another run than the folder; NothingPublishedError.
         """
-        records, current = RunReader(self.store, self.trust), self.current
+        records, current = RunReader(self.store, self.trust, trust_pointers=self._movers), self.current
         try:
             if current:
                 records.check_run(current.run, current.version, current.digest)
@@ -379,7 +386,8 @@ class _Side:
         """Wait for processes that load this copy with `reading`, and keep others out."""
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
-            lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            refuse_link(self.folder)
+            lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
@@ -443,9 +451,9 @@ def fetch_file(store: Store, file: FileRef) -> bytes:
 def read_mark(folder: Path) -> CopyRecord | None:
     """Read the `pulse.json` of a copy; None if there is none, or it is malformed."""
     try:
-        table: dict[str, Any] = json.loads((folder / MARK).read_bytes())
+        table = load_json((folder / MARK).read_bytes(), MARK)
         return CopyRecord(str(table["run"]), int(table["version"]), int(table["step"]), str(table["digest"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, FormatError):
         return None
 
 
@@ -486,12 +494,14 @@ def _current(folder: Path) -> str | None:
 def owned(folder: Path) -> Iterator[None]:
     """Be the only process that writes to a folder, which must be empty or one that this function has used before."""
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         if not (folder / LOCK).exists() and any(folder.iterdir()):
             raise StoreError(
                 f"{folder} contains other files; give a folder that is empty or does not exist", key=str(folder)
             )
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        for name in ("a", "b", CACHE):
+            refuse_link(folder / name)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -502,6 +512,16 @@ def owned(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def refuse_link(path: Path) -> None:
+    """Raises: StoreError, if a folder in which other files are deleted is a link to a folder of someone else."""
+    if path.is_symlink():
+        raise StoreError(
+            f"{path} is a symbolic link to {os.readlink(path)}, whose other files would be deleted: remove the link, "
+            "or give another folder",
+            key=str(path),
+        )
+
+
 def _write(path: Path, data: bytes) -> None:
     """Ensure that a file has these bytes and is on the disk; it is not written again if it has them."""
     with writing(path):
@@ -509,7 +529,8 @@ def _write(path: Path, data: bytes) -> None:
             if path.stat().st_size == len(data) and path.read_bytes() == data:
                 return
         spool = path.with_name(f".new-{path.name}")
-        with spool.open("wb") as file:
+        spool.unlink(missing_ok=True)
+        with spool.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

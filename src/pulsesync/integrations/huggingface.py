@@ -34,7 +34,7 @@ from pulsesync.integrations.pretrained import (
 from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.state.views import CASTS
+from pulsesync.state.views import CASTS, read_cast
 from pulsesync.store import Location
 
 __all__ = ["PulseCallback"]  # noqa: F822 - by __getattr__, below
@@ -48,7 +48,8 @@ class PublishingCallback:
     """Publishes the weights of a Trainer: when training begins, and after every optimizer step.
 
     The first version has the weights that training starts with. A run that exists is resumed: version numbers increase,
-    and the step is the trainer's. When training ends, everything is sent and the publisher is closed; another `train()`
+    and the step is the trainer's. Another model is refused, unless the Trainer has loaded a checkpoint; `resume=True`
+    publishes it nevertheless. When training ends, everything is sent and the publisher is closed; another `train()`
     resumes the run. After an exception in training, call `close`, or let the process end: what was published is sent
     then.
 
@@ -131,6 +132,7 @@ class PublishingCallback:
         weights = self._weights(model)
         if self.publisher is None:
             options = {**self.options, "cast": self._cast(weights, args)}
+            options.setdefault("resume", state.global_step > 0)  # the Trainer has loaded a checkpoint
             options["files"] = {**self._files(model, processing_class, options["cast"]), **(options.get("files") or {})}
             self.publisher = self._open(sharded, args, options)
         self._publish(weights, state.global_step)
@@ -211,7 +213,7 @@ class PublishingCallback:
     def _files(self, model: Any, processing_class: Any, cast: Any) -> dict[str, bytes]:
         if self._as == "only":
             return adapter_weights(model, save_embeddings=self._save_embeddings)[1]
-        chosen = cast.get("*") if isinstance(cast, Mapping) else cast
+        chosen = read_cast(cast).get("*")
         of = merged_files if self._as == "merged" else checkpoint_files
         return of(model, processing_class, dtype=CASTS.get(chosen or ""))
 
@@ -230,7 +232,7 @@ class PublishingCallback:
                 "most weights change in every step, so that patches are large. Pass cast='BF16' if workers use BF16, "
                 "or cast={} to publish FP32 without this warning."
             )
-            return None
+            return {}
         return _CASTS[precision]
 
     def _open(self, sharded: bool, args: Any, options: dict[str, Any]) -> Publisher:

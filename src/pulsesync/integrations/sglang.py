@@ -19,13 +19,14 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from pulsesync.errors import GroupError, PulseError, StateError, VerificationError
+from pulsesync.errors import GroupError, PulseError, StateError, StoreError, VerificationError
 from pulsesync.group.collective import Collective, SoloTeam, Team
 from pulsesync.integrations.engine.adapter import EngineAdapter
+from pulsesync.integrations.engine.answers import STATUS, check_fields
 from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions, find_version
 from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, TIMEOUT_S, EngineServer
 from pulsesync.integrations.engine.together import move_together
-from pulsesync.integrations.engine.update import UpdateReport, check_version, merged_status, raise_error
+from pulsesync.integrations.engine.update import UpdateReport, check_version, merged_status
 from pulsesync.integrations.runtime import EngineRank
 
 __all__ = ["LOADER", "SglangServer", "load", "request"]
@@ -37,6 +38,8 @@ MOST_BYTES = 1 << 16  # the largest request
 READY_S = 120.0  # how long an update is prepared while the server generates; after that the pause includes the rest
 FIRST_POLL_S, MAX_POLL_S = 0.25, 2.0  # between two checks whether it is ready, each of which pauses the server shortly
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+
+_MAX_RANKS = 1 << 14  # a request has a copy for each rank
 
 logger = logging.getLogger(__name__)
 
@@ -222,13 +225,19 @@ class SglangServer(EngineServer):
         url: Its address, such as http://127.0.0.1:30000.
         api_key: The key that it was started with (--admin-api-key, or else --api-key), if any.
         timeout_s: How long an update may take.
+        api_key_in_clear: Send the key over http to another machine, too, although it can be read on the network.
+
+    Raises:
+        ValueError: as for `EngineServer`.
     """
 
     engine = "SGLang"
     key_hint = "pass it with --api-key, PULSE_SGLANG_API_KEY or SglangServer(api_key=)"
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        super().__init__(url, api_key=api_key, timeout_s=timeout_s)
+    def __init__(
+        self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S, api_key_in_clear: bool = False
+    ) -> None:
+        super().__init__(url, api_key=api_key, timeout_s=timeout_s, api_key_in_clear=api_key_in_clear)
         self._ranks = 0  # 0 until the server was asked
         self._known: dict[str, Any] | None = None  # its last status, valid while its weight_version is the same
         self._pause_s = 0.0
@@ -244,7 +253,7 @@ class SglangServer(EngineServer):
         named = self._get("/model_info").get("weight_version")
         if self._known is None or self._known["weight_version"] != named:
             self._check_started()
-            self._known = {**self._ask({"do": "status"}, "in_place"), "weight_version": named}
+            self._known = {**self._ask_status({"do": "status"}), "weight_version": named}
         known = self._known
         cached = known["version"] is not None and named != str(
             known["version"]
@@ -262,20 +271,26 @@ class SglangServer(EngineServer):
         names = {"weight_version": str(goal), "flush_cache": kv_cache == "drop"}
         mode = "retract" if kv_cache == "drop" else "in_place"  # a cache can be dropped if no request uses it
         report = self._ask({**message, "do": "update"}, mode, **names)
-        return UpdateReport.parse({**report, "pause_s": paused_s + self._pause_s})
+        with self._named_in_errors():
+            return UpdateReport.parse({**report, "pause_s": paused_s + self._pause_s})
 
     def _prepare(self, message: dict[str, Any]) -> float:
         """Let the ranks fetch, check and decode while the server generates; return how long it was paused."""
         began, wait_s, paused_s = time.monotonic(), FIRST_POLL_S, 0.0
         while True:
-            status = self._ask({**message, "do": "prepare"}, "in_place")
+            status = self._ask_status({**message, "do": "prepare"})
             paused_s += self._pause_s
             if status["failure"]:
-                raise_error([{"error": status["failure"]}])
+                self._raise_error({"error": status["failure"]})
             if status["update"] == "ready" or time.monotonic() - began > READY_S:
                 return paused_s
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_POLL_S)
+
+    def _ask_status(self, message: dict[str, Any]) -> dict[str, Any]:
+        status = self._ask(message, "in_place")
+        with self._named_in_errors():
+            return check_fields(status, STATUS)
 
     def _ask(self, message: dict[str, Any], mode: str, **given: Any) -> dict[str, Any]:
         """Pause, send a request to the ranks, and resume; return their answer. Raises: PulseError."""
@@ -329,10 +344,9 @@ class SglangServer(EngineServer):
         text = str(answer.get("message", ""))
         try:  # SGLang adds a sentence of its own after the JSON
             table = json.JSONDecoder().raw_decode(text)[0]
-        except ValueError:
+        except (ValueError, RecursionError):
             table = None
-        if isinstance(table, dict):
-            raise_error([table])
+        self._raise_error(table)
         if code != 200:
             raise self._refusal(code, answer, "/update_weights_from_tensor")
         if not isinstance(table, dict):
@@ -345,12 +359,17 @@ class SglangServer(EngineServer):
     def _check_started(self) -> None:
         """Raises: PulseError, if the server was not started with our loader; a request would then end it."""
         info = self._get("/server_info")
-        if LOADER not in (info.get("custom_weight_loader") or []):
+        with self._named_in_errors():
+            ranks = check_fields(info, {"tp_size": (int,)})["tp_size"]
+            if not 0 < ranks <= _MAX_RANKS:
+                raise StoreError(f"the answer is malformed: it says that there are {ranks} ranks", retryable=True)
+        loaders = info.get("custom_weight_loader")
+        if not isinstance(loaders, list) or LOADER not in loaders:
             raise PulseError(
                 f"the server at {self.url} cannot be updated: start it with `python -m sglang.launch_server "
                 f"--model-path MODEL --custom-weight-loader {LOADER}`, in an environment where pulsesync is installed"
             )
-        self._ranks = int(info["tp_size"])
+        self._ranks = ranks
 
     def _get(self, path: str) -> dict[str, Any]:
         code, answer = self._call("GET", path, STATUS_TIMEOUT_S)

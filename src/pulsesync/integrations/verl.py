@@ -25,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
@@ -41,7 +40,7 @@ from pulsesync.publish.lifecycle import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.views import torch_dtype
+from pulsesync.state.views import read_cast, torch_dtype
 
 BACKEND = "pulse"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between two checks of the store while the trainers publish
@@ -70,6 +69,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         location: A path or URL of the run, which all processes can reach.
         cast: The dtype that FP32 tensors are published in: one for all, or by name pattern, "" to leave them FP32.
         anchor_every: As for `Publisher`.
+        resume: As for `Publisher`.
         signing_key: A file with the signing key, on the host of trainer rank 0. The key itself cannot be an option,
             because verl logs its configuration.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused.
@@ -90,6 +90,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         location: str,
         cast: str | Mapping[str, str] | None = "BF16",
         anchor_every: float = 1.0,
+        resume: bool = False,
         signing_key: str | None = None,
         trust: str | Sequence[str] | None = None,
         cache: str | None = None,
@@ -97,8 +98,8 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         self.bucket_size, self.is_master = bucket_size, is_master
         self.location, self.timeout_s = location, timeout_s
-        self._cast = cast if cast is None or isinstance(cast, str) else dict(cast)  # verl may pass OmegaConf's types
-        self._anchor_every, self._key_file = anchor_every, signing_key
+        self._cast = None if cast is None else read_cast(cast)
+        self._anchor_every, self._resume, self._key_file = anchor_every, resume, signing_key
         keys = trust if trust is None or isinstance(trust, str) else list(trust)
         self._subscriber = Subscriber(location, trust=keys, cache=cache)
         self._trust = trusted(keys)
@@ -172,9 +173,9 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return self._publisher.publish(share.tensors, step=step)
 
     def _open(self, team: Team) -> Publisher:
-        options: dict[str, Any] = {"cast": self._cast, "anchor_every": self._anchor_every}
+        options: dict[str, Any] = {"cast": self._cast, "anchor_every": self._anchor_every, "resume": self._resume}
         if self._key_file is not None and team.rank == 0:
-            options["signing_key"] = SigningKey(Path(self._key_file).read_text(encoding="ascii").strip())
+            options["signing_key"] = SigningKey.from_file(self._key_file)
         return Publisher(self.location, team=team, **options)
 
     def _meet(self, trainers: int) -> Team:

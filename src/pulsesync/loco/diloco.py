@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from pulsesync.core import arguments
 from pulsesync.errors import MissingLinkError, RoundError, StateError, StoreError
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate, WholeUpdate
@@ -94,10 +95,14 @@ class _PeriodicTrainer(FragmentTrainer):
             raise TypeError(
                 f"outer must be pulsesync.loco.Nesterov(lr, momentum) or SGD(lr); got {type(outer).__name__}"
             )
+        sync_every = arguments.whole("sync_every", sync_every, 1, what="a number of steps")
+        delay = arguments.whole("delay", delay, what="a number of steps")
+        blend = arguments.number("blend", blend, what="a fraction")
+        arguments.function("on_round", on_round)
         about = f"{type(self).__name__} {outer} {gate} sync_every={sync_every} delay={delay} blend={float(blend)}"
         super().__init__(model, inner_optimizer, exchange, gate, rule(outer), about, on_round)
         count = len(self._tensors)
-        if sync_every < 1 or sync_every % count or not 0 <= delay < sync_every // count or not 0 <= blend <= 1:
+        if sync_every % count or not 0 <= delay < sync_every // count or not 0 <= blend <= 1:
             raise ValueError(
                 f"sync_every={sync_every} must be a multiple of the number of fragments, {count}; delay={delay} must "
                 f"be below the steps between two rounds of a fragment; and blend={blend} must be from 0 to 1"

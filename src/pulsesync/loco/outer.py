@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from pulsesync.core.arguments import number
 from pulsesync.core.types import MovedEntries
 from pulsesync.loco.gate import ReadPiece, SparseVector
 from pulsesync.loco.vectors import HOST, Vector, Vectors, as_number, vectors_of
@@ -46,6 +47,8 @@ class SGD:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
+        number("lr", self.lr, what="a number", above=0)
+        number("momentum", self.momentum, what="a number")
         if not (self.lr > 0 and 0 <= self.momentum < 1) or (self.nesterov and not self.momentum):
             raise ValueError(
                 f"lr must be above 0, and momentum from 0 to below 1 (above 0 for Nesterov); got lr={self.lr}, "

@@ -94,8 +94,8 @@ class StoreCheck:
     def run(self) -> Iterator[Finding]:
         """Yield what each check finds; remove what was written, whatever happens."""
         yield Finding("location", "ok", _describe(self.store))
-        yield self._credentials()
         reading = self._read()
+        yield self._credentials(reading)
         yield reading
         if reading.status == "fail":
             yield Finding("other checks", "skipped", "the store cannot be read")
@@ -114,8 +114,13 @@ class StoreCheck:
 
     # Reading
 
-    def _credentials(self) -> Finding:
+    def _credentials(self, reading: Finding) -> Finding:
+        """Where the credentials come from. Whether there are any is known only after a request succeeded."""
         if (source := getattr(self.store, "credentials_from", None)) is not None:
+            if reading.status == "fail":
+                return Finding(
+                    "credentials", "skipped", f"from {source}; not known to work, because nothing could be read"
+                )
             return Finding("credentials", "ok", f"from {source}")
         if self._is_http:
             shown = "a token is sent" if getattr(self.store, "has_token", False) else "no token is sent"
@@ -340,7 +345,9 @@ class StoreCheck:
         except PulseError as e:
             return Finding("joining", "fail", e.reason, "pulse verify shows which records are bad")
         size = sum(record.size_bytes for record in path)
-        found = f"a worker that joins fetches {size:,} bytes: an anchor and {len(path) - 1} patches"
+        later = len(path) - 1
+        patches = "" if not later else " and 1 patch" if later == 1 else f" and {later} patches"
+        found = f"a worker that joins fetches {size:,} bytes: an anchor{patches}"
         return Finding("joining", "ok", found, None, {"bytes": float(size)})
 
     def _download(self, newest: Manifest) -> Finding:

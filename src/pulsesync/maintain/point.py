@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Collection
 
+from pulsesync.core.arguments import whole
 from pulsesync.errors import (
     ConflictError,
     MissingLinkError,
@@ -22,7 +23,7 @@ from pulsesync.format import signature
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.pointer import Pointer, check_name
-from pulsesync.format.signature import SigningKey, trusted
+from pulsesync.format.signature import SigningKey, check_signing_key, trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.reader import RunReader
 from pulsesync.store import Location, open_store
@@ -37,6 +38,7 @@ def move_pointer(
     *,
     signing_key: SigningKey | None = None,
     trust: str | Collection[str] | None = None,
+    trust_pointers: str | Collection[str] | None = None,
     epoch_patches: int = EPOCH_PATCHES,
 ) -> Pointer:
     """Move a pointer to a version, or create it if there is none of this name; return its newest move.
@@ -50,6 +52,7 @@ def move_pointer(
         version: The version that it names from now on, newer or older than the one before.
         signing_key: Signs the move; required if the run is signed.
         trust: Public keys whose records are accepted; None: that of the signing key, if one is given.
+        trust_pointers: Public keys whose earlier moves are accepted as well; that of the signing key always is.
         epoch_patches: As for a `Subscriber`.
 
     Raises:
@@ -59,9 +62,14 @@ def move_pointer(
             FormatError, ChainError; StoreError: if it is `retryable`, the same call can be repeated.
     """
     check_name(name)
+    check_signing_key(signing_key)
+    version = whole("version", version, what="the number of a version")
     store = open_store(location)
+    movers = trusted_for_pointers(trust_pointers, trust)
     allowed = trusted(signing_key.public if trust is None and signing_key else trust)
-    records = RunReader(store, allowed, epoch_patches=epoch_patches)
+    if signing_key is not None:
+        movers |= {signing_key.public}
+    records = RunReader(store, allowed, epoch_patches=epoch_patches, trust_pointers=movers)
     goal = _target(records, version, signing_key)
     last = records.pointer(name)
     if last is not None and (last.run, last.version, last.digest) == (goal.run, goal.version, goal.digest):

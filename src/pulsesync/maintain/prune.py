@@ -13,19 +13,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
+from pulsesync.core import arguments
 from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import FormatError, NotFoundError
+from pulsesync.format.json_reader import read_json
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys
+from pulsesync.run.clock import store_time
+from pulsesync.run.keys import PRUNED
 from pulsesync.run.pointers import list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.store import LocalStore, ObjectEntry, Store
 
 __all__ = ["PruneReport", "prune"]
 
-PRUNED = "pruned/"
-CLOCK = "pruned/clock"  # an object that is written to read the store's own time
 ORPHAN_HOURS = 24.0  # age after which a body that no record names counts as left over from a crash
 HEARTBEAT_HOURS = 7 * 24.0  # after which the heartbeat of a worker is deleted
 HOUR = 3600.0
@@ -56,7 +59,8 @@ def prune(
     keep_versions: int = 100,
     keep_hours: float = 24.0,
     grace_hours: float = 1.0,
-    trust: Collection[str] | None = None,
+    trust: str | Collection[str] | None = None,
+    trust_pointers: str | Collection[str] | None = None,
     progress: Report = quietly,
 ) -> PruneReport:
     """Delete what no worker should need: see docs/protocol.md, Retention. All times are by the store's clock.
@@ -69,13 +73,11 @@ def prune(
             is a record that existed at the beginning, nothing was deleted. Lists, and records that appear meanwhile,
             are read later: what was deleted by then stays deleted, and the next prune continues.
     """
-    if keep_versions < 1 or keep_hours < 0 or grace_hours < 0:
-        raise ValueError(
-            "keep_versions must be at least 1, and keep_hours and grace_hours must not be negative; got "
-            f"{keep_versions=}, {keep_hours=}, {grace_hours=}"
-        )
-    now_s = _now(store)
-    records = RunReader(store, trust)
+    keep_versions = arguments.whole("keep_versions", keep_versions, 1, what="a number of versions")
+    keep_hours = arguments.number("keep_hours", keep_hours, what="a number of hours")
+    grace_hours = arguments.number("grace_hours", grace_hours, what="a number of hours")
+    now_s = store_time(store)
+    records = RunReader(store, trusted(trust), trust_pointers=trusted_for_pointers(trust_pointers, trust))
     versions = list(_read(store, records, "manifests/", progress))
     others = [record for prefix in ("anchors/", "squashes/") for record in _read(store, records, prefix, progress)]
     pointers = _pointers(store, records, versions)
@@ -108,14 +110,8 @@ def prune(
     return PruneReport(None if newest is None else first, newest, taken, len(gone) - taken, bodies, freed, pinned_by)
 
 
-def _now(store: Store) -> float:
-    """Return the store's time: that of an object just written."""
-    store.put(CLOCK, b"")
-    return next(entry.modified_s for entry in store.list(PRUNED) if entry.key == CLOCK)
-
-
 def _read(store: Store, records: RunReader, prefix: str, progress: Report) -> Iterator[tuple[ObjectEntry, Manifest]]:
-    entries = list(store.list(prefix))
+    entries = [entry for entry in store.list(prefix) if keys.is_record(entry.key)]
     for done, entry in enumerate(entries, 1):
         record = records.look(entry.key)
         progress(done, len(entries), f"reading {prefix}")
@@ -173,12 +169,14 @@ def _take_out(store: Store, doomed: list[str], gone: list[Manifest], progress: R
 def _listed(store: Store, key: str) -> list[str]:
     """Return the list that an earlier prune wrote. Raises: FormatError."""
     try:
-        named = json.loads(store.get(key, 0, MAX_LIST_BYTES))
-    except ValueError as e:
+        named = read_json(store.get(key, 0, MAX_LIST_BYTES + 1), key, MAX_LIST_BYTES)
+        if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+            raise FormatError(f"{key} contains something else")
+    except FormatError as e:
         raise FormatError(
-            f"{key} must be a list of pruned objects, but cannot be read as one; delete it, and prune again"
+            f"{key} must be a list of pruned objects, but cannot be read as one; delete it, and prune again", key=key
         ) from e
-    return [key for key in named if isinstance(key, str)] if isinstance(named, list) else []
+    return named
 
 
 def _bodies(record: Manifest) -> Iterator[str]:
@@ -204,7 +202,7 @@ def _delete_bodies(
     stored = {entry.key: entry for prefix in _BODIES for entry in store.list(prefix)}
     waiting: set[str] = set()
     due: set[str] = set()
-    lists = [entry for entry in store.list(PRUNED) if entry.key != CLOCK]
+    lists = [entry for entry in store.list(PRUNED) if keys.is_pruned_list(entry.key)]
     for entry in lists:
         listed = _listed(store, entry.key)
         if entry.modified_s > now_s - grace_s:
@@ -244,8 +242,8 @@ def _still_unused(
     The bytes of a patch can recur. Then its publisher writes the body again before it creates the record.
     """
     there = {entry for prefix in _BODIES for entry in store.list(prefix)}
-    unseen = [entry.key for prefix in _RECORDS for entry in store.list(prefix) if entry.key not in seen]
-    named = {key for record in map(records.look, unseen) if record for key in _bodies(record)}
+    unseen = [entry.key for prefix in _RECORDS for entry in store.list(prefix) if keys.is_record(entry.key)]
+    named = {key for record in map(records.look, set(unseen).difference(seen)) if record for key in _bodies(record)}
     going = [entry for entry in doomed if entry in there and entry.key not in named]
     if len(going) < len(doomed):
         logger.info("%d bodies were written again before they were deleted, and are kept.", len(doomed) - len(going))

@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pulsesync.core import arguments
 from pulsesync.core.types import Sum
 from pulsesync.errors import ConflictError, MissingLinkError
 from pulsesync.format import patch, signature
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import BaseRef, Manifest, RecordKind
-from pulsesync.format.signature import SigningKey, trusted
+from pulsesync.format.signature import SigningKey, check_signing_key, trusted
 from pulsesync.format.weights import Changes, Overlay, compose, inverse
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body, inline_share, keep_body, put_body
@@ -24,7 +25,7 @@ from pulsesync.run.reader import CACHE_BYTES, RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.views import new_tensors
-from pulsesync.store import CachedStore, Location, Store, open_store
+from pulsesync.store import CachedStore, Location, open_store
 
 __all__ = ["SquashReport", "Squasher"]
 
@@ -82,14 +83,17 @@ class Squasher:
         cache: str | Path | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
+        self.signing_key = check_signing_key(signing_key)
         store = open_store(location)
-        self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
-        self.signing_key = signing_key
+        if cache is not None:
+            store = CachedStore(store, arguments.folder("cache", cache), CACHE_BYTES)
+        self.store = store
         self.trust = trusted(trust)
         self._epoch_patches = epoch_patches
         self._state: AnyState | None = None
         self._at: Manifest | None = None  # the epoch start of the state
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span
+        self.waits_for = ""  # what the next squashed patch waits for, when all that are possible now exist
 
     def run(self) -> list[SquashReport]:
         """Write every squashed patch that is possible now and does not exist yet.
@@ -106,9 +110,14 @@ class Squasher:
             while self._ready(records := RunReader(self.store, self.trust, epoch_patches=self._epoch_patches)):
                 assert self._at is not None
                 epoch = self._epoch(self._at, records)
-                if epoch is None:
+                if len(epoch) < self._epoch_patches:
+                    self.waits_for = (
+                        f"one replaces {self._epoch_patches} patches, and the epoch that begins at version "
+                        f"{self._at.version} has {len(epoch)} so far"
+                    )
                     return
                 yield from self._take(self._at, epoch, records)
+            self.waits_for = "the run has no anchor yet, and the first squashed patch begins at one"
         except BaseException:
             self._state, self._at, self._spans = None, None, {}  # what was not written is computed again
             raise
@@ -151,13 +160,13 @@ class Squasher:
             version += 1
         return False
 
-    def _epoch(self, at: Manifest, records: RunReader) -> list[Manifest] | None:
-        """Return the patches of the epoch that begins at a version, if it is complete."""
+    def _epoch(self, at: Manifest, records: RunReader) -> list[Manifest]:
+        """Return the patches of the epoch that begins at a version: as many as there are."""
         found: list[Manifest] = []
         while len(found) < self._epoch_patches:
             record = records.version(at.version + 1 + len(found))
             if record is None:
-                return None
+                break
             planner.accept(Position.of(found[-1] if found else at), record)
             found.append(record)
         return found

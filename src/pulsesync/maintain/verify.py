@@ -9,7 +9,6 @@ other records are looked for under the keys that versions name, or that they cou
 """
 
 import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from pulsesync.errors import (
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body, stream_bodies
 from pulsesync.run.planner import Position
@@ -42,7 +41,6 @@ from pulsesync.store import Location, Store, open_store
 __all__ = ["CheckedRecord", "RunVerifier"]
 
 MISSED = 2  # levels without a squashed patch after which higher levels are not searched
-_KEY = re.compile(r"(manifests|anchors|squashes/\d\d)/\d{16}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def _listed(store: Store) -> list[str] | None:
         entries = [entry for prefix in ("manifests/", "anchors/", "squashes/") for entry in store.list(prefix)]
     except StoreError:
         return None
-    return [entry.key for entry in entries if _KEY.fullmatch(entry.key)]
+    return [entry.key for entry in entries if keys.is_record(entry.key)]
 
 
 def _walk_back(records: RunReader, newest: Manifest, limit: int | None) -> Iterator[FoundRecord]:
@@ -164,6 +162,7 @@ class CheckedRecord:
     key: str
     record: Manifest | Pointer | None
     fault: str | None
+    blocked: bool = False  # whether the fault is only that a record before it is bad, so that it could not be checked
 
 
 class RunVerifier:
@@ -174,6 +173,7 @@ class RunVerifier:
     Args:
         location: A path or URL of the run, or a store.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         epoch_patches: As for a `Subscriber`.
         progress: Called with how many records were read, of how many, and what is done, while they are read.
 
@@ -187,12 +187,14 @@ class RunVerifier:
         location: Location,
         *,
         trust: str | Collection[str] | None = None,
+        trust_pointers: str | Collection[str] | None = None,
         epoch_patches: int = EPOCH_PATCHES,
         progress: Report = quietly,
     ) -> None:
         self.store = open_store(location)
         self.trust = trusted(trust)
-        self._records = RunReader(self.store, self.trust, epoch_patches=epoch_patches)
+        movers = trusted_for_pointers(trust_pointers, trust)
+        self._records = RunReader(self.store, self.trust, epoch_patches=epoch_patches, trust_pointers=movers)
         self.found = find_records(self._records, progress=progress)  # all records that will be checked
         if not self.found:
             raise NotFoundError(
@@ -202,6 +204,7 @@ class RunVerifier:
             )
         self._state: HostState | None = None
         self._position: Position | None = None
+        self._bad: set[int] = set()  # versions that are bad, or could not be checked
         self._files: dict[str, str | None] = {}  # id -> fault
 
     def run(self) -> Iterator[CheckedRecord]:
@@ -219,6 +222,9 @@ class RunVerifier:
                 squashes[found.record.base.version].append(found)
         for found in self.found:
             if found.record is None:
+                kind, _, number = found.key.rpartition("/")
+                if kind == "manifests":
+                    self._bad.add(int(number))
                 yield CheckedRecord(found.key, None, found.fault)
             elif found.record.kind == RecordKind.VERSION:
                 version = found.record.version
@@ -239,7 +245,7 @@ class RunVerifier:
                     goal = self._records.version(move.version) if move else None
                     if move and (goal or number == numbers[-1]):
                         check_target(move, goal)
-                yield CheckedRecord(keys.pointer_key(name, number), move, faults[0] if faults else None)
+                yield faults.about(keys.pointer_key(name, number), move)
 
     def _version(
         self, found: FoundRecord, anchors: list[FoundRecord], squashes: list[FoundRecord]
@@ -254,6 +260,7 @@ class RunVerifier:
                 self._replay(record)
             elif record.base is not None and not anchors:
                 self._position = None
+                faults.blocked = record.base.version in self._bad
                 raise MissingLinkError(f"its base, version {record.base.version}, could not be replayed")
             elif not anchors:
                 self._position = None
@@ -263,18 +270,21 @@ class RunVerifier:
             else:
                 self._position = None
             self._check_files(record)
-        checked = [CheckedRecord(found.key, record, faults[0] if faults else None)]
+        checked = [faults.about(found.key, record)]
         for one in anchors:
             with _noted(one.key) as faults:
                 self._check_anchor(one.record, record)
-            checked.append(CheckedRecord(one.key, one.record, faults[0] if faults else None))
+            checked.append(faults.about(one.key, one.record))
         if self._position is None and anchors and not checked[0].fault:
-            checked[0] = CheckedRecord(found.key, record, "it can be reached only from its anchor, which is bad")
+            checked[0] = CheckedRecord(found.key, record, "it can be reached only from its anchor, which is bad", True)
+        if checked[0].fault and self._position is None:
+            self._bad.add(record.version)
         yield from checked
         for one in squashes:
             with _noted(one.key) as faults:
+                faults.blocked = self._position is None and record.version in self._bad
                 self._check_squash(one.record)
-            yield CheckedRecord(one.key, one.record, faults[0] if faults else None)
+            yield faults.about(one.key, one.record)
 
     def _replay(self, record: Manifest) -> None:
         assert self._state is not None
@@ -332,16 +342,27 @@ class RunVerifier:
                 raise ChecksumError(fault, expected=file.id)
 
 
+@dataclass
+class _Faults:
+    """What was found in a record."""
+
+    first: str | None = None
+    blocked: bool = False  # whether a fault, if there is one, is only that a record before it is bad
+
+    def about(self, key: str, record: Manifest | Pointer | None) -> CheckedRecord:
+        return CheckedRecord(key, record, self.first, self.blocked and self.first is not None)
+
+
 @contextmanager
-def _noted(key: str) -> Iterator[list[str]]:
-    """Collect the faults of the record under a key, and continue; that a store does not answer is raised instead."""
-    faults: list[str] = []
+def _noted(key: str) -> Iterator[_Faults]:
+    """Note the fault of the record under a key, and continue; that a store does not answer is raised instead."""
+    faults = _Faults()
     try:
         yield faults
     except PulseError as e:
         if isinstance(e, StoreError) and not isinstance(e, NotFoundError):
             raise
-        faults.append(_fault(e, key))
+        faults.first = _fault(e, key)
 
 
 def _fault(error: PulseError, key: str) -> str:

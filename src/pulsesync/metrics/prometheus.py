@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from pulsesync.core.arguments import whole
 from pulsesync.core.events import Event, Listening, listen
 from pulsesync.errors import PulseError
 from pulsesync.metrics.table import BUCKETS_S, DROPPED, INSTRUMENTS, LABEL_VALUES, Instrument, measurements
@@ -183,6 +184,7 @@ def export(
     Raises:
         PulseError: prometheus_client is not installed, or the port is taken.
     """
+    port = whole("port", port, 0, 65_535)
     return MetricsExporter(PrometheusMetrics(registry), host, port)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
@@ -67,6 +68,8 @@ class AnchorWriter:
         self.choice: CodecChoice | None = None  # how the last anchor was encoded
         self._uploaded_s = 0.0  # when the share was uploaded
         self._version: Manifest | None = None  # the version of which the last anchor was begun
+        self._unwritten: tuple[Snapshot | AnyState, Sequence[Tile]] | None = None  # until all of it is on the disk
+        self._needed = 0  # bytes that the disk of the outbox lacked when it was full; 0: it was not full
         self._executor, self._give_way, self._alone = executor, give_way, ranks == 1
         self._ranks, self._created = ranks, created
         self._began_s = 0.0  # when the last anchor was
@@ -85,20 +88,53 @@ class AnchorWriter:
         """
         if not self.busy:
             self.owed, self._pause, self.share, self._version = True, 0, None, version
-            self._current = self._start(version.starts, self._write, snapshot, version, tiles)
+            self._unwritten = snapshot, tiles
+            self._current = self._start(version.starts, self._write, version)
 
     def finish(self, run: str) -> None:
         """Upload the anchors that are complete on disk, also those of an earlier process. Called with every version.
 
         An upload that failed is as large as the model. Therefore it is tried again 1, 2, 4, 8… versions later if its
-        error was retryable, and otherwise not at all: then an anchor of the next epoch is written instead.
+        error may pass, and otherwise not at all: then an anchor of the next epoch is written instead. One that could
+        not be written to the disk is tried again in the same way, and as soon as a disk that was full has room.
         """
         if self.busy or self.share is not None:
             return
+        self._drop_large_snapshot()
         self._pause -= 1
-        if self._pause <= 0 and (waiting := self._waiting(run)):
+        if self._pause > 0 and not self._has_room_again():
+            return
+        if self._unwritten is not None:
+            self._write_again()
+        elif waiting := self._waiting(run):
             self.owed = True
             self._current = self._start(waiting[0][0], self._finish, waiting)
+
+    def _drop_large_snapshot(self) -> None:
+        """Give up an anchor whose snapshot has become large: each change takes up to 8 bytes, and a weight often 2."""
+        if self._unwritten is None or not isinstance(snapshot := self._unwritten[0], Snapshot):
+            return
+        if 4 * snapshot.changed > snapshot.layout.size:
+            self._unwritten, self._needed, self._pause = None, 0, math.inf
+            logger.warning(
+                "An anchor that could not be written is given up, because over a quarter of the weights have changed "
+                "since. An anchor of the next epoch is written instead."
+            )
+
+    def _write_again(self) -> None:
+        assert self._version is not None
+        self._current = self._start(self._version.starts, self._write, self._version)
+
+    def _has_room_again(self) -> bool:
+        """Whether the disk of the outbox was full, and is no more."""
+        return 0 < self._needed <= self._free_bytes()
+
+    def _free_bytes(self) -> int:
+        """Return the free bytes on the disk of the outbox; 0 if they cannot be determined."""
+        with suppress(OSError, StopIteration):
+            folder = next(one for one in (self.outbox.folder, *self.outbox.folder.parents) if one.exists())
+            return shutil.disk_usage(folder).free
+        return 0
 
     def renew(self, run: str) -> None:
         """Upload this rank's share again if a prune may soon delete it, because no record names it yet."""
@@ -108,14 +144,16 @@ class AnchorWriter:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the anchor that is being written, if one is. Raises: what stopped it."""
+        if not self.busy and self._has_room_again():
+            self._write_again()
         if self._current is None:
             return
         try:
             self._current.result(timeout_s)
         except CancelledError as e:
             raise StoreError(
-                "an anchor was not started, because the executor was shut down with cancel_futures=True; an anchor of "
-                "the next epoch is written instead",
+                "an anchor was not started, because the executor was shut down with cancel_futures=True; it is tried "
+                "again with a later version",
                 retryable=True,
             ) from e
 
@@ -141,8 +179,10 @@ class AnchorWriter:
             try:
                 work(*args)
             except BaseException as e:
-                retried = isinstance(e, StoreError) and e.retryable
+                retried = _may_pass(e)
                 self._pause = 2**self._failures if retried else math.inf
+                if not retried:
+                    self._unwritten, self._needed = None, 0
                 self._failures += retried
                 logger.warning(
                     "The anchor of epoch %d was not uploaded: %s: %s. %s",
@@ -169,22 +209,33 @@ class AnchorWriter:
             )
             return waits
 
-    def _write(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
-        epoch = version.starts
-        total_bytes = sum(tile.size * tile.tensor.kind.itemsize for tile in tiles)
-        transfer = Transfer(self._location, "encoding an anchor", total_bytes)
-        parts = encode_parts(tiles, snapshot, self.costs, transfer.add) if tiles or self._alone else ()
+    def _write(self, version: Manifest) -> None:
         with ThreadPoolExecutor(2, thread_name_prefix="pulse-anchor") as executor:
             ahead = _UploadsAhead(executor, self._put)
+            record, data = self._stage(version, executor, ahead)
+            self._unwritten, self._needed = None, 0  # from here on only the disk is needed
+            self.outbox.discard_before(version.starts)
+        self._upload(version.starts, record, data, ahead.result())
+
+    def _stage(self, version: Manifest, executor: Executor, ahead: "_UploadsAhead") -> tuple[Manifest, bytes]:
+        """Write the anchor to the disk, all of it or nothing: a part of it would keep a full disk full."""
+        assert self._unwritten is not None
+        snapshot, tiles = self._unwritten
+        epoch, total_bytes = version.starts, sum(tile.size * tile.tensor.kind.itemsize for tile in tiles)
+        transfer = Transfer(self._location, "encoding an anchor", total_bytes)
+        parts = encode_parts(tiles, snapshot, self.costs, transfer.add) if tiles or self._alone else ()
+        try:
             refs = self.outbox.stage(epoch, ahead.offering(_one_ahead(executor, parts)), inline_share(self._ranks))
             self.choice = self.costs.choice
             logger.info("The anchor of epoch %d is encoded as %s.", epoch, self.choice)
             record = anchor_record(version, refs, self.newest)
             data = self.sign(record)
             self.outbox.seal(epoch, data)
-            self.outbox.discard_before(epoch)
-            del snapshot, parts  # from here on only the disk is needed
-        self._upload(epoch, record, data, ahead.result())
+        except BaseException:
+            self.outbox.discard(epoch)
+            self._needed = total_bytes if self._free_bytes() < total_bytes else 0
+            raise
+        return record, data
 
     def _waiting(self, run: str) -> list[tuple[int, Manifest, bytes]]:
         """Return what the outbox has for this run, and remove the rest. It does not read the parts.
@@ -253,6 +304,13 @@ class AnchorWriter:
         except (FormatError, NotFoundError):
             self.outbox.discard(epoch)
             raise
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether what failed may succeed later: the store may work again, or a disk have room."""
+    if not isinstance(error, StoreError) or isinstance(error, NotFoundError):
+        return False
+    return error.retryable or isinstance(error.__cause__, OSError)
 
 
 def _one_ahead(executor: Executor, parts: Iterable[EncodedPart]) -> Iterator[EncodedPart]:
@@ -345,4 +403,4 @@ def path_since_anchor(last: Manifest, look: Look) -> tuple[int | None, float]:
         path = planner.find_path(None, last, look)
     except (ChainError, FormatError):
         return None, math.inf
-    return path[0].starts, sum(record.size_bytes for record in path if record.kind != RecordKind.ANCHOR)
+    return path[0].starts, sum(record.path_bytes for record in path if record.kind != RecordKind.ANCHOR)

@@ -33,6 +33,11 @@ Keep = Literal["device", "host", "hook"]
 class Difference(Protocol):
     """How a source differs from the base that it was compared with. The source may change afterwards."""
 
+    @property
+    def changed(self) -> int:
+        """How many weights differ."""
+        ...
+
     def after(self, done: AnyTransition) -> "Difference":
         """Return the difference from the base after a transition."""
         ...
@@ -197,6 +202,10 @@ class HostDifference:
     changes: Changes
     diffs: list[Diff] | None = None  # None after the base has moved: then computed again from the changes
     codec: CodecName = "auto"  # the codec that the diffs are for
+
+    @property
+    def changed(self) -> int:
+        return sum(change.positions.size for change in self.changes.values())
 
     def after(self, done: AnyTransition) -> "HostDifference":
         keys = self.changes.keys() | done.changes.keys()

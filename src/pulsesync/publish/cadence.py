@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from pulsesync.core.arguments import whole
+
 Every = int | Literal["auto"]
 
 SHARE = 0.5  # share of the time between versions that sending one may take: the rest is for anchors, and for retries
@@ -33,9 +35,7 @@ class Cadence:
     def __init__(self, every: Every = 1, longest: int = 16) -> None:
         if every != "auto" and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise ValueError(f"publish_every must be a number of steps, at least 1, or 'auto'; got {every!r}")
-        if longest < 1:
-            raise ValueError(f"max_behind must be a number of steps, at least 1; got {longest!r}")
-        self.every, self.longest = every, longest
+        self.every, self.longest = every, whole("max_behind", longest, 1, what="a number of steps")
         self.waiting = 0  # steps since the last version
         self._sent: deque[SentVersion] = deque(maxlen=WINDOW)
         self._steps_s: deque[float] = deque(maxlen=WINDOW)

@@ -42,8 +42,9 @@ def next_record(
     history: str | None,
     anchor: int | None,
     files: tuple[FileRef, ...],
+    lowest_step: int | None = None,
 ) -> Manifest:
-    """Return the record of a patch to the last version."""
+    """Return the record of a patch to the last version; lowest_step: of all the steps that are in it."""
     epoch, index = last.next_patch
     return Manifest(
         run=last.run,
@@ -59,8 +60,14 @@ def next_record(
         created=int(time.time()),
         anchor=anchor,
         files=files,
+        rewound_at=_rewound_at(last, step if lowest_step is None else lowest_step),
         epoch_patches=last.epoch_patches,
     )
+
+
+def _rewound_at(last: Manifest, lowest_step: int) -> int | None:
+    """Return the newest version at which the step went back, up to the version after the last one."""
+    return last.version + 1 if lowest_step < last.step else last.rewound_at
 
 
 def root_record(
@@ -90,6 +97,7 @@ def root_record(
         created=int(time.time()),
         anchor=anchor,
         files=files,
+        rewound_at=_rewound_at(after, step) if after else None,
         epoch_patches=epoch_patches,
     )
 

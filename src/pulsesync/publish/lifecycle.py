@@ -125,6 +125,7 @@ class PendingVersion:
     waits: bool = False  # whether the caller waits in every case, not only if there is no base
     coalesced: int = 0
     alone: bool = False  # no later step is coalesced with it
+    earlier_step: int | None = None  # the lowest step that was coalesced into it
     blocked_s: float = 0.0
     futures: list[PublishFuture] = field(default_factory=list)
     fault: BaseException | None = None  # the error of the comparison on this rank, which is sent to all ranks
@@ -136,6 +137,11 @@ class PendingVersion:
         """Whether the caller waits for it, and therefore makes no other call."""
         return self.shards is not None
 
+    @property
+    def lowest_step(self) -> int:
+        """The lowest step in it. It is below that of the last version if the trainer went back."""
+        return self.step if self.earlier_step is None else min(self.step, self.earlier_step)
+
     def release(self) -> None:
         """Release its memory."""
         self.difference = self.shards = self.source = None
@@ -143,6 +149,7 @@ class PendingVersion:
     def absorb(self, earlier: "PendingVersion") -> None:
         """Replace a version that was queued earlier."""
         self.coalesced += 1 + earlier.coalesced
+        self.earlier_step = min(self.lowest_step, earlier.lowest_step)
         self.futures = earlier.futures + self.futures
 
 

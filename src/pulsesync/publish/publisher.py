@@ -13,10 +13,10 @@ and by `close`, once by each, until a later version is committed, which contains
 """
 
 import logging
-import operator
 import os
 import reprlib
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -24,28 +24,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
+from pulsesync.core import arguments
 from pulsesync.core.scratch import ScratchFolder
 from pulsesync.core.threads import outlives_threads, start, submit
-from pulsesync.errors import ClosedError, StateError
+from pulsesync.errors import AnotherPublisherError, ClosedError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_VERSION, Manifest
-from pulsesync.format.signature import SigningKey
+from pulsesync.format.signature import SigningKey, check_signing_key
 from pulsesync.group.collective import SoloTeam, Team
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import Keep, baseline_for, check_keep
 from pulsesync.publish.cadence import Cadence, Every
 from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
+from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, Raiser, SendQueue
 from pulsesync.publish.reporting import PublishEvents
+from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.team import TeamTalk
-from pulsesync.publish.writer import PublisherState, RankBase, RunWriter, WriterOptions, signed
+from pulsesync.publish.writer import RankBase, RunWriter, WriterOptions, signed
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
+from pulsesync.state.views import Cast, read_cast
 from pulsesync.store import CachedStore, Location, open_store
 from pulsesync.store.base import is_local
 
@@ -61,13 +65,18 @@ class Publisher:
 
     Args:
         location: A path or URL of the run, or a store.
+        resume: Add these weights to a run that exists, whatever they are. Without it, the first publish is refused if
+            its weights do not continue the run: its step is not above that of the last version, over half of the
+            weights differ from it, and no checkpoint's state was loaded (`load_state_dict`).
         codec: How patches are coded. "auto": each tile with the codec that makes it smallest; or all with `step`, on a
             link so fast that fewer bytes save less time than they cost. The choice is made for each epoch, by the times
             of the last versions; reports and the log give it with its reason.
         link: Bits per second of the slowest link between the run and a worker that matters; None: measured on uploads
             over the network. For a run on a local disk or in memory nothing can be measured: unless `link` is given,
             everything is coded as small as possible.
-        cast: The dtype that workers use, for all FP32 tensors or by name pattern.
+        cast: The dtype that workers use, for all FP32 tensors or by name pattern, where an empty one means no cast:
+            "BF16" (or "bfloat16", torch.bfloat16), "F16", "F8_E4M3", "F8_E5M2". A tensor of BF16, FP16 or FP64 must
+            have the dtype already. {}: publish FP32, without the warning if most weights change in a step.
         grid: How tensors are cut into tiles, by name pattern: rows and columns, each as a number of even pieces or as
             a list of borders.
         min_tile: No even piece of the grid has fewer weights than this.
@@ -91,6 +100,8 @@ class Publisher:
         epoch_patches: As for a `Subscriber`.
         team: The processes that publish together, each with its shards; None: this process alone. `ShardedPublisher`
             is a publisher with a team.
+        take_over: Continue the run although another publisher has its lease. Otherwise the first publish waits until
+            that lease ends, for 60 s at most, and raises if the other publisher turns out to be alive.
 
     Raises:
         ValueError: an argument is not one of its choices, or there is no store for the location.
@@ -100,9 +111,10 @@ class Publisher:
         self,
         location: Location,
         *,
+        resume: bool = False,
         codec: patch.CodecName = "auto",
         link: float | None = None,
-        cast: str | Mapping[str, str] | None = None,
+        cast: "Cast | Mapping[str, Cast] | None" = None,
         grid: layouts.Grid | None = None,
         min_tile: int = 1 << 20,
         signing_key: SigningKey | None = None,
@@ -116,6 +128,7 @@ class Publisher:
         executor: Executor | None = None,
         epoch_patches: int = EPOCH_PATCHES,
         team: Team | None = None,
+        take_over: bool = False,
     ) -> None:
         check_keep(keep)
         if keep == "hook" and publish_every != 1:
@@ -128,16 +141,21 @@ class Publisher:
         if anchor_codec not in get_args(AnchorCodecChoice):
             choices = ", ".join(map(repr, get_args(AnchorCodecChoice)))
             raise ValueError(f"anchor_codec must be one of {choices}; got {anchor_codec!r}")
-        if link is not None and not link > 0:
-            raise ValueError(f"link must be a number of bits per second above 0, or None; got {link!r}")
+        if link is not None:
+            arguments.number("link", link, what="None or a number of bits per second", above=0)
+        min_tile = arguments.whole("min_tile", min_tile, 1, what="a number of weights")
+        anchor_every = arguments.number("anchor_every", anchor_every, what="a fraction of the anchor's bytes")
+        arguments.mapping("grid", grid, "names of tensors to two sizes")
+        arguments.mapping("files", files, "names of files to their bytes or paths")
+        check_signing_key(signing_key)
         self._anchor_codec: AnchorCodecChoice = anchor_codec
         self._link = link
         self.team: Team = team or SoloTeam()
         self.keep: Keep | None = keep
-        self.cast = {"*": cast} if isinstance(cast, str) else dict(cast or {})
+        self.cast = read_cast(cast)
         self.store = open_store(location)
         self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
-        self._spool = Path(spool) if spool else None
+        self._spool = None if spool is None else arguments.folder("spool", spool)
         if self._spool:
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
         self._given = executor
@@ -148,11 +166,21 @@ class Publisher:
         self._cadence = Cadence(publish_every, max_behind)
         self.events = PublishEvents(location_of(self.store), self.team)
         self._queue = SendQueue(max_behind, alone=self.team.size == 1, ended=self.events.ended)
+        self._lease = PublisherLease(self.store, take_over)
+        weakref.finalize(self, self._lease.close)
         self._holds: list[Any] = []  # hooks of optimizers, until the publisher is closed
         self._process: int | None = None  # the process that published first
         self._writer: RunWriter  # made by the first publish
         self._options = WriterOptions(
-            codec, dict(grid or {}), min_tile, signing_key, dict(files or {}), anchor_every, epoch_patches
+            codec,
+            dict(grid or {}),
+            min_tile,
+            signing_key,
+            dict(files or {}),
+            anchor_every,
+            epoch_patches,
+            resume,
+            warns_of_fp32=cast is None,
         )
 
     # Publishing
@@ -218,12 +246,12 @@ class Publisher:
             old: the weights of the last version, if no copy is kept (keep="hook").
 
         Raises:
-            StateError: tensors were added, removed, reshaped or tied differently; AnotherPublisherError: another
-            publisher writes to this run; RunChangedError: the run is not that of `load_state_dict`; ClosedError: the
-            publisher was closed, belongs to another process, or the interpreter is ending; StoreError, or another error
-            of an earlier version; RuntimeError: it was called by a signal handler within another call, or by a callback
-            that would wait for itself. After any exception the base is still the last committed version: the next
-            version contains the changes of both steps.
+            StateError: tensors were added, removed, reshaped or tied differently, or the first weights do not continue
+            the run (see `resume`); AnotherPublisherError: another publisher writes to this run; RunChangedError: the
+            run is not that of `load_state_dict`; ClosedError: the publisher was closed, belongs to another process, or
+            the interpreter is ending; StoreError, or another error of an earlier version; RuntimeError: it was called
+            by a signal handler within another call, or by a callback that would wait for itself. After any exception
+            the base is still the last committed version: the next version contains the changes of both steps.
         """
         began = time.perf_counter()
         if old is not None and self.keep != "hook":
@@ -312,6 +340,8 @@ class Publisher:
                 report = self._writer.write(version)
             except BaseException as e:  # noqa: BLE001 - raised by the futures and by the next call
                 writer = self._writer
+                if isinstance(e, AnotherPublisherError):
+                    self._lease.close()
                 self._queue.failed(version, e, writer.settle_at_once, is_lost=writer.talk.is_lost)
             else:
                 self._queue.completed(report)
@@ -360,7 +390,15 @@ class Publisher:
         )
         costs = PatchCosts(self._options.codec, link)
         self._writer = RunWriter(
-            self.store, TeamTalk(self.team), queue, self._cadence, anchors, costs, self._options, self.events
+            self.store,
+            TeamTalk(self.team),
+            queue,
+            self._cadence,
+            anchors,
+            costs,
+            self._options,
+            self.events,
+            self._lease,
         )
         self._process = os.getpid()
 
@@ -538,6 +576,8 @@ class Publisher:
                     executor.shutdown()
             if self._scratch:
                 self._scratch.close()
+            self._lease.close()
+            self._lease.join()
 
     def __enter__(self) -> "Publisher":
         return self
@@ -574,9 +614,7 @@ def _failed(error: BaseException, wait: bool) -> "Future[PublishReport]":
 
 def checked_step(step: int) -> int:
     """Raises: ValueError, TypeError, if step is not a whole number in the permitted range."""
-    if isinstance(step, bool) or not 0 <= (whole := operator.index(step)) <= MAX_VERSION:
-        raise ValueError(f"step must be a whole number from 0 to {MAX_VERSION}; got {step!r}")
-    return whole
+    return arguments.whole("step", step, 0, MAX_VERSION)
 
 
 def check_complete(shards: Shards) -> None:

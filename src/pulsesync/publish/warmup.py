@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pulsesync import device as devices
+from pulsesync.core.arguments import one_of
 from pulsesync.core.types import BlockChange, TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout, patch
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 VERSIONS = 3  # enough to compile every kernel: an anchor, a patch without a history, and one with it
 _FEW = 32  # small weights of a tensor, which change: the compiled kernels do not depend on this number
+DTYPES = ("BF16", "F16", "F32", "F8_E4M3", "F8_E5M2")
 _CODED = ("F32", *CASTS)  # dtypes whose patches are encoded on a GPU
 
 
@@ -45,6 +47,7 @@ def warm_up(dtype: str = "BF16", *, device: "str | torch.device | None" = None) 
         StateError: torch or Triton is not installed, or torch finds no CUDA device.
     """
     began = time.perf_counter()
+    one_of("dtype", dtype, DTYPES)
     where = None if device is None else _find_device(device)
     if where is None:
         _warm_up_host(dtype)

@@ -12,16 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any
 
-from pulsesync.core.types import TensorSpec
 from pulsesync.errors import (
     AnotherPublisherError,
     ChainError,
     FormatError,
     GroupError,
     NotFoundError,
-    RunReplacedError,
     SignatureError,
     StateError,
     StoreError,
@@ -40,13 +38,15 @@ from pulsesync.publish.cadence import Cadence, SentVersion
 from pulsesync.publish.commit import create, is_committed, next_record, root_record
 from pulsesync.publish.companions import Files, put_companions
 from pulsesync.publish.costs import PatchCosts, patch_codec
+from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import PendingVersion, PublishReport, SendQueue
 from pulsesync.publish.ownership import RankReport, VersionTables, agreed
 from pulsesync.publish.reporting import PublishEvents
+from pulsesync.publish.resume import PublisherState, check_continues, grafted, same_tensors
 from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
 from pulsesync.run import keys
 from pulsesync.run.bodies import inline_share, keep_body, put_body
-from pulsesync.run.reader import RunReader, location_of
+from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import (
@@ -66,15 +66,6 @@ CALL_TIMEOUT_S = 300.0  # how long a rank may take to make a call of publish tha
 logger = logging.getLogger(__name__)
 
 
-class PublisherState(TypedDict, total=False):
-    """What a publisher adds to a checkpoint of the trainer: the last committed version. Empty before the first."""
-
-    run: str
-    version: int
-    step: int
-    digest: str
-
-
 @dataclass
 class WriterOptions:
     """The options that must be the same on all ranks of a team; see `Publisher`."""
@@ -86,6 +77,8 @@ class WriterOptions:
     files: Files
     anchor_every: float
     epoch_patches: int
+    resume: bool = False  # publish to an existing run even weights that do not continue it
+    warns_of_fp32: bool = False  # once, if most weights of an FP32 model change in a version
     continues: PublisherState = field(default_factory=PublisherState)  # the version that the run must have; or empty
 
 
@@ -138,7 +131,9 @@ class RunWriter:
         costs: PatchCosts,
         options: WriterOptions,
         events: PublishEvents,
+        lease: PublisherLease,
     ) -> None:
+        self.lease = lease  # the coordinator's is that of the team
         self.store, self.talk, self.queue, self.anchors, self.options = store, talk, queue, anchors, options
         self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
         self.base: RankBase | None = None  # changed only under the queue's lock
@@ -149,21 +144,31 @@ class RunWriter:
         self._unrecorded: int | None = None  # the epoch of an anchor that all ranks started and that has no record yet
         self._ranks: Sequence[Standing] = ()  # the last status of every rank
         # The following are used by the coordinator only.
+        self._warns_of_fp32 = options.warns_of_fp32
+        self._was_refused = False  # whether weights were refused that do not continue the run
         self._tables = VersionTables()
         self._refs: tuple[FileRef, ...] = ()
         self._path_bytes = 0.0  # bytes of the patches since the newest anchor
 
     # Comparing, in the caller's thread
 
-    def compare(self, version: PendingVersion, shards: Shards, old: Any = None, later: bool = False) -> None:
+    def compare(
+        self,
+        version: PendingVersion,
+        shards: Shards,
+        old: Any = None,
+        later: bool = False,
+        resumed: RankBase | None = None,
+    ) -> None:
         """Compare a source with the base, if there is one; when this returns, the source may change.
 
+        resumed: The base of a run that is being resumed, which is no one's base yet.
         later: The source changes only after `wait` of the baseline, and may be compared until then.
 
         Raises:
             StateError: tensors were added, removed, reshaped, or tied or sharded differently.
         """
-        base, baseline = self.base, self.baseline
+        base, baseline = resumed or self.base, self.baseline
         if base is None or baseline is None:
             return
         base.share.check(shards)
@@ -177,13 +182,6 @@ class RunWriter:
                 )
             raise
         version.base = base.last.version
-
-    def _compare_again(self, version: PendingVersion) -> PendingVersion:
-        """Compare a version whose caller waits, now that there is a base."""
-        assert version.shards is not None
-        with self.queue.lock:
-            self.compare(version, version.shards)
-        return version
 
     # One version
 
@@ -201,7 +199,7 @@ class RunWriter:
         found = self._open(version, last_call)
         self.queue.resumed()
         if isinstance(found, RankBase):
-            return self._write_patch(found, lambda: self._compare_again(version), clock)
+            return self._write_patch(found, lambda: version, clock)
         return self._write_root(found, version, clock)
 
     def _meet(self, version: PendingVersion) -> int:
@@ -245,6 +243,7 @@ class RunWriter:
 
     def _stand(self, version: PendingVersion) -> list[Standing]:
         def stand() -> Standing:
+            self.lease.check()
             if version.fault is not None and self.base is None:
                 raise version.fault  # in the other case it is raised when all ranks have made the same call
             if self.base is not None:
@@ -366,7 +365,7 @@ class RunWriter:
 
     def _open(self, version: PendingVersion, last_call: int) -> "RankBase | _TeamPlan":
         """Agree on a layout, and look for a run. Return the base of a run that can be resumed, or a plan for a root."""
-        shards, source = version.shards, version.source
+        shards = version.shards
         assert shards is not None
 
         def windows() -> tuple[tuple[Windows, Mapping[str, str]], bytes]:
@@ -375,18 +374,27 @@ class RunWriter:
 
         mine, sent = self.talk.together(windows)
         everyones, ties = agreed([mine] if self.talk.is_alone else [windows_from(message) for message in sent])
+        if not any(everyones):
+            raise StateError(
+                "there is no tensor to publish: pass a model, its state_dict(), or a mapping of names to tensors that "
+                "is not empty"
+            )
         pieces = layout_of(everyones, ties, self.options.grid, self.options.min_tile)
         layout = layouts.bundle(pieces, owner_of(pieces, everyones))
-        message = self.talk.ask(lambda: self._find_last(source))
+        message = self.talk.ask(self._find_last)
         last = self._parse(message.record) if message.record else None
         plan = _TeamPlan(layout, everyones, message.record, last)
-        if last is None or (base := self._resume(plan, last, shards)) is None:
+        if last is None or (found := self._resume(plan, last, shards)) is None:
             return plan
+        base, due = found
+        self._compare_resumed(base, version)
         with self.queue.lock:
             self.base, self.last = base, last
+        self._try_anchor(base, due)
         return base
 
-    def _find_last(self, source: Any) -> CoordinatorMessage:
+    def _find_last(self) -> CoordinatorMessage:
+        self.lease.wait(lambda: self.queue.closed)
         reader = self._reader()
         last = reader.newest()
         key = self.options.signing_key
@@ -398,11 +406,45 @@ class RunWriter:
             )
         if self.options.continues:
             check_continues(self.options.continues, reader, last)
-        self._refs = put_companions(self.store, self.options.files, source, last)
         return CoordinatorMessage(self._sign(last), newest=last.anchor) if last else CoordinatorMessage()
 
-    def _resume(self, plan: _TeamPlan, last: Manifest, shards: Shards) -> RankBase | None:
-        """Rebuild the last version, each rank its own tiles. Return None on all ranks if that is not possible."""
+    def _compare_resumed(self, base: RankBase, version: PendingVersion) -> None:
+        """Compare the first version of a publisher with the run's last one. Nothing was written yet.
+
+        Raises:
+            StateError: the weights do not continue the run.
+        """
+
+        def compare() -> tuple[None, RankReport]:
+            assert version.shards is not None
+            with self.queue.lock:
+                self.compare(version, version.shards, resumed=base)
+            assert version.difference is not None
+            return None, RankReport(changed=version.difference.changed)
+
+        def check() -> CoordinatorMessage:
+            changed, total = sum(report.changed for report in reports), base.state.layout.size
+            if 2 * changed > total and self._may_be_grafted(base.last, version.step):
+                self._was_refused = True
+                raise grafted(self.store, base.last, version.step, changed, total)
+            self.lease.hold()  # not before: a publisher that is refused must not keep the right one waiting
+            self._refs = put_companions(self.store, self.options.files, version.source, base.last)
+            return CoordinatorMessage()
+
+        _, reports = self.talk.report(compare)
+        self.talk.ask(check)
+
+    def _may_be_grafted(self, last: Manifest, step: int) -> bool:
+        """Return whether nothing says that the first version of this publisher continues a run."""
+        if self.options.resume or self.options.continues or self.last is not None:
+            return False
+        return step <= last.step or self._was_refused
+
+    def _resume(self, plan: _TeamPlan, last: Manifest, shards: Shards) -> tuple[RankBase, bool] | None:
+        """Rebuild the last version, each rank its own tiles; return it, and whether an anchor of it is due.
+
+        Returns None on all ranks if it cannot be rebuilt.
+        """
 
         def rebuild() -> tuple[tuple[TileShare, AnyState] | None, RankReport]:
             layout = self._reader().layout(last.layout)
@@ -431,9 +473,7 @@ class RunWriter:
         message = self.talk.ask(lambda: self._judge(plan, last, found[0].layout, reports))
         if not message.record:
             return None
-        base = RankBase(last, plan.record, *found)
-        self._try_anchor(base, message.anchor)
-        return base
+        return RankBase(last, plan.record, *found), message.anchor
 
     def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> AnyState | None:
         """Return this rank's tiles of the last version; None if no path leads to it."""
@@ -482,7 +522,7 @@ class RunWriter:
             return (share, state), RankReport.of(state, share)
 
         found, reports = self.talk.report(copy)
-        message = self.talk.ask(lambda: self._create_root(plan, reports, version.step))
+        message = self.talk.ask(lambda: self._create_root(plan, reports, version))
         last = self._parse(message.record)
         with self.queue.lock:
             self.base = base = RankBase(last, message.record, *found)
@@ -492,14 +532,28 @@ class RunWriter:
         version.is_root = True
         return clock.report(version, plan.layout, last, plan.layout.size, message.written)
 
-    def _create_root(self, plan: _TeamPlan, reports: Sequence[RankReport], step: int) -> CoordinatorMessage:
+    def _create_root(
+        self, plan: _TeamPlan, reports: Sequence[RankReport], version: PendingVersion
+    ) -> CoordinatorMessage:
+        self.lease.hold()
+        self._refs = put_companions(self.store, self.options.files, version.source, plan.last)
         tables, options = VersionTables().after(reports), self.options
         digest = tables.digest(plan.layout)
         newest = self.anchors.newest
-        record = root_record(plan.last, step, plan.layout.id, digest, newest, self._refs, options.epoch_patches)
+        record = root_record(plan.last, version.step, plan.layout.id, digest, newest, self._refs, options.epoch_patches)
         data = self._sign(record)
         self.store.put(keys.layout_key(plan.layout.id), plan.layout.data)
         written = len(plan.layout.data) + create(self.store, record, data, plan.last)
+        if plan.last is not None and self._may_be_grafted(plan.last, version.step):
+            logger.warning(
+                "Version %d (step %d) is published in full, and its weights were not compared with version %d (step "
+                "%d), the last one of this run: no path leads to that version, or its tiles do not fit the shards or "
+                "keep='hook'. If they are of another model or training, publish to another location.",
+                record.version,
+                record.step,
+                plan.last.version,
+                plan.last.step,
+            )
         self._tables, self._path_bytes = tables, math.inf
         return CoordinatorMessage(data, newest=newest, written=written)
 
@@ -524,8 +578,26 @@ class RunWriter:
         self.queue.sent()
         self._note_recorded(message.newest)
         report = self._report_patch(clock, version, base, last, message.changed, message.written)
+        self._warn_of_fp32(report, base.state.layout)
         self._try_anchor(base, message.anchor)
         return report
+
+    def _warn_of_fp32(self, report: PublishReport, layout: Layout) -> None:
+        """Warn once, on the coordinator, if it seems that FP32 masters are published because a cast was forgotten."""
+        wide = sum(spec.size for spec in layout.tensors if spec.dtype == "F32")
+        if not self._warns_of_fp32 or not self.talk.coordinates or 2 * min(wide, report.changed) <= report.total:
+            return
+        self._warns_of_fp32 = False
+        logger.warning(
+            "%s of %s weights (%.4g %%) changed in version %s, which has %s bytes, because they are published as FP32. "
+            "Pass cast='BF16' to Publisher if workers use BF16: of BF16 weights about 1 %% change in a step of "
+            "reinforcement learning. Pass cast={} to publish FP32 without this warning.",
+            f"{report.changed:,}",
+            f"{report.total:,}",
+            100 * report.density,
+            report.version,
+            f"{report.payload_bytes:,}",
+        )
 
     def _report_patch(
         self, clock: "_Clock", version: PendingVersion, base: RankBase, record: Manifest, changed: int, written: int
@@ -560,12 +632,13 @@ class RunWriter:
         _, index = base.last.next_patch
         tables = self._tables.after(reports, forget=index == 1)
         state, newest = tables.digest(base.state.layout), self.anchors.newest
-        record = next_record(base.last, version.step, parts, state, tables.history(index), newest, self._refs)
+        history, lowest = tables.history(index), version.lowest_step
+        record = next_record(base.last, version.step, parts, state, history, newest, self._refs, lowest)
         data = self._sign(record)
         changed, written = sum(report.changed for report in reports), record.object_bytes + len(data)
         report = self._report_patch(clock, version, base, record, changed, written)
         self._draft = replace(draft, record=data, tables=tables, report=report)
-        self._path_bytes += record.size_bytes
+        self._path_bytes += record.path_bytes
         try:
             create(self.store, record, data, base.last)
         except AnotherPublisherError:
@@ -709,49 +782,10 @@ class RunWriter:
         return signed(record, self.options.signing_key)
 
 
-def check_continues(state: PublisherState, reader: RunReader, last: Manifest | None) -> None:
-    """Check that the run at a location, whose newest version is given, is the one that a trainer's checkpoint names.
-
-    Raises:
-        RunReplacedError, RunForkedError, RunRolledBackError: it is another run; FormatError, StoreError.
-    """
-    run, version = state["run"], state["version"]
-    advice = (
-        f"the trainer was restored from a checkpoint that names version {version} of run {run}: publish to the "
-        "location of that run, or leave out load_state_dict to publish to this location nevertheless"
-    )
-    if last is None:
-        raise RunReplacedError(
-            f"there is no run at {location_of(reader.store)}; {advice}", version=version, expected=run
-        )
-    reader.check_run(run, version, state["digest"], advice)
-    logger.info(
-        "The trainer's checkpoint names version %d (step %d), and the run is at version %d (step %d); the next version "
-        "is a patch to the newest one.",
-        version,
-        state["step"],
-        last.version,
-        last.step,
-    )
-
-
 def signed(record: Manifest, key: SigningKey | None) -> bytes:
     """Return the bytes of a record as it is stored, signed if there is a key."""
     data = record.build()
     return signature.sign(data, key) if key else data
-
-
-def same_tensors(layout: Layout, specs: Iterable[TensorSpec], ties: Mapping[str, str]) -> None:
-    """Raises: StateError, if these are not the tensors of a run."""
-    before: dict[str, Any] = {spec.name: (spec.dtype, spec.shape) for spec in layout.tensors} | dict(layout.ties)
-    now: dict[str, Any] = {spec.name: (spec.dtype, spec.shape) for spec in specs} | dict(ties)
-    if before != now:
-        names = sorted({name for name, _ in before.items() ^ now.items()})
-        raise StateError(
-            f"the tensors of a run must not change, but {names[0]!r} was added, removed, cast, reshaped or tied; "
-            "publish to a new location",
-            tensor=names[0],
-        )
 
 
 class _Clock:

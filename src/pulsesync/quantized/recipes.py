@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pulsesync.core.arguments import one_of
 from pulsesync.state.views import mapping_of
 
 Formula = Callable[..., torch.Tensor]
@@ -116,9 +117,7 @@ def find_recipe(recipe: "str | Recipe") -> Recipe:
     """A recipe by its name. Raises: ValueError."""
     if isinstance(recipe, Recipe):
         return recipe
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}; got {recipe!r}")
-    return RECIPES[recipe]
+    return RECIPES[one_of("recipe", recipe, RECIPES)]
 
 
 # vLLM 0.32: layers quantised while a BF16 checkpoint is loaded

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pulsesync import device
+from pulsesync.core import arguments
 from pulsesync.errors import ClosedError, StateError, VerificationError
 from pulsesync.format.layout import Layout
 from pulsesync.quantized.derived import DerivedWeights, PreparedWeights
@@ -72,6 +73,7 @@ class QuantizedSubscriber:
         plain: Where the mirror of the run's weights is kept: "device", on the device of the worker's tensors, or
             "host".
         trust: As for `Subscriber`.
+        trust_pointers: As for `Subscriber`.
         cache: As for `Subscriber`.
         undo: How many syncs can be rolled back without fetching anything.
         verify_every: Recount mirror and tensors at every N-th sync, as `sync(verify=True)` does; 0: at none.
@@ -88,6 +90,7 @@ class QuantizedSubscriber:
         *,
         plain: str = "device",
         trust: str | Collection[str] | None = None,
+        trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         undo: int = 1,
         verify_every: int = 0,
@@ -95,23 +98,30 @@ class QuantizedSubscriber:
         confirm: Callable[[], None] | None = None,
         heartbeat: str | None = None,
     ) -> None:
-        if plain not in ("device", "host"):
-            raise ValueError(f"plain must be 'device' or 'host'; got {plain!r}")
-        if verify_every < 0:
-            raise ValueError(f"verify_every must be 0 or a number of syncs; got {verify_every}")
+        arguments.one_of("plain", plain, ("device", "host"))
+        undo = arguments.whole("undo", undo, what="a number of syncs")
+        self.verify_every = arguments.whole("verify_every", verify_every, what="a number of syncs")
+        arguments.function("confirm", confirm)
         self.recipe = find_recipe(recipe)
-        self.verify_every = verify_every
         self._plain, self._confirm = plain, confirm
         # The mirror can be one sync ahead of the tensors: if the caller did not confirm, or if writing failed.
         kept = undo + 1 if undo else 0
-        self._subscriber = Subscriber(location, trust=trust, cache=cache, undo=kept, follow=follow, heartbeat=heartbeat)
+        self._subscriber = Subscriber(
+            location,
+            trust=trust,
+            trust_pointers=trust_pointers,
+            cache=cache,
+            undo=kept,
+            follow=follow,
+            heartbeat=heartbeat,
+        )
         self._subscriber.events.muted = True  # a sync is complete when the worker's tensors are written
         self.events = SyncEvents(self._subscriber.events.location, self._subscriber.events.heartbeat)
         self._mirror: dict[str, torch.Tensor] = {}
         self._derived: DerivedWeights | None = None
         self._version: int | None = None
         # Earlier versions of the tensors, to which they can be rolled back.
-        self._before: deque[int] = deque(maxlen=max(undo, 0))
+        self._before: deque[int] = deque(maxlen=undo)
         self._syncs = 0
         self._closed = False
         self._busy = threading.Lock()
@@ -151,6 +161,7 @@ class QuantizedSubscriber:
             PulseError: as `Subscriber.sync`. The worker's tensors are then unchanged; after a VerificationError with
             `torn=True` they are between two versions: do not use them until a sync succeeds.
         """
+        version = arguments.optional_whole("version", version, what="the number of a version")
         try:
             with self._working():
                 report = self._sync(weights, version, wait_s, verify, follow_replaced)

@@ -14,11 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from pulsesync.core.arguments import seconds, whole
 from pulsesync.errors import PulseError, StoreError
 from pulsesync.format.manifest import Manifest
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys
-from pulsesync.run.heartbeats import FoundHeartbeat, Heartbeat, find_heartbeats
+from pulsesync.run.clock import store_time
+from pulsesync.run.heartbeats import FoundHeartbeat, Heartbeat, find_heartbeats, printable
 from pulsesync.run.pointers import read_pointers
 from pulsesync.run.reader import RunReader, location_of
 from pulsesync.store import Location, Store, open_store
@@ -28,7 +30,7 @@ MAX_AGE_S = 120.0  # four heartbeats
 VERSIONS = 8
 
 WorkerState: TypeAlias = Literal["ok", "behind", "silent", "failing", "torn", "joining", "ended", "unreadable"]
-WRONG: frozenset[WorkerState] = frozenset({"behind", "silent", "failing", "torn", "unreadable"})
+WRONG: frozenset[WorkerState] = frozenset({"behind", "silent", "failing", "torn"})  # not what is no heartbeat at all
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,12 @@ class FleetStatus:
     signed_by: str | None  # the key that signed the newest version, which is checked only if keys to trust were given
     pointers: dict[str, int]  # the version that each names
     workers: tuple[WorkerStatus, ...]
-    unknown: str | None  # why nothing is known of the workers; None: it is
+    unknown: str | None  # why not all workers are known; None: they are
+    own_clock: str | None = None  # why ages are by this machine's clock; None: they are by the store's
 
     @property
     def is_well(self) -> bool:
-        """Whether the workers are known, and none is behind, silent, failing, torn or unreadable."""
+        """Whether the workers are known, and none is behind, silent, failing or torn."""
         return self.unknown is None and not any(worker.state in WRONG for worker in self.workers)
 
 
@@ -83,6 +86,7 @@ def read_fleet(
     location: Location,
     *,
     trust: str | Collection[str] | None = None,
+    trust_pointers: str | Collection[str] | None = None,
     max_lag: int = MAX_LAG,
     max_age_s: float = MAX_AGE_S,
 ) -> FleetStatus:
@@ -91,19 +95,23 @@ def read_fleet(
     Args:
         location: A path or URL of the run, or a store.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         max_lag: A worker that is more versions away from the one that it follows is `behind`.
         max_age_s: A worker whose last heartbeat is older is `silent`.
 
     Raises:
         NothingPublishedError: there is no run, or no version in it yet; SignatureError, FormatError, ChainError: its
         newest version or a pointer cannot be read; StoreError. A heartbeat that cannot be read is no error.
+
+    How long ago a worker was seen is by the store's clock: its server's, or that of `pruned/clock`, an empty object
+    that this writes for that purpose. Of a store that cannot be written it is by this machine's clock.
     """
+    max_lag, max_age_s = whole("max_lag", max_lag, what="a number of versions"), seconds("max_age_s", max_age_s)
     store = open_store(location)
-    reader = RunReader(store, trusted(trust))
+    reader = RunReader(store, trusted(trust), trust_pointers=trusted_for_pointers(trust_pointers, trust))
     newest = reader.newest()
     if newest is None:
         raise reader.nothing_published()
-    now_s = time.time()
     versions = [newest]
     for version in range(newest.version - 1, max(newest.version - VERSIONS, -1), -1):
         record = reader.version(version)
@@ -114,24 +122,40 @@ def read_fleet(
     pointers: dict[str, int] = {}
     unknown = None
     try:
-        pointers = {name: pointer.version for name, pointer in read_pointers(store, trust=trust).items()}
+        moves = read_pointers(store, trust=trust, trust_pointers=trust_pointers)
+        pointers = {name: pointer.version for name, pointer in moves.items()}
         found = find_heartbeats(store)
     except StoreError as e:
         if e.retryable:
             raise
         unknown = str(e)  # a place that cannot list
+    for one in found:
+        if one.is_refused:
+            unknown = f"the store does not show the heartbeat of {one.worker}: {one.fault}"
+    now_s, own_clock = _now(store, found)
     return FleetStatus(
         location=location_of(store),
         run=newest.run,
         newest=_status(newest),
-        age_s=max(0.0, now_s - newest.created),
+        age_s=max(0.0, time.time() - newest.created),
         versions=tuple(map(_status, versions)),
         anchor=_anchor(store, reader, newest),
         signed_by=newest.signed_by,
         pointers=pointers,
         workers=tuple(_worker(one, newest.version, pointers, now_s, max_lag, max_age_s) for one in found),
         unknown=unknown,
+        own_clock=own_clock,
     )
+
+
+def _now(store: Store, found: list[FoundHeartbeat]) -> tuple[float, str | None]:
+    """The time by which heartbeats are young or old, and why it is not the store's."""
+    if not found:
+        return 0.0, None
+    try:
+        return store_time(store), None
+    except StoreError as e:
+        return max(time.time(), *(one.written_s for one in found)), printable(str(e), 200)
 
 
 def _status(record: Manifest) -> VersionStatus:
@@ -142,8 +166,8 @@ def _anchor(store: Store, reader: RunReader, newest: Manifest) -> VersionStatus 
     """The last anchor: by a listing, or, where there is none, the one that the newest version names."""
     epoch = newest.anchor
     with suppress(StoreError, ValueError):
-        names = [entry.key.rpartition("/")[2] for entry in store.list("anchors/")]
-        epoch = max((int(name) for name in names if name.isascii() and name.isdigit()), default=epoch)
+        found = (int(entry.key[-16:]) for entry in store.list("anchors/") if keys.is_record(entry.key))
+        epoch = max(found, default=epoch)
     with suppress(PulseError):
         record = reader.look(keys.anchor_key(epoch)) if epoch is not None else None
         return _status(record) if record else None
@@ -179,6 +203,8 @@ def _judge(
         return "failing", record.error
     if record.recount_equal is False and (record.synced_s or 0.0) <= (record.recounted_s or 0.0):
         return "failing", "a recount found that something else has written to its weights"
+    if record.rival is not None:
+        return "failing", f"{record.rival} writes the same heartbeat, so one of the two is not shown: give each a name"
     if record.version is None:
         return "joining", None
     if lag is not None and lag > max_lag:

@@ -22,11 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
-from pulsesync.core.events import without_credentials
+from pulsesync.core.arguments import shown
+from pulsesync.core.location import without_credentials
 from pulsesync.core.version import __version__
-from pulsesync.errors import FormatError, NotFoundError, StoreError
+from pulsesync.errors import ConflictError, FormatError, NotFoundError, StoreError
+from pulsesync.format.json_reader import load_json
 from pulsesync.run import keys
 from pulsesync.store import Store
 from pulsesync.store.keys import WORKER
@@ -65,6 +67,7 @@ class Heartbeat:
     recounted_s: float | None = None  # when the digest of all weights was last counted anew
     recount_equal: bool | None = None  # and whether it was that of the version
     error: str | None = None  # of the last sync, if it failed
+    rival: str | None = None  # another process that writes a heartbeat under the same name
     torn: bool = False  # whether the weights are between two versions and must not be used
     ended: bool = False  # whether the worker was closed, and this is its last record
 
@@ -73,7 +76,7 @@ class Heartbeat:
         return json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-_TEXTS = {"worker", "host", "package", "follows", "error"}
+_TEXTS = {"worker", "host", "package", "follows", "error", "rival"}
 _FLAGS = {"recount_equal", "torn", "ended"}
 _TIMES = {"time_s", "synced_s", "pause_s", "recounted_s"}
 _NULLABLE = {one.name for one in fields(Heartbeat) if one.default is None}
@@ -83,10 +86,10 @@ _REQUIRED = {"worker", "host", "pid", "package", "time_s"}
 
 def check_worker(name: str) -> str:
     """Return the name of a worker. Raises: ValueError, for what is none."""
-    if not WORKER.fullmatch(name):
+    if not isinstance(name, str) or not WORKER.fullmatch(name):
         raise ValueError(
             "the name of a worker must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit; got "
-            f"{name[:80]!r}"
+            f"{shown(name)}"
         )
     return name
 
@@ -112,11 +115,8 @@ def parse(data: bytes, worker: str) -> Heartbeat:
     """
     if len(data) > MAX_BYTES:
         raise FormatError(f"the heartbeat of {worker} has more than {MAX_BYTES} bytes")
-    try:
-        table = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"the heartbeat of {worker} is not JSON") from e
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
+    table = load_json(data, f"the heartbeat of {worker}")
+    if table.get("format") != FORMAT:
         raise FormatError(f"the heartbeat of {worker} is not of the format {FORMAT}")
     known = {one.name: table[one.name] for one in fields(Heartbeat) if one.name in table}
     if bad := sorted((_REQUIRED - known.keys()) | {name for name, value in known.items() if not _fits(name, value)}):
@@ -149,6 +149,7 @@ class FoundHeartbeat:
     heartbeat: Heartbeat | None
     written_s: float  # by the store's clock
     fault: str | None = None
+    is_refused: bool = False  # whether the store does not show it; otherwise what is there is no heartbeat
 
 
 def find_heartbeats(store: Store) -> list[FoundHeartbeat]:
@@ -182,7 +183,7 @@ def _find(store: Store, worker: str, written_s: float) -> FoundHeartbeat | None:
     except StoreError as e:
         if e.retryable:
             raise
-        return FoundHeartbeat(worker, None, written_s, printable(str(e), _ERROR_CHARACTERS))  # the others can be read
+        return FoundHeartbeat(worker, None, written_s, printable(str(e), _ERROR_CHARACTERS), is_refused=True)
 
 
 class HeartbeatWriter:
@@ -234,12 +235,14 @@ class HeartbeatWriter:
         self._thread: threading.Thread | None = None
         self._ended = False  # apart from the fields: a handler may set it while a sync replaces them
         self._refused = 0  # attempts in a row
+        self._rival: str | None = None  # apart from the fields, too: the thread that writes sets it
+        self._wrote: Heartbeat | None = None  # the last record that the store has accepted
         self._is_away = False  # whether the last of them may succeed when it is repeated
 
     @property
     def record(self) -> Heartbeat:
         """What the next heartbeat will say."""
-        return Heartbeat(**self._facts | {"ended": self._ended})
+        return Heartbeat(**self._facts | {"ended": self._ended, "rival": self._rival})
 
     @property
     def is_started(self) -> bool:
@@ -294,8 +297,8 @@ class HeartbeatWriter:
     def close(self) -> None:
         """Write a last record, in the background, and end. Any thread and any signal handler may call this."""
         self._ended = True
-        _open(self._end)
-        _open(self._gate)
+        open_gate(self._end)
+        open_gate(self._gate)
 
     def join(self, timeout_s: float = EXIT_S) -> None:
         """After `close`, wait until the last record was written, or the time has passed."""
@@ -313,7 +316,7 @@ class HeartbeatWriter:
         if self._thread is None:
             self._start()
         elif any(before[name] != value for name, value in facts.items() if name in _NEWS):
-            _open(self._gate)
+            open_gate(self._gate)
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="pulse-heartbeat", daemon=True)
@@ -325,7 +328,7 @@ class HeartbeatWriter:
             self._refused += 1
             return
         self._thread = thread
-        _writers.add(self)
+        close_at_exit(self)
 
     def _run(self) -> None:
         if self._facts["version"] is None and self._facts["error"] is None:
@@ -341,22 +344,25 @@ class HeartbeatWriter:
             if self._refused:
                 self._wait_for_end(wait_s)
             elif self._gate.acquire(timeout=wait_s):
-                _open(self._gate)
+                open_gate(self._gate)
                 self._wait_for_end(self._soonest_s)
 
     def _wait_for_end(self, timeout_s: float) -> None:
         if self._end.acquire(timeout=timeout_s):
-            _open(self._end)
+            open_gate(self._end)
 
     def _write(self, record: Heartbeat) -> None:
         try:
             # Nothing is left where there is no run: the location may be wrong, or the run was just removed.
             self._store.get(keys.HEAD, 0, 1)
+            self._look_for_rival(record.worker)
+            record = replace(record, rival=self._rival)
             self._store.put(keys.heartbeat_key(record.worker), record.build())
         except NotFoundError:
             return
         except Exception as e:  # noqa: BLE001 - a heartbeat is a hint; whatever a store raises, the worker goes on
-            if not self._refused and not record.ended:
+            # A server keeps the name of a worker that was killed for a minute: the first conflict may be with that.
+            if self._refused == isinstance(e, ConflictError) and not record.ended:
                 logger.warning(
                     "The heartbeat of %s cannot be written, so pulse status will not show this worker; syncs go on: %s",
                     record.worker,
@@ -365,19 +371,55 @@ class HeartbeatWriter:
             self._refused += 1
             self._is_away = bool(getattr(e, "retryable", False))
         else:
-            self._refused = 0
+            self._refused, self._wrote = 0, record
+
+    def _look_for_rival(self, worker: str) -> None:
+        """Notice another process that has overwritten the last record: only one of the two is shown."""
+        if self._wrote is None:
+            return
+        try:
+            found = parse(self._store.get(keys.heartbeat_key(worker), 0, MAX_BYTES + 1), worker)
+        except (NotFoundError, FormatError):
+            return
+        # An older record of this process may arrive late.
+        is_mine = (found.host, found.pid) == (self._wrote.host, self._wrote.pid) and found.time_s <= self._wrote.time_s
+        rival = None if is_mine or found.ended else f"process {found.pid} on host {found.host}"[:_TEXT_CHARACTERS]
+        if rival and not self._rival:
+            logger.warning(
+                "Another worker, %s, writes the heartbeat of %s too, so that pulse status shows only one of the two: "
+                "give each a name of its own. Syncs go on.",
+                rival,
+                worker,
+            )
+        self._rival = rival
 
 
-def _open(gate: threading.Lock) -> None:
+def open_gate(gate: threading.Lock) -> None:
+    """Let a thread through that waits for a lock, now or later. Signal handlers and finalizers may call this.
+
+    A threading.Event is not for them: they may run in the middle of its `wait`, with its lock taken.
+    """
     with suppress(RuntimeError):  # it is open
         gate.release()
 
 
-_writers: "weakref.WeakSet[HeartbeatWriter]" = weakref.WeakSet()
+class Closing(Protocol):
+    """What writes a last record when it is closed, in the background."""
+
+    def close(self) -> None: ...
+
+    def join(self, timeout_s: float) -> None: ...
+
+
+_writers: "weakref.WeakSet[Closing]" = weakref.WeakSet()
+
+
+def close_at_exit(writer: Closing) -> None:
+    """Let a last record be written when the interpreter ends, if that does not take long."""
+    _writers.add(writer)
 
 
 def _finish() -> None:
-    """Let last records be written when the interpreter ends, if that does not take long."""
     until, writers = time.monotonic() + EXIT_S, list(_writers)
     for writer in writers:
         writer.close()

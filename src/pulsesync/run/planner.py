@@ -10,6 +10,8 @@ from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run.keys import anchor_key, manifest_key, squash_key
 
 SEARCH = 64  # epochs that are searched for an anchor, if the one that records name is missing or bad
+NEWER = 8  # epochs that are searched for a newer anchor than the one that records name
+MORE = 256  # records that a path without an anchor may have more: reading each takes a round trip, 8 s at 30 ms
 MAX_LEVEL = 20  # a squash of 2^20 epochs is 33 million versions
 
 
@@ -145,12 +147,14 @@ Look = Callable[
 def find_path(position: Position | None, goal: Manifest, look: Look) -> list[Manifest]:
     """Return the records that lead from a position to a version, in order, by the path with the fewest bytes.
 
+    The path from the newest anchor is planned first. A path from the position is read only as far as it has no more
+    bytes than that one, and not many more records: a late worker does not read thousands before it takes an anchor.
+
     Raises:
         ChainError: the position belongs to another run; MissingLinkError: no published path leads to the version.
     """
     if position is not None and position.run != goal.run:
         raise _another_run(position, goal)
-    paths: list[list[Manifest]] = []
     fault: ChainError = MissingLinkError(
         f"no published path leads to version {goal.version}"
         + (f" from the local version {position.version}" if position else "")
@@ -160,23 +164,36 @@ def find_path(position: Position | None, goal: Manifest, look: Look) -> list[Man
         "Restore it from a backup, or keep publishing: the next anchor is a new path. pulse verify RUN names what is "
         "bad"
     )
-    if position is not None and position.version <= goal.version:
+    follows = position is not None and position.version <= goal.version
+    is_late = position is None or (goal.anchor is not None and goal.anchor > _newest_start(position))
+    searched = is_late or not follows
+    anchored = _from_anchor(goal, look) if searched else None
+    if position is not None and follows:
         try:
-            paths.append(_onward(position, goal, look))
+            if (path := _onward(position, goal, look, anchored)) is not None:
+                return path
         except MissingLinkError:
             pass
         except ChainError as e:
             fault = e
-        else:
-            if goal.anchor is None or goal.anchor <= position.epoch:
-                return paths[0]  # an anchor would only be older
+    found = anchored if searched else _from_anchor(goal, look)
+    if found is None:
+        raise fault
+    return found
+
+
+def _from_anchor(goal: Manifest, look: Look) -> list[Manifest] | None:
+    """Return the path from the newest anchor from which one leads to a version; None if there is none."""
     for anchor in _anchors(goal, look):
         with suppress(ChainError):
-            paths.append([anchor, *_onward(Position.of(anchor), goal, look)])
-            break
-    if not paths:
-        raise fault
-    return min(paths, key=lambda path: sum(record.size_bytes for record in path))
+            if (path := _onward(Position.of(anchor), goal, look)) is not None:
+                return [anchor, *path]
+    return None
+
+
+def _newest_start(at: Position | Manifest) -> int:
+    """Return the newest epoch that starts at a version or before it."""
+    return at.starts if at.at_start else at.epoch
 
 
 def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
@@ -185,9 +202,9 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
     Records name the newest anchor that their writer knew of. There may be a newer one, whose writer died before a
     record could name it; and the one that is named may be gone.
     """
-    last = goal.starts if goal.at_start else goal.epoch
+    last = _newest_start(goal)
     known = goal.epoch if goal.anchor is None else min(goal.anchor, goal.epoch)
-    since = range(last, max(known, last - SEARCH), -1)
+    since = range(last, max(known, last - NEWER), -1)
     to_try = [*since, known, *range(known - 1, max(known - 1 - SEARCH, -1), -1)]
     tried: set[int] = set()
     while to_try:
@@ -202,21 +219,33 @@ def _anchors(goal: Manifest, look: Look) -> Iterator[Manifest]:
             to_try.insert(0, anchor.anchor)
 
 
-def _onward(position: Position, goal: Manifest, look: Look) -> list[Manifest]:
+def _onward(
+    position: Position, goal: Manifest, look: Look, anchored: list[Manifest] | None = None
+) -> list[Manifest] | None:
     """Return patches, or squashed patches where there are suitable ones, from one version to a later one.
+
+    Returns None if they have more bytes than a path from an anchor, or are many more records. Where there are no
+    squashed patches, their number is known before the first is read.
 
     Raises:
         MissingLinkError: a version is missing, or does not follow; ChainError: it has the wrong position in its epoch.
     """
+    limit = None if anchored is None else (sum(record.path_bytes for record in anchored), len(anchored) + MORE)
+    if limit and goal.version - position.version > limit[1]:
+        start = position.starts if position.at_start else position.epoch + 1
+        if next(_squashes(start, _newest_start(goal), look), None) is None:
+            return None
     try:
-        return _walk(position, goal, look, squashed=True)
+        return _walk(position, goal, look, limit, squashed=True)
     except ChainError:
-        return _walk(position, goal, look, squashed=False)
+        return _walk(position, goal, look, limit, squashed=False)
 
 
-def _walk(position: Position, goal: Manifest, look: Look, squashed: bool) -> list[Manifest]:
-    at, path = position, []
-    last = goal.starts if goal.at_start else goal.epoch
+def _walk(
+    position: Position, goal: Manifest, look: Look, limit: tuple[int, int] | None, squashed: bool
+) -> list[Manifest] | None:
+    at, path, size_bytes = position, [], 0
+    last = _newest_start(goal)
     while at.version < goal.version:
         record = (_squash(at, last, look) if squashed else None) or look(manifest_key(at.version + 1))
         if record is None:
@@ -226,6 +255,9 @@ def _walk(position: Position, goal: Manifest, look: Look, squashed: bool) -> lis
             )
         accept(at, record)
         path.append(record)
+        size_bytes += record.path_bytes
+        if limit and (size_bytes > limit[0] or len(path) > limit[1]):
+            return None
         at = Position.of(record)
     if (at.version, at.digest) != (goal.version, goal.digest):
         raise ChainError(
@@ -240,14 +272,17 @@ def _walk(position: Position, goal: Manifest, look: Look, squashed: bool) -> lis
 
 def _squash(at: Position, last: int, look: Look) -> Manifest | None:
     """Return the largest squashed patch that begins at a version and does not lead beyond the start of an epoch."""
-    if not at.at_start:
-        return None
-    epoch = at.starts
+    for record in _squashes(at.starts, last, look) if at.at_start else ():
+        with suppress(ChainError):  # one that does not fit here is skipped
+            accept(at, record)
+            return record
+    return None
+
+
+def _squashes(epoch: int, last: int, look: Look) -> Iterator[Manifest]:
+    """Yield the squashed patches from the start of an epoch to that of a later one up to `last`, the largest first."""
     for level in reversed(range(MAX_LEVEL + 1)):
         if epoch % (1 << level) == 0 and epoch + (1 << level) <= last:
             record = look(squash_key(level, epoch >> level))
             if record is not None and record.starts == epoch + (1 << level):
-                with suppress(ChainError):  # one that does not fit here is skipped
-                    accept(at, record)
-                    return record
-    return None
+                yield record

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
+from pulsesync.core.arguments import optional_whole
 from pulsesync.errors import (
     ChainError,
     MissingLinkError,
@@ -24,7 +25,7 @@ from pulsesync.errors import (
 )
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.pointer import NAME, Pointer, check_name
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys
 from pulsesync.run.reader import RunReader, location_of
 from pulsesync.store import Location, Store, open_store
@@ -35,18 +36,25 @@ T = TypeVar("T")
 _KEY = re.compile(rf"{PREFIX}({NAME.pattern})/([0-9]{{16}})")
 
 
-def read_pointers(location: Location, *, trust: str | Collection[str] | None = None) -> dict[str, Pointer]:
+def read_pointers(
+    location: Location,
+    *,
+    trust: str | Collection[str] | None = None,
+    trust_pointers: str | Collection[str] | None = None,
+) -> dict[str, Pointer]:
     """Return the newest move of every pointer of a run, by name.
 
     Args:
         location: A path or URL of the run, or a store.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
 
     Raises:
-        SignatureError: no trusted key signed a pointer; FormatError, ChainError: a pointer cannot be read; StoreError.
+        SignatureError: no key that may move pointers signed one; FormatError, ChainError: a pointer cannot be read;
+        StoreError.
     """
     store = open_store(location)
-    reader = RunReader(store, trusted(trust))
+    reader = RunReader(store, trusted(trust), trust_pointers=trusted_for_pointers(trust_pointers, trust))
     found = {name: reader.pointer(name) for name in list_moves(store)}
     return {name: pointer for name, pointer in found.items() if pointer is not None}
 
@@ -74,10 +82,8 @@ class FollowTarget:
     """
 
     def __init__(self, name: str | None, max_staleness: int | None) -> None:
-        if max_staleness is not None and max_staleness < 0:
-            raise ValueError(f"max_staleness must be None or a number of versions, 0 or more; got {max_staleness}")
         self.name = None if name is None else check_name(name)
-        self.max_staleness = max_staleness
+        self.max_staleness = optional_whole("max_staleness", max_staleness, what="a number of versions")
         self._seen: Pointer | None = None
         self.version: int | None = None  # the version to follow, as it was last found
 

@@ -4,12 +4,13 @@ Subscriber, Publisher, squash and prune share this. Nothing here changes a run o
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pulsesync.core.events import without_credentials
+from pulsesync.core.location import without_credentials
 from pulsesync.errors import (
     ChainError,
     FormatError,
@@ -44,6 +45,7 @@ MAX_PROBES = 1 << 16  # versions by which a head may lag
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_NUMBER = re.compile(r"\d{16}", re.ASCII)  # as in a key
 _KINDS = {"manifests": RecordKind.VERSION, "anchors": RecordKind.ANCHOR, "squashes": RecordKind.SQUASH}
 
 
@@ -56,8 +58,10 @@ class RunReader:
         trust: Collection[str] | None,
         avoid: Collection[str] = (),
         epoch_patches: int = EPOCH_PATCHES,
+        trust_pointers: Collection[str] = (),
     ) -> None:
         self.store, self.trust, self.avoid = store, trust, avoid
+        self._movers = None if trust is None else frozenset((*trust, *trust_pointers))
         self._epoch_patches = epoch_patches
         self._known: dict[str, Manifest | None] = {}
         self.fetched_bytes = 0
@@ -103,6 +107,11 @@ class RunReader:
         """Return the key under which a record was found."""
         return next(key for key, known in self._known.items() if known is record)
 
+    def rewound_at(self, version: int) -> int | None:
+        """Return the newest version up to one at which the trainer went back, as far as this was read and recorded."""
+        known = self._known.get(keys.manifest_key(version))
+        return known.rewound_at if known else None
+
     def version(self, version: int) -> Manifest | None:
         return self.fetched(keys.manifest_key(version))
 
@@ -114,8 +123,8 @@ class RunReader:
         """Return the newest move of a pointer after one, None if there is none; found as the newest version is.
 
         Raises:
-            SignatureError: no trusted key signed it; FormatError: it is not a pointer; ChainError: it belongs to
-            another key.
+            SignatureError: no key that may move pointers signed it; FormatError: it is not a pointer; ChainError: it
+            belongs to another key.
         """
         return self._last(
             keys.pointer_hint(name), keys.pointer_prefix(name), lambda number: self.move(name, number), after
@@ -130,7 +139,7 @@ class RunReader:
             return None
         self.fetched_bytes += len(data)
         try:
-            pointer = pointers.parse(data, self.trust)
+            pointer = pointers.parse(data, self._movers)
             if (pointer.name, pointer.number) != (name, number):
                 raise ChainError(
                     f"the record is move {pointer.number} of pointer {pointer.name!r}, which has another key; restore "
@@ -145,14 +154,15 @@ class RunReader:
         """Return the last of consecutive records after one.
 
         The hint may be stale, missing or wrong: the search begins there, but does not trust it. If nothing is found,
-        all records are listed, unless the hint names `after` itself and `check_run` has not found that to be gone.
+        all records are listed, unless the hint names `after` or an earlier record, and `after` exists: records have no
+        gaps, so the next one would have been found.
         """
         number = head = self._hint(hint)
         found = look(head) if head > after else None
         if found is None:
             number = after + 1
             found = look(number)
-        if found is None and (head != after or after < 0 or self._is_gone(f"{prefix}{after:016d}")):
+        if found is None and (not 0 <= head <= after or self._is_gone(f"{prefix}{after:016d}", head == after, look)):
             number = self._last_listed(prefix)
             found = look(number) if number > after else None
         for _ in range(MAX_PROBES):
@@ -165,9 +175,14 @@ class RunReader:
             key=hint,
         )
 
-    def _is_gone(self, key: str) -> bool:
-        """Return whether a record was looked for and does not exist."""
-        return key in self._known and self._known[key] is None
+    def _is_gone(self, key: str, is_hinted: bool, look: Callable[[int], object]) -> bool:
+        """Return whether a record does not exist. One that a hint names is read only if `check_run` has done so."""
+        if is_hinted and key not in self._known:
+            return False
+        try:
+            return look(int(key[-16:])) is None
+        except (FormatError, ChainError):
+            return False  # it exists, and cannot be read
 
     def check_run(self, run: str, version: int, digest: str, advice: str = planner.START_OVER) -> None:
         """Check that the run is still the one from which a local version was taken: one small read if it is.
@@ -238,12 +253,12 @@ class RunReader:
     def _last_listed(self, prefix: str) -> int:
         """Return the last record in a listing, -1 for none: the first may have been pruned, and the hint be lost."""
         try:
-            names = [entry.key.rpartition("/")[2] for entry in self.store.list(prefix)]
+            names = (entry.key.removeprefix(prefix) for entry in self.store.list(prefix))
+            return max((int(name) for name in names if _NUMBER.fullmatch(name)), default=-1)
         except StoreError as e:
             if e.retryable:
                 raise  # a listing that failed does not show that there is nothing
             return -1  # a store that cannot list
-        return max((_number(name.encode()) for name in names), default=-1)
 
     def start(self, digest: str) -> Manifest | None:
         """Return the version whose state has this digest, if there is one: patches can be applied from there."""
@@ -311,7 +326,7 @@ def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
         with forgetting(store, key):
             return read()
     except FormatError as e:
-        logger.warning("Reading an object once more, because its bytes are bad: %s.", e.reason)
+        logger.warning("Reading an object once more, in case it was damaged in transit: %s.", e.reason)
     with forgetting(store, key):
         return read()
 
@@ -327,5 +342,6 @@ def describe(record: Manifest) -> dict[str, Any]:
         "index": record.index,
         "bytes": record.size_bytes,
         "digest": record.digest,
+        "rewound_at": record.rewound_at,
         "created": record.created,
     }

@@ -49,13 +49,17 @@ class SyncReport:
     from_version: int | None = None  # the version of the report before this one; None: there was none of this run
     from_step: int | None = None  # the trainer's step of that version
     pointer: str | None = None  # the pointer that was followed; None: the newest version, or one that was requested
+    rewound_at: int | None = None  # the newest version at which the trainer went back; None: it never did, or unknown
 
     @property
     def went_back(self) -> bool:
-        """Whether the trainer went back to an earlier step: it was restored from a checkpoint."""
-        if self.from_version is None or self.from_step is None:
+        """Whether the trainer went back to an earlier step since the version of the report before: it was restored.
+
+        Runs that pulsesync 0.1.0 writes do not record it; there, the steps of both versions decide.
+        """
+        if self.from_version is None or self.from_step is None or self.version <= self.from_version:
             return False
-        return self.version > self.from_version and self.step < self.from_step
+        return self.step < self.from_step or (self.rewound_at is not None and self.rewound_at > self.from_version)
 
     @property
     def applied(self) -> int:
@@ -118,6 +122,7 @@ class SyncEvents:
                     prepare_s=report.prepare_s,
                     pause_s=report.apply_s,
                     repaired=report.repaired,
+                    went_back=report.went_back,
                 )
             )
 

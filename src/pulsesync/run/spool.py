@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from pulsesync.core.scratch import make_private
 from pulsesync.errors import FormatError, NotFoundError, StoreError
 from pulsesync.format import container
 from pulsesync.format.body import Body
@@ -109,7 +110,7 @@ class AnchorSpool:
         self._unlock()
 
     def _open_lock(self) -> int:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_private(self.folder)
         return os.open(self.folder / _FETCHING, os.O_RDWR | os.O_CREAT, 0o644)
 
     @contextmanager
@@ -182,6 +183,8 @@ class Outbox:
         inline_limit: bytes, of all parts together, up to which small parts are stored in the record and not in a file.
         """
         self.discard(epoch)
+        with suppress(OSError):  # the first write reports it
+            make_private(self.folder)
         files, refs = LocalStore(self.folder / str(epoch)), []
         for part in parts:
             refs.append(put_body(files, part, inline_limit))

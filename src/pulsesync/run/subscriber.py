@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pulsesync import device
+from pulsesync.core import arguments
 from pulsesync.core.threads import finish
 from pulsesync.errors import (
     BaseMismatchError,
     ChainError,
+    ChecksumError,
     ClosedError,
     FormatError,
     MissingBucketError,
@@ -45,7 +47,7 @@ from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import fetch_body, stream_bodies
 from pulsesync.run.heartbeats import HeartbeatWriter
@@ -167,8 +169,12 @@ class Subscriber:
 
     Args:
         location: A path or URL of the run, or a store.
+        token: Sent to the server of an http or https location, and to no other. If not given, the token that
+            PULSE_SEND_TOKENS has for that server, if it has one.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
             not checked.
+        trust_pointers: Public keys that may sign moves of pointers, and nothing else; it needs `trust`, whose keys may
+            sign moves, too.
         cache: A folder in which fetched bytes are kept, shared by the processes of a host; a restarted worker uses it.
         slices: Which part of each tensor is local, by name pattern.
         undo: How many syncs can be undone without fetching anything.
@@ -195,7 +201,9 @@ class Subscriber:
         self,
         location: Location,
         *,
+        token: str | None = None,
         trust: str | Collection[str] | None = None,
+        trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         slices: Slices | None = None,
         undo: int = 1,
@@ -208,25 +216,27 @@ class Subscriber:
         heartbeat: str | None = None,
         epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
-        if verify_every < 0:
-            raise ValueError(f"verify_every must be a number of syncs, or 0 for never; got {verify_every}")
-        store = open_store(location)
-        self.store: Store = CachedStore(store, Path(cache), CACHE_BYTES) if cache is not None else store
+        undo = arguments.whole("undo", undo, what="a number of syncs")
+        self.verify_every = arguments.whole("verify_every", verify_every, what="a number of syncs")
+        arguments.mapping("slices", slices, "names of tensors to a Slice or None")
+        arguments.function("confirm", confirm)
+        self._cache = arguments.folder("cache", cache) if cache is not None else None
+        store = open_store(location, token=token)
+        self.store: Store = CachedStore(store, self._cache, CACHE_BYTES) if self._cache is not None else store
         self.trust = trusted(trust)
+        self._movers = trusted_for_pointers(trust_pointers, trust)
         self.slices = slices
         self.widen = widen
-        self.verify_every = verify_every
         self._target = FollowTarget(follow, max_staleness)
         self._confirm = confirm
         self._epoch_patches = epoch_patches
         self._origin = store  # for anchors, which are kept in the spool and not in the cache as well
-        self._cache = Path(cache) if cache is not None else None
         self._state: AnyState | None = None
         self._position: Position | None = None
         self._step: int | None = None
         # Run, version and step of the last report; set from outside where several copies of the weights take turns.
         self.reported: tuple[str, int, int] | None = None
-        self._undo: deque[tuple[Position, int, AnyTransition]] = deque(maxlen=max(undo, 0))
+        self._undo: deque[tuple[Position, int, AnyTransition]] = deque(maxlen=undo)
         self._executor = executor
         self._damage: str | None = None  # found by a scrub
         self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
@@ -244,6 +254,8 @@ class Subscriber:
     def close(self) -> None:
         """Release the weights and the undo logs, and end calls that wait for a version. The weights are not changed.
 
+        The last heartbeat, if there are any, is written before this returns, unless that takes more than 2 s.
+
         Any thread and any signal handler may call this. A sync that is running is completed, and the weights are
         released when it is done. In a process that was forked from the one that syncs, this does nothing.
         """
@@ -253,6 +265,7 @@ class Subscriber:
         self._release()
         if self.events.heartbeat is not None:
             self.events.heartbeat.close()
+            self.events.heartbeat.join()
 
     def __enter__(self) -> "Subscriber":
         return self
@@ -342,6 +355,8 @@ class Subscriber:
                 `torn=True`: loading an anchor failed halfway, and the weights are between two versions. Do not use them
                 until a sync succeeds.
         """
+        version = arguments.optional_whole("version", version, what="the number of a version")
+        wait_s = arguments.seconds("wait_s", wait_s)
         try:
             with self._working():
                 self._syncs += 1
@@ -403,6 +418,8 @@ class Subscriber:
             PulseError: as `sync` does, except for errors of the store that are `retryable`.
         """
         self._check_open()
+        interval_s = arguments.seconds("interval_s", interval_s)
+        max_interval_s = arguments.seconds("max_interval_s", max_interval_s)
         pauses = _pauses(interval_s, max_interval_s)
         followed, waiting = self._position is not None, False
         while not self._closed.is_set():
@@ -445,7 +462,7 @@ class Subscriber:
         if self._target.max_staleness is None:
             raise ValueError("check_fresh needs a limit: pass max_staleness= to the Subscriber")
         self._check_open()
-        self._goal(None, RunReader(self.store, self.trust, epoch_patches=self._epoch_patches))
+        self._goal(None, self._records())
         return self._target.check_staleness(self.version)
 
     def _sync(self, source: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
@@ -455,7 +472,7 @@ class Subscriber:
         if self._state is not None and not self._state.holds(source):
             self._forget()  # these are other tensors than those that were synced
             self._to_repair = ()
-        elif verify:
+        elif verify or (self._state is not None and self._state.superseded):
             with progress.timed("prepare"):
                 self._find_repairs(progress)
         try:
@@ -469,12 +486,15 @@ class Subscriber:
                 torn=True,
             ) from e
 
+    def _records(self, avoid: Collection[str] = ()) -> RunReader:
+        return RunReader(self.store, self.trust, avoid, self._epoch_patches, self._movers)
+
     def _find_and_go(self, source: Any, version: int | None, follow_replaced: bool, progress: _Progress) -> SyncReport:
         """Plan, fetch and apply; if something on the path is missing or bad, plan again."""
         avoid: set[str] = set()
         first: PulseError | None = None
         for attempt in range(1 + REPLANS):
-            records = RunReader(self.store, self.trust, avoid, self._epoch_patches)
+            records = self._records(avoid)
             try:
                 with progress.timed("fetch"):
                     goal = self._find_goal(version, records, follow_replaced)
@@ -484,45 +504,50 @@ class Subscriber:
             except (SignatureError, RunChangedError, NothingPublishedError):
                 raise
             except (NotFoundError, FormatError, ChainError, VerificationError) as e:
-                first = first or e
                 traceback.clear_frames(e.__traceback__)  # frees what it had read before the next attempt
                 failed_record, progress.failed_record = progress.failed_record, None
-                if (about := failed_record or e.key or "") in avoid:
-                    break  # there is no path that avoids it
-                avoid.add(about)
-                if isinstance(e, FormatError) and failed_record:
-                    progress.refused[about] = e  # its bodies were read twice
-                if isinstance(e, BaseMismatchError) or (isinstance(e, VerificationError) and self._damaged()):
-                    self._forget()  # the local weights are not the version that was assumed
-                if attempt < REPLANS:
-                    reason = e.args[0] if e.key == about else e.reason
-                    logger.warning("Planning the sync again, because %s failed: %s.", about or "it", reason)
+                # Decoding against weights that something else has written can fail in any way, as bad bytes too: before
+                # a record is blamed, the weights are counted.
+                if failed_record and not isinstance(e, ChecksumError) and (damage := self._find_repairs(progress)):
+                    first = damage
+                else:
+                    first = first or e
+                    if (about := failed_record or e.key or "") in avoid:
+                        break  # there is no path that avoids it
+                    avoid.add(about)
+                    if isinstance(e, FormatError) and failed_record:
+                        progress.refused[about] = e  # its bodies were read twice
+                    if isinstance(e, BaseMismatchError):
+                        self._forget()  # the local weights are not the version that was assumed
+                    if attempt < REPLANS:
+                        reason = e.args[0] if e.key == about else e.reason
+                        logger.warning("Planning the sync again, because %s failed: %s.", about or "it", reason)
             progress.replanned = attempt + 1
             progress.fetched_bytes += records.fetched_bytes
         assert first is not None
         raise first
 
-    def _find_repairs(self, progress: _Progress) -> None:
-        """Recount the local weights; if something else wrote to some, forget that they were at a version."""
+    def _find_repairs(self, progress: _Progress) -> VerificationError | None:
+        """Recount the local weights; if something else wrote to some, forget their version, and return the error."""
         state = self._state
         if state is None or self._position is None:
-            return
+            return None
         began, version = time.perf_counter(), self._position.version
         damaged = state.find_damaged()
         self.events.recounted(version, not damaged, began)
-        if damaged:
-            logger.warning(
-                "Something other than a sync has written to %d tensors of version %d; the first is %r. All weights are "
-                "loaded again from an anchor.",
-                len(damaged),
-                version,
-                damaged[0],
-            )
-            self._forget()
-            self._to_repair, progress.recounted = tuple(damaged), state
-
-    def _damaged(self) -> bool:
-        return self._state is not None and self._state.find_damage() is not None
+        if not damaged:
+            state.claim()
+            return None
+        logger.warning(
+            "%s has written to %d tensors of version %d; the first is %r. All weights are loaded again from an anchor.",
+            "Another Subscriber of this process" if state.superseded else "Something other than a sync",
+            len(damaged),
+            version,
+            damaged[0],
+        )
+        self._forget()
+        self._to_repair, progress.recounted = tuple(sorted({*self._to_repair, *damaged})), state
+        return VerificationError(written_by_another(version, damaged[0]), version=version, tensor=damaged[0])
 
     def _report(self, progress: _Progress, records: RunReader, asked: int | None) -> SyncReport:
         assert self._position is not None
@@ -546,15 +571,17 @@ class Subscriber:
             from_version=from_version,
             from_step=from_step,
             pointer=self._target.name if asked is None else None,
+            rewound_at=records.rewound_at(self._position.version),
         )
         self.reported = (self._position.run, report.version, report.step)
         if report.went_back:
             logger.warning(
-                "The trainer went back to an earlier step: version %d is step %d, while version %d was step %d.",
-                report.version,
-                report.step,
+                "The trainer went back to an earlier step%s: version %d was step %d, and version %d is step %d.",
+                "" if report.rewound_at is None else f" at version {report.rewound_at}",
                 from_version,
                 from_step,
+                report.version,
+                report.step,
             )
         return report
 
@@ -622,6 +649,7 @@ class Subscriber:
         """Attach a state; if its weights are those of a published version, the sync starts from that version."""
         self._forget()
         self._state = state
+        state.claim()
         if state.whole and not state.untied and (start := records.start(state.digest)):
             state.history = state.bring(History(start.index))
             self._move_to(start)
@@ -843,6 +871,8 @@ class Subscriber:
         with self._working():
             if self._state is None or not self._undo:
                 return None
+            if self._state.superseded and self._find_repairs(_Progress()):
+                return None  # the undo log is for other weights
             before = self.version
             position, step, back = self._undo.pop()
             began = time.perf_counter()
@@ -885,8 +915,12 @@ class Subscriber:
         Raises:
             StateError: the tensors are not those of the run; StoreError, SignatureError.
         """
-        self._check_open()
-        records = RunReader(self.store, self.trust, epoch_patches=self._epoch_patches)
+        version = arguments.whole("version", version, what="the number of a version")
+        with self._working():
+            return self._resume(source, version, history)
+
+    def _resume(self, source: Any, version: int, history: bytes | None) -> bool:
+        records = self._records()
         record = records.version(version)
         if record is None:
             return False
@@ -903,6 +937,7 @@ class Subscriber:
                 return False
         self._forget()
         self._state, state.history = state, state.bring(known)
+        state.claim()
         self._move_to(record)
         self.reported = (record.run, record.version, record.step)
         return True
@@ -910,10 +945,15 @@ class Subscriber:
     def verify(self, source: Any | None = None) -> str:
         """Recount the digest of all live weights and return it; check that they are the local version, bit for bit.
 
+        It waits for a sync that is running; `confirm` must not call it.
+
         Raises:
             VerificationError: something else wrote to them, or these are not the tensors that were synced.
         """
-        self._check_open()
+        with self._working():
+            return self._verify(source)
+
+    def _verify(self, source: Any | None) -> str:
         if self._state is None or self._position is None:
             raise VerificationError("there is nothing to verify, because nothing has been synced yet; call sync first")
         if source is not None and not self._state.holds(source):
@@ -938,6 +978,7 @@ class Subscriber:
     @contextmanager
     def scrub(self, every_s: float = 60.0) -> Iterator[None]:
         """Recount the live weights in the background, again and again; the next sync raises if they were damaged."""
+        every_s = arguments.seconds("every_s", every_s)
         stop = threading.Event()
 
         def work() -> None:

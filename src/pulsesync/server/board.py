@@ -1,15 +1,19 @@
 """The heartbeats of workers that read a run over HTTP: kept in memory, listed with those of the store, sent upstream.
 
 Any client that may read may also send one, so everything is bounded: how many there are, how long each is, how long it
-is kept, how many names are sent on. Only records that parse are kept, and only those of a run are sent on.
+is kept, how many names are sent on. Only records that parse are kept, and only those of a run are sent on. A name
+belongs to the client that sent it first, by a secret that comes with each record and is never shown, until it has ended
+or was silent for a minute. So no client replaces or displaces the heartbeats of others.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Iterable
+from itertools import islice
+from typing import NamedTuple
 
-from pulsesync.errors import NotFoundError
+from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.run.heartbeats import MAX_BYTES, MAX_WORKERS, parse
 from pulsesync.run.keys import HEAD, HEARTBEATS
 from pulsesync.store.base import ObjectEntry, Store, pass_on
@@ -18,11 +22,18 @@ from pulsesync.store.keys import is_heartbeat
 __all__ = ["MAX_BYTES", "HeartbeatBoard"]
 
 KEEP_S = 24 * 3600.0
+BOUND_S = 60.0  # two heartbeats: a worker that was killed and restarted is shown again before it counts as silent
 _PASS_EVERY_S = 1.0  # between two rounds of sending heartbeats upstream: only the newest of each worker is sent
-_PASS_WARN_S = 600.0
-_NEWER_S = 60.0  # by which a record of the store must be newer to count instead: it may be the same one, passed on
+_WARN_EVERY_S = 600.0
 
 logger = logging.getLogger(__name__)
+
+
+class _Kept(NamedTuple):
+    data: bytes
+    came_s: float  # by this machine's clock
+    secret: str | None  # of the client that sent it; None: of a release that sends none
+    ended: bool
 
 
 class HeartbeatBoard:
@@ -30,34 +41,62 @@ class HeartbeatBoard:
 
     Args:
         store: What is served. A relay's store passes heartbeats on to its upstream, in the background.
-        max_workers: How many are kept; the oldest one is dropped first. As many names are passed on.
+        max_workers: How many are kept. When there are as many, no new name is accepted, unless a worker has ended. As
+            many names are passed on.
         keep_s: For how long each is kept, and a name counts that is not heard from again.
+        bound_s: How long a worker must be silent before another client may send records under its name.
     """
 
-    def __init__(self, store: Store, *, max_workers: int = MAX_WORKERS, keep_s: float = KEEP_S) -> None:
-        self._store, self._max_workers, self._keep_s = store, max_workers, keep_s
+    def __init__(
+        self, store: Store, *, max_workers: int = MAX_WORKERS, keep_s: float = KEEP_S, bound_s: float = BOUND_S
+    ) -> None:
+        self._store, self._max_workers, self._keep_s, self._bound_s = store, max_workers, keep_s, bound_s
         self._passes_on = hasattr(store, "pass_on")
         self._lock = threading.Lock()
-        self._kept: dict[str, tuple[bytes, float]] = {}  # by key, with the time it arrived; oldest first
+        self._kept: dict[str, _Kept] = {}  # by key; oldest first
+        self._stored: dict[str, float] = {}  # keys that the store itself has, and when they were written there
         self._waiting: dict[str, bytes] = {}  # to be passed on
         self._passed: dict[str, float] = {}  # keys that are passed on, by the monotonic time of the last; oldest first
         self._sender: threading.Thread | None = None
-        self._warned_at = -_PASS_WARN_S
+        self._warned_at = self._full_at = -_WARN_EVERY_S
 
-    def put(self, key: str, data: bytes) -> None:
-        """Keep a heartbeat instead of the one before. Raises: FormatError, if it is malformed."""
-        parse(data, key.rpartition("/")[2])
+    def put(self, key: str, data: bytes, secret: str | None = None) -> None:
+        """Keep a heartbeat instead of the one before.
+
+        Raises:
+            FormatError: it is malformed; ConflictError: the name belongs to another client; StoreError, retryable:
+            there are too many workers.
+        """
+        record, now_s = parse(data, key.rpartition("/")[2]), time.time()
         with self._lock:
-            before = self._kept.pop(key, None)
-            self._kept[key] = (data, time.time())
             self._drop_old()
-            is_new = before is None or before[0] != data  # the same bytes again come from relays that form a circle
+            before = self._kept.get(key)
+            if before is not None and not before.ended and before.secret != secret and self._is_live(before.came_s):
+                raise ConflictError(f"{key} was sent by another process less than {self._bound_s:.0f} s ago", key=key)
+            if not self._passes_on and self._is_live(self._stored.get(key, 0.0)):
+                raise ConflictError(f"{key} is written to the store itself", key=key)
+            if before is None and len(self._kept) >= self._max_workers and not self._drop_ended():
+                self._warn_full()
+                raise StoreError(f"{self._max_workers} workers have sent heartbeats already", key=key, retryable=True)
+            self._kept.pop(key, None)
+            self._kept[key] = _Kept(data, now_s, secret, record.ended)
+            is_new = before is None or before.data != data  # the same bytes again come from relays that form a circle
             if self._passes_on and is_new and self._may_pass_on(key):
                 self._waiting[key] = data
                 if self._sender is None:
                     sender = threading.Thread(target=self._send, name="pulse-heartbeats", daemon=True)
                     sender.start()
                     self._sender = sender
+
+    def _is_live(self, came_s: float) -> bool:
+        return abs(time.time() - came_s) < self._bound_s
+
+    def _drop_ended(self) -> bool:
+        """Make room by dropping the worker that ended longest ago; return whether there was one."""
+        ended = next((key for key, kept in self._kept.items() if kept.ended), None)
+        if ended is not None:
+            del self._kept[ended]
+        return ended is not None
 
     def _may_pass_on(self, key: str) -> bool:
         """Whether the upstream may get a record under this key: a client that makes up names must not fill it."""
@@ -76,27 +115,39 @@ class HeartbeatBoard:
             return None
         with self._lock:
             self._drop_old()
-            return self._kept.get(key, (None, 0.0))[0]
+            kept = self._kept.get(key)
+        return kept.data if kept else None
 
     def list(self, prefix: str, stored: Iterable[ObjectEntry]) -> list[ObjectEntry]:
-        """Return a listing of the store with the heartbeats below the same prefix that are kept in memory."""
+        """Return a listing of the store with the heartbeats below the same prefix that are kept in memory.
+
+        Of a worker that is in both, the store's counts if it is newer; and always while it is written, if this server
+        passes nothing on, because then the worker writes it there itself.
+        """
         if not prefix.endswith("heartbeats/"):
             return list(stored)
         listed = {entry.key: entry for entry in stored}
         with self._lock:
             self._drop_old()
-            for key, (data, came_s) in list(self._kept.items()):
-                if key in listed and listed[key].modified_s > came_s + _NEWER_S:
-                    del self._kept[key]  # the worker has sent newer heartbeats elsewhere
+            others = {key: came_s for key, came_s in self._stored.items() if not key.startswith(prefix)}
+            live = {entry.key: entry.modified_s for entry in listed.values() if self._is_live(entry.modified_s)}
+            self._stored = dict(islice((others | live).items(), self._max_workers))
+            for key, kept in list(self._kept.items()):
+                theirs = listed.get(key)
+                newer_s = self._bound_s if self._passes_on else 0.0  # it may be the same one, passed on
+                if theirs is not None and (
+                    theirs.modified_s > kept.came_s + newer_s or (key in live and not self._passes_on)
+                ):
+                    del self._kept[key]
                 elif key.startswith(prefix):
-                    listed[key] = ObjectEntry(key, len(data), came_s)
+                    listed[key] = ObjectEntry(key, len(kept.data), kept.came_s)
         return sorted(listed.values(), key=lambda entry: entry.key)
 
     def _drop_old(self) -> None:
         now_s = time.time()
         while self._kept:
-            key, (_, came_s) = next(iter(self._kept.items()))
-            if len(self._kept) <= self._max_workers and abs(now_s - came_s) <= self._keep_s:
+            key, kept = next(iter(self._kept.items()))
+            if abs(now_s - kept.came_s) <= self._keep_s:
                 return
             del self._kept[key]
 
@@ -119,7 +170,17 @@ class HeartbeatBoard:
                     self._warn(e)
             time.sleep(_PASS_EVERY_S)
 
+    def _warn_full(self) -> None:
+        if time.monotonic() - self._full_at >= _WARN_EVERY_S:
+            self._full_at = time.monotonic()
+            logger.warning(
+                "%d workers have sent heartbeats, the most that are kept: no other worker is shown until one of them "
+                "has ended, or was silent for %.0f h.",
+                self._max_workers,
+                self._keep_s / 3600,
+            )
+
     def _warn(self, error: Exception) -> None:
-        if time.monotonic() - self._warned_at >= _PASS_WARN_S:
+        if time.monotonic() - self._warned_at >= _WARN_EVERY_S:
             self._warned_at = time.monotonic()
             logger.warning("The heartbeats of workers cannot be sent to the upstream: %s", error)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from pulsesync.errors import FormatError, NotFoundError, PulseError, StoreError
+from pulsesync.errors import ConflictError, FormatError, LimitError, NotFoundError, PulseError, StoreError
 from pulsesync.run.heartbeats import printable
 from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
 from pulsesync.server.calls import SharedPlaces, in_thread
@@ -29,8 +29,9 @@ from pulsesync.server.sending import (
     while_connected,
 )
 from pulsesync.store.base import Store, forget, is_content_addressed, is_near, size_of
-from pulsesync.store.http import LISTING_MORE, LISTING_TYPE, check_token
+from pulsesync.store.http import LISTING_MORE, LISTING_TYPE, WRITER_HEADER
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
+from pulsesync.store.transport import clean_token
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -75,7 +76,7 @@ def make_app(store: Store, token: str | None = None, *, open_metrics: bool = Fal
         PulseError: Starlette is not installed.
     """
     if token is not None:
-        check_token(token)
+        token = clean_token(token)
     try:
         from starlette.applications import Starlette
         from starlette.routing import Route
@@ -143,7 +144,7 @@ class _Service:
             await _no_token()(request.scope, receive, send)
             return
         if request.method == "PUT":
-            await (await self._accept(request.path_params["key"], receive))(request.scope, receive, send)
+            await (await self._accept(request, receive))(request.scope, receive, send)
             return
         key, prefix = request.path_params["key"], request.query_params.get("list")
         if prefix is not None and (key == "" or key.endswith("/")):
@@ -163,18 +164,23 @@ class _Service:
             else:
                 await response(request.scope, receive, send)
 
-    async def _accept(self, key: str, receive: "Receive") -> "Response":
+    async def _accept(self, request: "Request", receive: "Receive") -> "Response":
         """Keep the heartbeat of a worker: the one thing that clients may write."""
+        key = request.path_params["key"]
         if not is_heartbeat(key):
             return _words(405, "only heartbeats of workers can be written to this server", {"Allow": "GET, HEAD"})
         try:
             check_key(key)
             async with asyncio.timeout(_HEARTBEAT_S):
-                self._board.put(key, await _read_body(receive, MAX_BYTES))
+                self._board.put(key, await _read_body(receive, MAX_BYTES), request.headers.get(WRITER_HEADER))
                 self._listings.forget(key)
         except TimeoutError:
             return _words(408, "the heartbeat did not arrive in time")
-        except (FormatError, StoreError):
+        except ConflictError:
+            return _words(409, "another process sends heartbeats under this name")
+        except (FormatError, StoreError) as e:
+            if getattr(e, "retryable", False):
+                return _words(429, "as many workers as are kept have sent heartbeats")
             return _words(400, "this is not a heartbeat")
         return _words(200, "kept")
 
@@ -198,10 +204,10 @@ class _Service:
         except StoreError as e:
             return self._failed(key, e, answer)
 
-    def _failed(self, asked: str, error: StoreError, answer: SentAnswer) -> "Response":
+    def _failed(self, asked: str, error: StoreError | LimitError, answer: SentAnswer) -> "Response":
         """Return the answer to a request for which the store failed."""
         answer.store_failed = True
-        status = 503 if error.retryable else 500
+        status = 503 if isinstance(error, StoreError) and error.retryable else 500
         if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
             self._logged_at = time.monotonic()
             cause = printable(str(error), _CAUSE_CHARACTERS)  # it may contain a key, which a client has chosen
@@ -243,7 +249,7 @@ class _Service:
         async with self._sent_listings.taken(client):
             try:
                 listing = await self._listings.get(folder, prefix)
-            except StoreError as e:
+            except (StoreError, LimitError) as e:
                 await self._failed(prefix, e, answer)(request.scope, receive, send)
                 return
             headers, data = {"Content-Type": LISTING_TYPE, "Cache-Control": "no-store"}, listing.data

@@ -14,7 +14,7 @@ from pulsesync.errors import PulseError
 from pulsesync.server.connections import Connections, raise_limit
 from pulsesync.server.service import make_app, missing
 from pulsesync.store.base import Store
-from pulsesync.store.http import is_loopback
+from pulsesync.store.transport import is_loopback
 
 if TYPE_CHECKING:
     from granian.server.embed import Server

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import DTYPES, TensorSpec
 from pulsesync.errors import FormatError, LimitError, NotFoundError, StoreError, UnsupportedError
-from pulsesync.format.layout import Layout, load_json
+from pulsesync.format.json_reader import load_json
+from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_FILE_BYTES, is_file_name
 from pulsesync.state.views import new_tensors
 
@@ -139,7 +140,7 @@ def missing_companions(files: Mapping[str, bytes]) -> tuple[str, ...]:
     if "config.json" not in files:
         return ("config.json",)
     try:
-        config = json.loads(files["config.json"])
+        config = json.loads(files["config.json"])  # it may contain Infinity, as those of some models do
     except (ValueError, RecursionError):
         return ()
     parts = [config, config.get("text_config")] if isinstance(config, dict) else []
@@ -339,14 +340,18 @@ class TensorFolder:
 
     @staticmethod
     def fits(folder: Path, plan: WeightFiles) -> bool:
-        """Whether the files of a plan are in a folder, with the right sizes and headers.
+        """Whether the files of a plan are in a folder, with the right sizes and headers, and are no links.
 
         The weights are not checked.
         """
         try:
             for shard in plan.shards:
-                with (folder / shard.name).open("rb") as file:
-                    if os.fstat(file.fileno()).st_size != shard.size or file.read(len(shard.head)) != shard.head:
+                path = folder / shard.name
+                with path.open("rb") as file:
+                    as_planned = (
+                        os.fstat(file.fileno()).st_size == shard.size and file.read(len(shard.head)) == shard.head
+                    )
+                    if not as_planned or path.is_symlink():
                         return False
         except OSError:
             return False

@@ -101,6 +101,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         self.torn = False  # whether an anchor is written in part: the weights are between two versions
         self.lock = threading.RLock()
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self.superseded = False  # whether another state of this process has claimed some of the memory since
         self._addresses: Mapping[str, int] = {}
         self._marks: SourceMarks | None = None  # of the source, when its addresses were these
         self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last one computed
@@ -264,6 +265,24 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             return False
         self._marks = SourceMarks.of(source)
         return True
+
+    def claim(self) -> None:
+        """Write this memory from now on: other states of it in this process are superseded until they claim it again.
+
+        What a superseded state knows of its weights may not be true any more, so that they must be recounted first.
+        """
+        mine = self._memory()
+        with _CLAIMING:
+            for other in _CLAIMED:
+                if other is not self and not mine.isdisjoint(other._memory()):
+                    other.superseded = True
+            _CLAIMED.add(self)
+            self.superseded = False
+
+    def _memory(self) -> set[int]:
+        """Where the tensors with weights begin."""
+        spans = map(self.span, self.flats.values())
+        return {begin for begin, end in spans if begin < end}
 
     @cached_property
     def tiles(self) -> Mapping[int, Tile]:
@@ -648,6 +667,8 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
 AnyState: TypeAlias = LiveState[Any, Any, Any]  # in host memory or on a GPU
 AnyTransition: TypeAlias = Transition[Any, Any]
+_CLAIMED: weakref.WeakSet[AnyState] = weakref.WeakSet()
+_CLAIMING = threading.Lock()
 
 
 class Snapshot:
@@ -657,6 +678,11 @@ class Snapshot:
         self.layout, self.sums = state.layout, dict(state.sums)
         self._state = state
         self.changes = state.stay().changes  # from the live state back to this one; its commits write them
+
+    @property
+    def changed(self) -> int:
+        """How many weights have changed since: it keeps as many changes in memory."""
+        return replace(self._state.stay(), changes=self.changes).changed
 
     def block(self, tile: Tile, number: int) -> Bits:
         with self._state.lock:

@@ -24,6 +24,7 @@ from typing import Any
 from pulsesync.core.types import Bits, TensorSpec, Tile
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format import layout as layouts
+from pulsesync.format.json_reader import load_json
 from pulsesync.format.layout import Grid, Layout
 from pulsesync.state.slices import BundledTile, Slice, Slices, Span, TileStorage, Window, place_tile
 from pulsesync.state.views import HostSource, named, read_published
@@ -216,7 +217,7 @@ def windows_from(data: bytes) -> tuple[dict[str, Window], dict[str, str]]:
     """Read what `windows_to` wrote. Raises: FormatError, StateError."""
     try:
         unpacker = zlib.decompressobj()
-        table = layouts.load_json(unpacker.decompress(data, MAX_NOTE_BYTES), "a list of shards")
+        table = load_json(unpacker.decompress(data, MAX_NOTE_BYTES), "a list of shards")
         windows = {}
         for name, dtype, shape, top, bottom, left, right in table["tensors"]:
             spec = TensorSpec(str(name), str(dtype), tuple(map(int, shape)))
@@ -324,14 +325,32 @@ class TileShare:
 
     def check(self, shards: Shards) -> None:
         """Raises: StateError, if these are not the shards that the share was made of."""
-        before, now = ({**one.windows, **one.ties} for one in (self.shards, shards))
+        sides: list[dict[str, Window | str]] = [{**one.windows, **one.ties} for one in (self.shards, shards)]
+        before, now = sides
         if before != now:
             name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            old, new = before.get(name), now.get(name)
+            if isinstance(old, Window) and isinstance(new, Window) and old.tensor == new.tensor:
+                raise StateError(
+                    f"this process has another shard of {name!r} than before; the shards of a publisher must stay the "
+                    "same: create a new Publisher, which resumes the run",
+                    tensor=name,
+                )
             raise StateError(
-                f"the shard of {name!r} was added, removed or changed; the shards of a publisher must stay the same: "
-                "make a new publisher",
+                f"the tensors of a run must not change, but {name!r} {_change(old, new)}; publish the changed model to "
+                "a new location",
                 tensor=name,
             )
+
+
+def _change(old: Window | str | None, new: Window | str | None) -> str:
+    """How a tensor differs from before: a window, or the name that it is tied to."""
+    if isinstance(old, Window) and isinstance(new, Window):
+        is_, was = new.tensor, old.tensor
+        return f"is {is_.dtype} {is_.shape}, and was {was.dtype} {was.shape}"
+    if old is None or new is None:
+        return "was added" if old is None else "was removed"
+    return "is tied to another tensor than before"
 
 
 def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:

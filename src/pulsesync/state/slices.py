@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync import kernels
+from pulsesync.core.arguments import is_whole
 from pulsesync.core.types import BLOCK, Bits, BlockChange, TensorSpec, Tile
 from pulsesync.errors import StateError
 
@@ -29,6 +30,13 @@ class Slice:
 
     rows: Span | None = None
     columns: Span | None = None
+
+    def __post_init__(self) -> None:
+        for name, span in (("rows", self.rows), ("columns", self.columns)):
+            if span is not None and not (
+                isinstance(span, tuple | list) and len(span) == 2 and all(map(is_whole, span))
+            ):
+                raise TypeError(f"{name} must be None or two whole numbers, first and end; got {span!r:.80}")
 
     def of(self, spec: TensorSpec) -> "Window":
         """Raises: StateError, if the tensor has no such rows or columns."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync.core import digest, headroom
+from pulsesync.core.scratch import make_private
 from pulsesync.core.types import Bits, Sum, Tile
 from pulsesync.errors import StoreError, VerificationError
 from pulsesync.format.patch import WholeBlock
@@ -91,7 +92,7 @@ class StagedBlocks:
             with self._lock:
                 begin, self._end = self._end, self._end + data.size
                 if self._file is None:
-                    self._folder.mkdir(parents=True, exist_ok=True)
+                    make_private(self._folder)
                     self._file = tempfile.TemporaryFile(buffering=0, dir=self._folder)  # noqa: SIM115 - see `close`
             written = 0
             while written < data.size:

@@ -7,15 +7,21 @@ memory is a tie: one of them is canonical, the other an alias.
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from pulsesync.core.types import BLOCK, DTYPES, Bits, TensorSpec, Tile
 from pulsesync.errors import LimitError, StateError
+
+if TYPE_CHECKING:
+    import torch
+
+Cast: TypeAlias = "str | torch.dtype | np.dtype[Any] | type[Any]"  # a dtype to which FP32 is cast
 
 _NUMPY_NAMES = {
     "bool": "BOOL",
@@ -267,23 +273,50 @@ def read_published(source: Any, cast: Mapping[str, str]) -> tuple[HostSource, Ma
 def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str, str]:
     """The dtypes to which FP32 tensors are cast, by the first pattern that matches the name.
 
-    An empty dtype means no cast.
-
     Raises:
-        ValueError: a dtype to which FP32 cannot be cast.
+        StateError: a pattern asks for another dtype than that of a tensor of 16 or 64 bits, which is not cast.
     """
-    for dtype in cast.values():
-        if dtype and dtype not in CASTS:
-            raise ValueError(f"cast must be one of {', '.join(CASTS)}; got {dtype!r}")
     dtypes = {}
     for spec in specs:
         fits = next((dtype for pattern, dtype in cast.items() if fnmatchcase(spec.name, pattern)), "")
         if fits and spec.dtype == "F32":
             dtypes[spec.name] = fits
+        elif fits and spec.dtype in ("BF16", "F16", "F64") and spec.dtype != fits:
+            raise StateError(
+                f"tensor {spec.name!r} is {spec.dtype}, and cast={fits!r} converts FP32 only, so workers would get "
+                f"{spec.dtype}: convert the model before it is published, model.to(torch.{CASTS[fits]}), or exclude "
+                f"the tensor with cast={{{spec.name!r}: '', '*': {fits!r}}}",
+                tensor=spec.name,
+            )
     return dtypes
 
 
 CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+
+
+def read_cast(cast: "Cast | Mapping[str, Cast] | None") -> dict[str, str]:
+    """The format's names of the dtypes that `cast=` asks for, by name pattern; an empty one means no cast.
+
+    Raises:
+        ValueError: a dtype to which FP32 cannot be cast.
+    """
+    given = cast if isinstance(cast, Mapping) else {} if cast is None else {"*": cast}
+    return {pattern: _cast_dtype(dtype) for pattern, dtype in given.items()}
+
+
+def _cast_dtype(dtype: Any) -> str:
+    name = dtype if isinstance(dtype, str) else str(dtype)
+    if not isinstance(dtype, str) and not name.startswith("torch."):
+        with suppress(TypeError):  # it is not a dtype
+            name = np.dtype(dtype).name
+    name = name.removeprefix("torch.").lower()
+    found = next((label for label, framework in CASTS.items() if name in (label.lower(), framework)), "")
+    if name and not found:
+        raise ValueError(
+            f"cast must be one of {', '.join(map(repr, CASTS))}, a torch dtype such as torch.bfloat16, or such dtypes "
+            f"by name pattern; got {dtype!r}"
+        )
+    return found
 
 
 def _cast(bits: Bits, dtype: str, of_torch: bool) -> Bits:

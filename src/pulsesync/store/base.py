@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from pulsesync.errors import StoreError
+from pulsesync.errors import LimitError, StoreError
 
 _CONTENT_ADDRESSED = ("parts", "layouts", "files")
 
+# Limits of a listing that comes over a network, because its reader may keep all: 500 MB for keys of 80 characters.
+MAX_ENTRIES = 1 << 21
+MAX_KEY = 1024  # characters; S3 and Google Cloud allow no more bytes
 WINDOW_BYTES = 1 << 22  # bytes of an object that a server reads at once; also to measure an object by reading it
 
 
@@ -22,7 +25,7 @@ def is_content_addressed(key: str) -> bool:
     return kind in _CONTENT_ADDRESSED and name != "head" and above[-1:] != ["pointers"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ObjectEntry:
     """An object as a listing shows it."""
 
@@ -74,6 +77,15 @@ class ReadOnlyStore:
     def _read_only(self, key: str) -> StoreError:
         """Return the error for an attempt to write, which names where the object can be written."""
         raise NotImplementedError
+
+
+def too_many(limit: str, prefix: str, address: str) -> LimitError:
+    """Return the error for a listing that exceeds a limit."""
+    return LimitError(
+        f"the listing of {prefix} at {address} has more than {limit}, the most that is read; check that a run is "
+        "stored there, and prune it if it is this large",
+        key=prefix,
+    )
 
 
 def unreachable(address: str) -> str:
@@ -129,6 +141,14 @@ def is_local(store: Store) -> bool:
         return bool(store.is_local)
     wrapped = getattr(store, "store", None)
     return wrapped is not None and is_local(wrapped)
+
+
+def is_private(store: Store) -> bool:
+    """Return whether only this process can reach the objects. Stores have an attribute for it as for `is_local`."""
+    if hasattr(store, "is_private"):
+        return bool(store.is_private)
+    wrapped = getattr(store, "store", None)
+    return wrapped is not None and is_private(wrapped)
 
 
 def size_of(store: Store, key: str) -> int:

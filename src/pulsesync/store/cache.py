@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
+from pulsesync.core import arguments
+from pulsesync.core.scratch import make_private
 from pulsesync.errors import StoreError
 from pulsesync.store.base import WINDOW_BYTES, ObjectEntry, Store, forget, is_content_addressed, size_of
 from pulsesync.store.contents import MAX_TRANSFERS, Arrivals, ContentCheck, DamagedTransferError
@@ -74,9 +76,9 @@ class CachedStore:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.store = store
-        self.folder = Path(folder)
-        self.max_bytes = max_bytes
-        self._patience_s = patience_s
+        self.folder = arguments.folder("folder", folder)
+        self.max_bytes = arguments.optional_whole("max_bytes", max_bytes, what="a number of bytes")
+        self._patience_s = arguments.seconds("patience_s", patience_s)
         self._room_bytes = 0  # bytes that may be written before the folder is measured again
         self._right: dict[str, bytes] = {}  # by key, the fingerprint of pieces that have the hash that the key states
         self._arrivals = Arrivals(self._look_up)
@@ -287,7 +289,7 @@ class CachedStore:
         """Let one thread of one process at a time enter the block; all of them, if the disk cannot lock."""
         with ExitStack() as stack:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_private(self.folder)
                 stack.enter_context(locked(self.folder / f"{_LOCK}{name}", self._patience_s))
             except TimeoutError:
                 logger.warning("Another process that uses %s makes no progress on %s; fetching it.", self.folder, name)
@@ -347,7 +349,7 @@ class CachedStore:
             return
         spool, kept = self.folder / f"{_SPOOL}{secrets.token_hex(8)}", self.folder / name
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_private(self.folder)
             try:
                 with spool.open("xb") as file:
                     file.write(hashlib.sha256(content).digest())

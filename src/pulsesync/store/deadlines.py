@@ -28,9 +28,9 @@ class Deadline:
         self._last_s = math.inf
         self._begin_portion()
 
-    def limit(self, seconds: float) -> None:
-        """End the body after this time in any case."""
-        self._total_s, self._last_s = seconds, time.monotonic() + seconds
+    def limit(self, seconds: float, total_s: float | None = None) -> None:
+        """End the body after this time in any case. total_s: the limit of all answers together, for the error."""
+        self._total_s, self._last_s = seconds if total_s is None else total_s, time.monotonic() + seconds
 
     def _begin_portion(self) -> None:
         self._ends_at = time.monotonic() + self.timeout_s

@@ -10,10 +10,11 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pulsesync.core import arguments
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.store.base import ObjectEntry, ReadOnlyStore
 from pulsesync.store.keys import check_key, check_prefix
@@ -21,6 +22,8 @@ from pulsesync.store.keys import check_key, check_prefix
 _SPOOL = ".spool-"
 _SPOOL_AGE_S = 3600.0
 _MAX_WARNED = 1000  # links that are logged
+# Opens a folder of a path: on Linux the right to enter it is enough.
+_ENTER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 # Errors of the system that mean that there is no object: a path below a file, a name that is too long, a cycle of
 # links, a socket or a device without a driver.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENODEV)
@@ -48,7 +51,7 @@ class LocalStore:
     is_local = True
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = arguments.folder("folder", folder)
         self._settled: set[Path] = set()
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
@@ -186,10 +189,12 @@ class ServedFolder(ReadOnlyStore, LocalStore):
 
     Args:
         folder: What to serve.
+        within: Absolute folders without links, in one of which everything must be; none: in the folder itself.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], within: Sequence[Path] = ()) -> None:
         super().__init__(folder)
+        self._within = within
         self._warned: set[Path] = set()
 
     def _read_only(self, key: str) -> StoreError:
@@ -197,44 +202,66 @@ class ServedFolder(ReadOnlyStore, LocalStore):
 
     def _open(self, path: Path) -> int:
         """Resolve all links, and then open the target without following any: a link may have been added meanwhile."""
-        inside = self._resolved(path)
-        if inside is None:
+        real = self._resolved(path)
+        if real is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        handle = os.open(os.path.realpath(self.folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for name in inside.parts:
+        handle = os.open("/", _ENTER)
+        names = real.parts[1:] or (".",)
+        for flags, name in zip([_ENTER] * (len(names) - 1) + [os.O_RDONLY | os.O_NONBLOCK], names, strict=True):
             try:
-                inner = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=handle)
+                inner = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=handle)
             finally:
                 os.close(handle)
             handle = inner
         return handle
 
     def _listed(self, folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-        if self._resolved(folder) is not None:
-            for path, status in _walk(folder):
-                if not path.is_symlink() or self._resolved(path) is not None:
-                    yield path, status
+        """Open the folder as `_open` does, and walk from there: a link may replace it meanwhile."""
+        try:
+            handle = self._open(folder)
+        except OSError as e:
+            _raise_unless_absent(e)
+            return
+        try:
+            for where, _, names, inside in os.fwalk(".", onerror=_raise_unless_absent, dir_fd=handle):
+                for name in names:
+                    path = folder / where / name
+                    try:
+                        status = os.stat(name, dir_fd=inside, follow_symlinks=False)
+                        if stat.S_ISLNK(status.st_mode) and (real := self._resolved(path)) is not None:
+                            status = real.lstat()
+                    except OSError as e:
+                        _raise_unless_absent(e)
+                        continue
+                    if stat.S_ISREG(status.st_mode):
+                        yield path, status
+        except NotADirectoryError:
+            return
+        finally:
+            os.close(handle)
 
     def _resolved(self, path: Path) -> Path | None:
-        """Return the target of a path, relative to the folder; None if that is outside."""
-        root, real = Path(os.path.realpath(self.folder)), Path(os.path.realpath(path))
-        if real.is_relative_to(root):
-            return real.relative_to(root)
-        self._warn(root, path)
+        """Return the target of a path; None if that is outside."""
+        roots, real = self._within or (Path(os.path.realpath(self.folder)),), Path(os.path.realpath(path))
+        if any(real.is_relative_to(root) for root in roots):
+            return real
+        self._warn(roots, path)
         return None
 
-    def _warn(self, root: Path, path: Path) -> None:
+    def _warn(self, roots: Sequence[Path], path: Path) -> None:
         """Log which link on a path leads outside, once for each link."""
         names = path.relative_to(self.folder).parts
-        links = (self.folder.joinpath(*names[: n + 1]) for n in range(len(names)))
-        outside = next((link for link in links if not Path(os.path.realpath(link)).is_relative_to(root)), path)
+        for n in range(len(names) + 1):
+            outside = self.folder.joinpath(*names[:n])
+            if not any(Path(os.path.realpath(outside)).is_relative_to(root) for root in roots):
+                break
         if outside not in self._warned and len(self._warned) < _MAX_WARNED:
             self._warned.add(outside)
             logger.warning(
                 "Not served: %s is a link to %s, outside of %s. Serve a folder that contains both, or copy the files.",
                 outside,
                 os.path.realpath(outside),
-                self.folder,
+                ", ".join(map(str, self._within or [self.folder])),
             )
 
 
@@ -250,14 +277,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def _raise_unless_absent(error: OSError) -> None:
+    if error.errno not in _ABSENT:
+        raise error
+
+
 def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Yield the files below a folder, and nothing else; none if there is no folder; skip those that vanish."""
-
-    def failed(error: OSError) -> None:
-        if error.errno not in _ABSENT:
-            raise error
-
-    for where, _, names in os.walk(folder, onerror=failed):
+    for where, _, names in os.walk(folder, onerror=_raise_unless_absent):
         for name in names:
             path = Path(where, name)
             try:

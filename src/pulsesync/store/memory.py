@@ -17,7 +17,7 @@ class MemoryStore:
         url: The name of this store in messages and events.
     """
 
-    is_local = True
+    is_local = is_private = True
 
     def __init__(self, clock: Callable[[], float] = time.time, url: str = "memory://") -> None:
         self._clock, self.url = clock, url

@@ -12,19 +12,25 @@ bucket's owner pays for: give the bucket a rule that aborts incomplete uploads a
 import html
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from pulsesync.errors import ConflictError, MissingBucketError, NotFoundError, StoreError
+from pulsesync.core.location import ParsedLocation
+from pulsesync.errors import ConflictError, MissingBucketError, NotFoundError, PulseError, StoreError
 from pulsesync.store.aws import ENDPOINT_VARIABLES, find_credentials
-from pulsesync.store.base import ObjectEntry, refused, unreachable
+from pulsesync.store.base import MAX_ENTRIES, ObjectEntry, refused, too_many, unreachable
 from pulsesync.store.keys import check_key, check_prefix
 
 if TYPE_CHECKING:
     from obstore import GetResult
     from obstore.store import ClientConfig
+    from obstore.store import ObjectStore as _AnyStore
+
+T = TypeVar("T")
 
 _PIECE_BYTES = 8 << 20
 _PIECES_AT_ONCE = 4
@@ -35,6 +41,9 @@ _CLIENT: "ClientConfig" = {
     "timeout": "15min",
     "read_timeout": "60s",
 }
+_PAGE = 1000  # objects of a listing that are taken at once: a page of S3
+_LISTING_S = 600.0  # limit for a listing: a server can send pages without end, and empty ones, too
+_MAX_CHARACTERS = 1 << 28  # of all keys of a listing
 _STATUS = re.compile(r"status code: (\d{3}(?: [A-Z][A-Za-z' -]*)?)")
 _KIND = re.compile(r"HttpError \{\s*kind: (\w+)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -62,26 +71,25 @@ class ObjectStore:
             credentials.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str | ParsedLocation, **options: Any) -> None:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
 
         given = (*options.values(), *(options.get("config") or {}).values())
-        _check_no_user(url, *given, *(os.environ.get(name) for name in ENDPOINT_VARIABLES))
-        if "?" in url or "#" in url:
-            raise ValueError(
-                f"the URL of a store must not contain settings; got {url}: use keywords or environment variables"
-            )
+        at = ParsedLocation.parse(url)
+        if at.scheme not in ("s3", "gs", "az"):
+            raise ValueError(f"the URL of an object store must begin with s3://, gs:// or az://; got {at}")
+        _check_no_user(*given, *(os.environ.get(name) for name in ENDPOINT_VARIABLES))
         client: ClientConfig = {**_CLIENT, **options.pop("client_options", {})}
-        self.url = url
+        self.url = str(at)
         try:
-            self._credentials = find_credentials(options) if url.startswith("s3://") else None
+            self._credentials = find_credentials(options) if at.scheme == "s3" else None
             if self._credentials:
                 _check_no_user(*self._credentials.options.values())
                 options |= self._credentials.options
-            self._store = from_url(url, client_options=client, retry_config={"max_retries": 0}, **options)
+            self._store = from_url(at.url, client_options=client, retry_config={"max_retries": 0}, **options)
         except (BaseError, ValueError) as e:
-            raise ValueError(f"cannot open {url}: {_said(e)}") from e
+            raise ValueError(f"cannot open {at}: {_said(e)}") from e
         self._has_credentials = self._credentials is not None and not self._credentials.from_metadata
 
     @property
@@ -125,11 +133,7 @@ class ObjectStore:
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
         check_prefix(prefix)
         with self._translated(prefix, "list"):
-            found = [
-                ObjectEntry(one["path"], one["size"], one["last_modified"].timestamp())
-                for some in self._store.list(prefix)
-                for one in some
-            ]
+            found = _end_within(_LISTING_S, _entries(self._store, prefix, self.url), prefix)
         return iter(sorted(found, key=lambda entry: entry.key))
 
     def delete(self, key: str) -> None:
@@ -153,7 +157,7 @@ class ObjectStore:
         _check_process()
         try:
             yield
-        except StoreError:
+        except PulseError:
             raise
         except Exception as e:  # obstore may raise anything
             what = f"{verb} {key} in {self.url}"
@@ -168,11 +172,13 @@ class ObjectStore:
 
 
 def _check_no_user(*addresses: object) -> None:
-    """Raises: ValueError, if one of these is an address with a user or a password, which would appear in logs."""
+    """Raises: ValueError, if one of these is an address with a user, a password or a query, which logs would show."""
     for address in addresses:
-        if isinstance(address, str) and "://" in address and "@" in urlsplit(address).netloc:
+        if not isinstance(address, str) or "://" not in address:
+            continue
+        if "@" in urlsplit(address).netloc or "?" in address or "#" in address:
             raise ValueError(
-                "the address of a store or of its endpoint must not contain a user or a password; pass them as "
+                "the address of a store's endpoint must not contain a user, a password or a query; pass credentials as "
                 "keywords, such as access_key_id= and secret_access_key=, or as environment variables"
             )
 
@@ -188,6 +194,46 @@ def _check_process() -> None:
         raise StoreError(
             "a forked process cannot use an object store that its parent has used; start the process with 'spawn'"
         )
+
+
+async def _entries(store: "_AnyStore", prefix: str, url: str) -> list[ObjectEntry]:
+    """Return the objects below a prefix. Raises: LimitError, if there are too many."""
+    found: list[ObjectEntry] = []
+    characters = 0
+    async for some in store.list(prefix, chunk_size=_PAGE):
+        for one in some:
+            found.append(ObjectEntry(one["path"], one["size"], one["last_modified"].timestamp()))
+            characters += len(one["path"])
+        if len(found) > MAX_ENTRIES or characters > _MAX_CHARACTERS:
+            raise too_many(f"{MAX_ENTRIES:,} objects or {_MAX_CHARACTERS:,} characters", prefix, url)
+    return found
+
+
+def _end_within(seconds: float, work: Coroutine[Any, Any, T], key: str) -> T:
+    """Run a coroutine in a thread of its own, and give it up after some time: a blocking call of obstore cannot be.
+
+    Raises:
+        StoreError: it did not end in time; retryable. What else it raises.
+    """
+    import asyncio
+
+    ended: Future[T] = Future()
+
+    async def limited() -> T:
+        async with asyncio.timeout(seconds):
+            return await work
+
+    def run() -> None:
+        try:
+            ended.set_result(asyncio.run(limited()))
+        except BaseException as e:  # noqa: BLE001 - raised in the thread that waits
+            ended.set_exception(e)
+
+    threading.Thread(target=run, name="pulse-listing", daemon=True).start()
+    try:
+        return ended.result()
+    except TimeoutError as e:
+        raise StoreError(f"the listing of {key} did not end within {seconds:g} s", key=key, retryable=True) from e
 
 
 def _collect(result: "GetResult", limit: int, key: str) -> bytes:

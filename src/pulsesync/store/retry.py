@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from pulsesync.core.arguments import whole
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store.base import ObjectEntry, Store, forget, size_of
+from pulsesync.store.base import MAX_ENTRIES, ObjectEntry, Store, forget, size_of, too_many
 
 T = TypeVar("T")
 
@@ -41,10 +42,8 @@ class RetryStore:
         sleep: Callable[[float], None] = time.sleep,
         random: Callable[[], float] = random.random,
     ) -> None:
-        if attempts < 1:
-            raise ValueError(f"attempts must be at least 1; got {attempts}")
         self.store = store
-        self._attempts = attempts
+        self._attempts = whole("attempts", attempts, 1)
         self._first_wait_s = first_wait_s
         self._longest_wait_s = longest_wait_s
         self._sleep = sleep
@@ -81,7 +80,22 @@ class RetryStore:
         self._retried(attempt)
 
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
-        return iter(self._retried(lambda: tuple(self.store.list(prefix))))
+        """Yield the objects below a prefix; after a failure the listing continues with the next key."""
+        waits, begin, last, count = self._waits(), "", "", 0
+        while True:
+            try:
+                for entry in self.store.list(prefix):
+                    if entry.key > begin:
+                        if (count := count + 1) > MAX_ENTRIES:  # more than one attempt could list
+                            raise too_many(
+                                f"{MAX_ENTRIES:,} objects", prefix, str(getattr(self.store, "url", "the store"))
+                            )
+                        last = entry.key
+                        yield entry
+                return
+            except StoreError as e:
+                self._wait(e, waits)
+                begin = last
 
     def delete(self, key: str) -> None:
         self._retried(lambda: self.store.delete(key))
@@ -96,16 +110,25 @@ class RetryStore:
             return False
 
     def _retried(self, call: Callable[[], T]) -> T:
-        longest = self._first_wait_s
-        for attempt in range(1, self._attempts):
+        waits = self._waits()
+        while True:
             try:
                 return call()
             except StoreError as e:
-                if not e.retryable:
-                    raise
-                logger.info(
-                    "Attempt %d of %d at a request failed; trying again: %s.", attempt, self._attempts, e.reason
-                )
-            self._sleep(self._random() * min(longest, self._longest_wait_s))
+                self._wait(e, waits)
+
+    def _waits(self) -> Iterator[tuple[int, float]]:
+        """Yield, for each attempt but the last one, its number and the longest wait after it."""
+        longest = self._first_wait_s
+        for attempt in range(1, self._attempts):
+            yield attempt, min(longest, self._longest_wait_s)
             longest *= 2
-        return call()
+
+    def _wait(self, error: StoreError, waits: Iterator[tuple[int, float]]) -> None:
+        """Wait before the next attempt. Raises: the error, if it is not retryable or there is no other attempt."""
+        following = next(waits, None) if error.retryable else None
+        if following is None:
+            raise error
+        attempt, longest = following
+        logger.info("Attempt %d of %d at a request failed; trying again: %s.", attempt, self._attempts, error.reason)
+        self._sleep(self._random() * longest)

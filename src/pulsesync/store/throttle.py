@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from pulsesync.core.arguments import number, seconds
 from pulsesync.store.base import ObjectEntry, Store, forget, size_of
 
 
@@ -34,11 +35,9 @@ class ThrottledStore:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        if not bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s must be above 0; got {bytes_per_s}")
         self.store = store
-        self._bytes_per_s = bytes_per_s
-        self._latency_s = latency_s
+        self._bytes_per_s = number("bytes_per_s", bytes_per_s, what="a number of bytes", above=0)
+        self._latency_s = seconds("latency_s", latency_s)
         self._clock = clock
         self._sleep = sleep
         self._free_at = 0.0  # when all bytes of earlier calls are transferred

@@ -110,7 +110,7 @@ def test_a_resumed_trainer_hands_out_its_own_step_and_not_that_of_before_the_cra
     trainer, rollout = engine(tmp_path, is_master=True), engine(tmp_path)
     sync(trainer, 7, rollout)
     sync(trainer, 8, rollout)
-    resumed = engine(tmp_path, is_master=True)
+    resumed = engine(tmp_path, is_master=True, resume=True)
     begin(resumed, rollout)  # from a checkpoint of step 6: its steps 7 and 8 come out otherwise
     rollout.timeout_s = 0.2
     with pytest.raises(NothingPublishedError, match="no version after 1"):

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from pulsesync.core import arguments
 from pulsesync.core.threads import spread
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import ConflictError, MissingLinkError, NothingPublishedError
@@ -77,9 +78,10 @@ class DeltaExporter:
         form.choose("checksum", checksum, get_args(Checksum))
         form.checksum(checksum, np.zeros(0, np.uint8))  # raises now if a package is missing
         self.store = open_store(location)
-        self.folder, self.trust = Path(folder), trusted(trust)
-        self.encoding, self.checksum, self.shard_bytes = encoding, checksum, shard_bytes
-        self._first = first
+        self.folder, self.trust = arguments.folder("folder", folder), trusted(trust)
+        self.encoding, self.checksum = encoding, checksum
+        self.shard_bytes = arguments.whole("shard_bytes", shard_bytes, 1, what="a number of bytes")
+        self._first = arguments.optional_whole("first", first, what="the number of a version")
         self._weights: _ReplayedWeights | None = None
         self._stack = ExitStack()
         self._stack.enter_context(owned(self.folder))

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from pulsesync.core import arguments
 from pulsesync.core.threads import spread
 from pulsesync.errors import FormatError, MissingLinkError, NothingPublishedError, StateError
 from pulsesync.format.manifest import Manifest
-from pulsesync.format.signature import SigningKey
+from pulsesync.format.signature import SigningKey, check_signing_key
 from pulsesync.integrations.delta_folder import deltas as form
 from pulsesync.integrations.delta_folder.deltas import DeltaVersion, FolderIndex, Octets, find_folders, octets
 from pulsesync.publish.publisher import Publisher
@@ -46,11 +47,13 @@ class DeltaImporter:
         signing_key: SigningKey | None = None,
         spool: str | Path | None = None,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = arguments.folder("folder", folder)
         self.base = Path(base) if base is not None else None
+        self._key = check_signing_key(signing_key)
+        self._spool = None if spool is None else arguments.folder("spool", spool)
+        self._trust = None if signing_key is None else {signing_key.public}  # of what the run has already
         self.store = open_store(location)
         self.incomplete: Path | None = None  # the last folder, if it is still being written
-        self._key, self._spool = signing_key, spool
         self._publisher: Publisher | None = None
         self._tensors: dict[str, Any] = {}
         self._at: int | None = None  # the folder version of the tensors; None before the first is in the run
@@ -117,7 +120,7 @@ class DeltaImporter:
     def _begin(self, folders: Mapping[int, Path]) -> DeltaVersion | None:
         """Continue the run, or start it with the base; return the base if it was published."""
         opened = open_checkpoint(self.base) if self.base is not None else None
-        newest = RunReader(self.store, None).newest()
+        newest = RunReader(self.store, self._trust).newest()
         if newest is None and not folders:
             return None
         before_first = min(folders) - 1 if folders else None
@@ -156,10 +159,10 @@ class DeltaImporter:
         An import that was interrupted between its first record and the anchor has left a version that cannot be
         reached. Then the import continues as if nothing had been published.
         """
-        layout = RunReader(self.store, None).layout(newest.layout)
+        layout = RunReader(self.store, self._trust).layout(newest.layout)
         tensors = new_tensors(layout.tensors)
         try:
-            reader = Subscriber(self.store, undo=0)
+            reader = Subscriber(self.store, trust=self._trust, undo=0)
             reader.events.muted = True
             reader.sync(tensors, version=newest.version)
         except NothingPublishedError:

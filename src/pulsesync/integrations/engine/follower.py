@@ -6,25 +6,26 @@ returns plain data, because it is called across processes.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from pulsesync.core.environment import read_list, read_variable
+from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import ChainError, GroupError, NothingPublishedError, StateError, VerificationError
 from pulsesync.format.layout import Layout
-from pulsesync.format.signature import trusted
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.integrations.engine.adapter import EngineAdapter
 from pulsesync.integrations.engine.weights import EngineWeights, changed_names, find_weights
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
 from pulsesync.run.reporting import SyncReport
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.store import open_store
+from pulsesync.store import Store, open_store
+from pulsesync.store.local import ServedFolder
 
 PATIENCE_S = 600.0  # wait of a prepared update for its commit: after that, its caller is assumed to have died
 
@@ -36,18 +37,20 @@ class RunOptions:
     """Which run an engine follows, and which keys it trusts.
 
     Args:
-        location: A path or URL of the run, which every rank can reach.
+        location: The path or URL of the run, which every rank can reach.
         trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
             not checked.
         pointer: Name of a pointer of the run: "latest" is then the version that it names; None: the newest version.
+        trust_pointers: Public keys that may sign moves of that pointer, and nothing else; it needs `trust`.
         follow_replaced: If the location has another run than before, or the same run was restored from a backup,
             start over from an anchor of the current run.
     """
 
-    location: str
+    location: ParsedLocation
     trust: Sequence[str] | None = None
     pointer: str | None = None
     follow_replaced: bool = False
+    trust_pointers: Sequence[str] | None = None
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> "RunOptions":
@@ -58,14 +61,20 @@ class RunOptions:
             )
         for name in ("location", "pointer"):
             if not isinstance(given.get(name, ""), str | None):
-                raise ValueError(f"{name} must be a text; got {given[name]!r}")
+                raise ValueError(f"{name} must be a text; got {type(given[name]).__name__}")
         if not given.get("location"):
             raise ValueError("location is missing: pass the path or URL of the run to follow")
         if not isinstance(given.get("follow_replaced", False), bool):
             raise ValueError(f"follow_replaced must be true or false; got {given['follow_replaced']!r}")
-        trust = given.get("trust")
+        trust, movers = given.get("trust"), given.get("trust_pointers")
         trusted(trust)  # raises ValueError for a malformed key
-        return cls(**{**given, "trust": tuple([trust] if isinstance(trust, str) else trust) if trust else None})
+        trusted_for_pointers(movers, trust)
+        keys = {"trust": _as_tuple(trust), "trust_pointers": _as_tuple(movers)}
+        return cls(**{**given, "location": ParsedLocation.parse(given["location"]), **keys})
+
+
+def _as_tuple(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    return tuple([keys] if isinstance(keys, str) else keys) if keys else None
 
 
 @dataclass(frozen=True)
@@ -73,61 +82,75 @@ class EngineLimits:
     """What the operator of an engine allows to the clients that request updates.
 
     Args:
-        runs: The locations that may be followed, including all locations below them; empty: any.
+        runs: The locations that may be followed, including all locations below them; None: any.
         trust: Public keys that must have signed the run, whatever a request names; None: as the request names.
         cache: A folder in which bodies are kept, shared by the ranks of a host: each body is fetched once.
         variable: The environment variable that names the runs, for errors.
+        trust_pointers: Public keys that may sign moves of pointers; with `trust`, whatever a request names.
     """
 
-    runs: tuple[str, ...] = ()
+    runs: tuple[ParsedLocation, ...] | None = None
     trust: tuple[str, ...] | None = None
     cache: str | None = None
     variable: str = ""
+    trust_pointers: tuple[str, ...] | None = None
 
     @classmethod
     def read(cls, prefix: str) -> "EngineLimits":
-        """Read the limits from the environment: PREFIX_RUNS, PREFIX_TRUST (lists with commas) and PREFIX_CACHE.
+        """Read the limits from the environment: PREFIX_RUNS, _TRUST, _TRUST_POINTERS (lists with commas) and _CACHE.
 
         Raises:
-            ValueError: PREFIX_TRUST contains something that is not a public key.
+            ValueError: one of them is set but empty, or contains something that is not a location or a public key.
         """
-        runs, keys = (
-            tuple(one.strip() for one in os.environ.get(f"{prefix}_{name}", "").split(",") if one.strip())
-            for name in ("RUNS", "TRUST")
-        )
-        trusted(keys or None)
-        return cls(runs, keys or None, os.environ.get(f"{prefix}_CACHE") or None, f"{prefix}_RUNS")
+        runs, keys, movers = (read_list(f"{prefix}_{name}") for name in ("RUNS", "TRUST", "TRUST_POINTERS"))
+        try:
+            allowed = None if runs is None else tuple(map(ParsedLocation.parse, runs))
+        except ValueError as e:
+            raise ValueError(f"{prefix}_RUNS: {e}") from e
+        trusted(keys)
+        trusted_for_pointers(movers, keys)
+        return cls(allowed, keys, read_variable(f"{prefix}_CACHE"), f"{prefix}_RUNS", movers)
 
     def applied(self, options: RunOptions) -> RunOptions:
         """Return the options of a request within these limits. Raises: ValueError, if the location is not allowed."""
-        if self.runs and not any(_is_under(options.location, run) for run in self.runs):
+        if self.runs is not None and not any(options.location.is_under(run) for run in self.runs):
             raise ValueError(
                 f"this engine may not follow {options.location}: {self.variable} does not name it; add it there, in "
                 "the server's environment, and restart the server"
             )
-        return options if self.trust is None else replace(options, trust=self.trust)
+        if self.trust is None:
+            return options
+        return replace(options, trust=self.trust, trust_pointers=self.trust_pointers)
 
+    def open(self, options: RunOptions) -> Store:
+        """Open the run of a request, if it is allowed. Of a folder, nothing is ever read outside of those allowed.
 
-def _is_under(location: str, run: str) -> bool:
-    if "://" not in location:
-        return "://" not in run and Path(location).resolve().is_relative_to(Path(run).resolve())
-    root = run.rstrip("/")
-    return ".." not in location.split("/") and (location.rstrip("/") == root or location.startswith(root + "/"))
+        Raises:
+            ValueError: the location is not allowed, or is not valid for its store.
+        """
+        self.applied(options)
+        if self.runs is None or options.location.path is None:
+            return open_store(options.location)
+        # Links may be swapped after this check: what they lead to is decided here, and compared when a file is opened.
+        real, allowed = options.location.resolved().path, [run.resolved().path for run in self.runs]
+        assert real is not None
+        return ServedFolder(real, [path for path in allowed if path is not None])
 
 
 class _Followed:
     """A run that is followed, and its weights in the engine."""
 
-    def __init__(self, options: RunOptions, cache: str | None, confirm: Callable[[], None]) -> None:
+    def __init__(self, options: RunOptions, limits: EngineLimits, confirm: Callable[[], None]) -> None:
         self.options = options
-        store = open_store(options.location)
-        self.subscriber = Subscriber(store, trust=options.trust, cache=cache, widen=True, confirm=confirm)
+        self._real = options.location.resolved()
+        store = limits.open(options)
+        self.subscriber = Subscriber(store, trust=options.trust, cache=limits.cache, widen=True, confirm=confirm)
         self.weights: EngineWeights | None = None
         self.layout: Layout | None = None
 
     def is_of(self, options: RunOptions) -> bool:
         """Return whether these options name this run; the other options are about one update."""
-        return (self.options.location, self.options.trust) == (options.location, options.trust)
+        return (self._real, self.options.trust) == (options.location.resolved(), options.trust)
 
 
 @dataclass(frozen=True)
@@ -199,7 +222,7 @@ class EngineFollower:
 
     def _do(self, do: str, token: str = "", **given: Any) -> dict[str, Any]:
         if do == "find":
-            return {"version": find_version(self._limits.applied(RunOptions.parse(given["options"])))}
+            return {"version": find_version(RunOptions.parse(given["options"]), self._limits)}
         if do == "prepare":
             self.prepare(self._limits.applied(RunOptions.parse(given["options"])), int(given["version"]), token)
         elif do == "abort":
@@ -224,7 +247,7 @@ class EngineFollower:
             pending.seen = time.perf_counter()
         state = None if pending is None else "ready" if pending.ready.is_set() else "preparing"
         return {
-            "location": self._followed.options.location if self._followed else None,
+            "location": str(self._followed.options.location) if self._followed else None,
             "version": known.get("version"),
             "step": known.get("step"),
             "digest": known.get("digest"),
@@ -267,7 +290,7 @@ class EngineFollower:
         self._retire()
         followed = self._followed
         if followed is None or not followed.is_of(options):
-            followed = _Followed(options, self._limits.cache, self._wait_for_decision)
+            followed = _Followed(options, self._limits, self._wait_for_decision)
         self._pending = one = _Preparation(token, followed)
         one.thread = threading.Thread(
             target=self._prepare, args=[one, version, options.follow_replaced], name="pulse-update", daemon=True
@@ -424,9 +447,12 @@ def _return_to(followed: _Followed, version: int, wrote: _Followed) -> None:
     weights.load(set(weights.tensors))
 
 
-def find_version(options: RunOptions) -> int:
+def find_version(options: RunOptions, limits: EngineLimits | None = None) -> int:
     """Return the version of "latest". Raises: NothingPublishedError, FormatError, SignatureError, StoreError."""
-    reader = RunReader(open_store(options.location), trusted(options.trust))
+    limits = limits or EngineLimits()
+    options = limits.applied(options)
+    movers = trusted_for_pointers(options.trust_pointers, options.trust)
+    reader = RunReader(limits.open(options), trusted(options.trust), trust_pointers=movers)
     found = FollowTarget(options.pointer, None).find(reader, None)
     if found is None:
         raise reader.nothing_published()

@@ -1,44 +1,71 @@
 """A client of an engine's HTTP server, with which `pulse follow` keeps it at the versions of a run."""
 
+import http.client
 import json
 import time
-import urllib.error
-import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from http.client import HTTPException
+from contextlib import contextmanager
 from typing import Any
 
-from pulsesync.core.events import without_credentials
+from pulsesync.core.arguments import number, one_of
+from pulsesync.core.location import ParsedLocation, without_credentials
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.manifest import Manifest
-from pulsesync.format.signature import trusted
-from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport
-from pulsesync.run.heartbeats import HeartbeatWriter
+from pulsesync.format.signature import trusted, trusted_for_pointers
+from pulsesync.integrations.engine.answers import has_error, parse_answer
+from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport, raise_error
+from pulsesync.run.heartbeats import HeartbeatWriter, printable
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
 from pulsesync.run.reporting import SyncEvents
 from pulsesync.store import Store
+from pulsesync.store.transport import HttpTransport, clean_token, is_in_clear, parse_server, read
 
 TIMEOUT_S = 1800.0  # limit for an update, which may fetch an anchor
 STATUS_TIMEOUT_S = 30.0
 AGAIN_S = 0.25  # between attempts, while the version does not exist yet
+_MAX_ANSWER = 1 << 22  # bytes: the answers of thousands of ranks
+_MIN_BYTES_PER_S = 1 << 14
+_REASON_CHARACTERS = 500  # of a text that the server has written, in an error
 
 
 class EngineServer(ABC):
     """A server that is updated to versions of a run; a subclass implements its routes.
 
+    Redirects are not followed, so that the API key goes to this address and nowhere else.
+
     Args:
         url: Its address, such as http://127.0.0.1:8000.
         api_key: The key that it was started with, if any.
         timeout_s: How long an update may take.
+        api_key_in_clear: Send the key over http to another machine, too, although it can be read on the network.
+
+    Raises:
+        ValueError: url is not an http or https address; api_key is empty, is not plain ASCII, or would be sent
+            unencrypted.
     """
 
     engine: str  # its name, for errors
     key_hint: str  # how to pass an API key, for errors
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        self.url, self._api_key, self._timeout_s = url.rstrip("/"), api_key, timeout_s
+    def __init__(
+        self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S, api_key_in_clear: bool = False
+    ) -> None:
+        at = parse_server(url)
+        timeout_s = number("timeout_s", timeout_s, what="a number of seconds", above=0)
+        if api_key is not None:
+            api_key = clean_token(api_key, "key")
+            if is_in_clear(at) and not api_key_in_clear:
+                raise ValueError(
+                    f"{at} is not https, so the API key would be sent unencrypted to another machine; use https, or "
+                    "permit it with api_key_in_clear=True (on the command line PULSE_TOKEN_IN_CLEAR=1)"
+                )
+        self.url, self._timeout_s = str(at).rstrip("/"), timeout_s
+        self._transports = {
+            limit_s: HttpTransport(at, api_key, limit_s, None, _MIN_BYTES_PER_S)
+            for limit_s in {timeout_s, STATUS_TIMEOUT_S}
+        }
 
     @abstractmethod
     def status(self) -> dict[str, Any]:
@@ -101,20 +128,38 @@ class EngineServer(ABC):
     def _call(
         self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
     ) -> tuple[int, dict[str, Any]]:
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
         data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        transport = self._transports[timeout_s]
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                return int(response.status), _table(response.read())
-        except urllib.error.HTTPError as e:
-            with e:
-                return e.code, _table(e.read())
-        except (OSError, HTTPException, ValueError) as e:  # no connection, or it ended; ValueError: not an address
+            with (
+                self._named_in_errors(),
+                transport.ask(method, path, {"Content-Type": "application/json"}, data) as response,
+            ):
+                response.clock.limit(timeout_s)
+                content = read(response, _MAX_ANSWER + 1, f"the answer to {path}")
+                if len(content) > _MAX_ANSWER:
+                    raise StoreError(f"the answer to {path} has more than {_MAX_ANSWER} bytes", retryable=True)
+                return response.status, parse_answer(content)
+        except (OSError, http.client.HTTPException) as e:  # no connection, or it ended
             self._forget()
-            raise StoreError(f"the {self.engine} server at {self.url} does not answer: {e}", retryable=True) from e
+            cause = str(e) or type(e).__name__
+            raise StoreError(f"the {self.engine} server at {self.url} does not answer: {cause}", retryable=True) from e
+
+    @contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        """Name this server in an error about what it has answered."""
+        try:
+            yield
+        except StoreError as e:
+            e.place = e.place or f"the {self.engine} server at {self.url}"
+            raise
+
+    def _raise_error(self, answer: Any) -> None:
+        """Raise the error of a rank, if the answer is one, with its class. Raises: PulseError."""
+        with self._named_in_errors():
+            is_error = has_error(answer)
+        if is_error:
+            raise_error([answer])
 
     def _forget(self) -> None:  # noqa: B027 - not every server has something to forget
         """Forget what is known about the server: another one may be started at its address."""
@@ -122,7 +167,13 @@ class EngineServer(ABC):
     def _refusal(self, code: int, answer: dict[str, Any], path: str = "") -> PulseError:
         if code == 401:
             return PulseError(f"the {self.engine} server requires an API key: {self.key_hint}")
-        reason = answer.get("error") or answer.get("detail") or answer.get("message") or answer
+        if 300 <= code < 400:
+            return PulseError(
+                f"{self.url} answered {code}{f' to {path}' if path else ''}, which points to another address: give the "
+                f"address of the {self.engine} server itself, because its API key is not sent anywhere else"
+            )
+        said = str(answer.get("error") or answer.get("detail") or answer.get("message") or answer)
+        reason = printable(said, _REASON_CHARACTERS)
         return PulseError(f"the {self.engine} server answered {code}{f' to {path}' if path else ''}: {reason}")
 
 
@@ -134,6 +185,7 @@ class ServerFollower:
         location: The path or URL of the run, as the server can reach it.
         store: The same run, as this process can reach it, to see what is published.
         trust: As for a `Subscriber`.
+        trust_pointers: As for a `Subscriber`.
         kv_cache: What happens to the KV cache at an update: "drop" it, or "keep" it, although old weights have computed
             it.
         pointer: Name of a pointer of the run to follow; None: the newest version.
@@ -153,14 +205,18 @@ class ServerFollower:
         store: Store,
         *,
         trust: Collection[str] | None = None,
+        trust_pointers: Collection[str] | None = None,
         kv_cache: str = "drop",
         pointer: str | None = None,
         max_staleness: int | None = None,
         follow_replaced: bool = False,
         heartbeat: str | None = None,
     ) -> None:
+        ParsedLocation.parse(location)  # raises for what is none; the server opens it, so the text is passed on
         self.server, self.location = server, location
         self._store, self._trust = store, trusted(trust)
+        self._movers = trusted_for_pointers(trust_pointers, trust)
+        one_of("kv_cache", kv_cache, ("drop", "keep"))
         self._options: dict[str, Any] = {
             "trust": trust,
             "kv_cache": kv_cache,
@@ -233,7 +289,7 @@ class ServerFollower:
         whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
         if version is not None:
             return None, whole
-        reader = RunReader(self._store, self._trust)
+        reader = RunReader(self._store, self._trust, trust_pointers=self._movers)
         goal = self._target.find(reader, None)
         if goal is None:
             raise reader.nothing_published()
@@ -252,11 +308,3 @@ class ServerFollower:
             the server cannot be updated, and differs from the version to follow by more than `max_staleness`.
         """
         return self._target.follow(self.update, lambda: self._version, interval_s, on_error)
-
-
-def _table(data: bytes) -> dict[str, Any]:
-    try:
-        answer = json.loads(data or b"{}")
-    except ValueError:
-        return {"detail": data[:200].decode(errors="replace")}
-    return answer if isinstance(answer, dict) else {"detail": answer}

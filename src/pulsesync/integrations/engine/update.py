@@ -19,9 +19,10 @@ from pulsesync.core.events import (
     describe_error,
     emit,
     has_listeners,
-    without_credentials,
 )
+from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import GroupError, PulseError, VerificationError
+from pulsesync.integrations.engine.answers import REPORT, check_fields
 
 logger = logging.getLogger(__name__)
 
@@ -212,13 +213,9 @@ class UpdateReport:
 
     @classmethod
     def parse(cls, table: dict[str, Any]) -> "UpdateReport":
-        """Read a report that was received over the network. Raises: PulseError."""
-        try:
-            known = {field.name: table[field.name] for field in fields(cls)}
-        except KeyError as e:
-            raise PulseError(
-                f"the report has no {e}: the engine runs another version of pulsesync; install the same one in both"
-            ) from e
+        """Read a report that was received over the network. Raises: StoreError, if it is malformed."""
+        check_fields(table, REPORT)
+        known = {field.name: table[field.name] for field in fields(cls)}
         return cls(**{**known, "path": tuple(known["path"]), "repaired": tuple(known["repaired"])})
 
 
@@ -230,7 +227,7 @@ class UpdateEvents:
     """
 
     def __init__(self, location: str) -> None:
-        self.location = without_credentials(location)
+        self.location = str(ParsedLocation.parse(location))
 
     def updated(self, report: UpdateReport) -> UpdateReport:
         """Log and emit an update that is complete; return the report."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import GroupError
 from pulsesync.integrations.ray.store import RayStore
 from pulsesync.integrations.ray.team import ActorTeam
@@ -36,7 +37,7 @@ class Link:
     """
 
     def __init__(self, name: str, at: str | None = None, timeout_s: float = 60.0) -> None:
-        if at is not None and at.startswith("memory://"):
+        if at is not None and ParsedLocation.parse(at).scheme == "memory":
             raise ValueError(
                 f"at={at!r} would be a different store in every process: leave at= out to use Ray's object store, or "
                 "give a path or URL that every node can reach"

@@ -36,8 +36,8 @@ def patched_sync(
 ) -> Any:
     """Have the algorithm of an RLlib config sync its env-runners with patches through a link. Returns the config.
 
-    A run that exists at the link is resumed, if it has the same modules. Modules must not be added or removed while
-    the algorithm runs: that is a StateError. A run in Ray's object store is pruned as it grows.
+    A run that exists at the link is resumed, if it has the same modules, whatever its weights are. Modules must not be
+    added or removed while the algorithm runs: that is a StateError. A run in Ray's object store is pruned as it grows.
     """
     ray("rllib")  # raises if RLlib is not installed
     patching = _Patching(link, cast, codec, anchor_every)
@@ -132,7 +132,13 @@ class Push:
         how = self.patching
         publisher = _PUBLISHERS.get(learner)
         if publisher is None:
-            publisher = Publisher(how.link.store(), codec=how.codec, cast=how.cast, anchor_every=how.anchor_every)
+            publisher = Publisher(
+                how.link.store(),
+                resume=True,  # RLlib restores a learner from its own checkpoint after it has published new weights
+                codec=how.codec,
+                cast=how.cast,
+                anchor_every=how.anchor_every,
+            )
             _PUBLISHERS[learner] = publisher
         state = learner.get_state(components="rl_module", inference_only=self.inference_only)
         modules: Mapping[str, Mapping[str, Any]] = state["rl_module"]

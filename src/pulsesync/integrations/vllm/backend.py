@@ -23,7 +23,6 @@ from pulsesync.integrations.engine.together import move_together
 from pulsesync.integrations.engine.update import LATEST
 from pulsesync.integrations.vllm import compat
 from pulsesync.integrations.vllm.plugin import read_limits
-from pulsesync.store import open_store
 
 
 @dataclass
@@ -34,6 +33,7 @@ class PulseInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     trust: list[str] | None = None
     pointer: str | None = None
     follow_replaced: bool = False
+    trust_pointers: list[str] | None = None
 
 
 @dataclass
@@ -62,7 +62,7 @@ class PulseWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._options = None
         self.follower.close()
         options = dict(vars(init_info))
-        open_store(RunOptions.parse(options).location)  # raises if there is no store for the location
+        read_limits().open(RunOptions.parse(options))  # raises if it is not allowed, or no store has such a location
         self._team = self._team or compat.team_of(self.vllm_config)
         self._options = options
 

@@ -28,6 +28,7 @@ def attach(
     *,
     trust: str | list[str] | None = None,
     pointer: str | None = None,
+    trust_pointers: str | list[str] | None = None,
 ) -> "OfflineFollower":
     """Let an offline LLM of vLLM follow a run; `update` updates it to a version.
 
@@ -36,11 +37,12 @@ def attach(
         location: A path or URL of the run, which every worker process can reach.
         trust: As for a `Subscriber`.
         pointer: Name of a pointer of the run to follow; None: the newest version.
+        trust_pointers: As for a `Subscriber`.
 
     Raises:
         ValueError: an argument has the wrong type. PulseError: vLLM's workers do not have this adapter.
     """
-    given = {"location": location, "trust": trust, "pointer": pointer}
+    given = {"location": location, "trust": trust, "pointer": pointer, "trust_pointers": trust_pointers}
     RunOptions.parse(given)
     return OfflineFollower(llm, given)
 

@@ -9,16 +9,17 @@ vLLM 0.32 cannot start a worker in a process that has imported numba.
 
 import inspect
 import json
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from pulsesync.core.environment import read_switch
 
 if TYPE_CHECKING:
     from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits
 
 BACKEND = "pulse"
 PLAIN_WEIGHTS = "PULSE_VLLM_PLAIN_WEIGHTS"  # 1: on a CPU, keep linear weights as they are loaded, and write in place
-PREFIX = "PULSE_VLLM"  # of PULSE_VLLM_RUNS, PULSE_VLLM_TRUST and PULSE_VLLM_CACHE: see EngineLimits
+PREFIX = "PULSE_VLLM"  # of PULSE_VLLM_RUNS, PULSE_VLLM_TRUST, PULSE_VLLM_CACHE, …: see EngineLimits
 
 
 def register() -> None:
@@ -32,10 +33,7 @@ def register() -> None:
         factory.register_engine(BACKEND, "pulsesync.integrations.vllm.backend", "PulseWeightTransferEngine")
     worker = import_module("vllm.v1.worker.worker_base").WorkerBase
     worker.pulse_call = pulse_call
-    plain = os.environ.get(PLAIN_WEIGHTS, "0")
-    if plain not in ("0", "1"):
-        raise ValueError(f"{PLAIN_WEIGHTS} must be 0 or 1; got {plain!r}")
-    if plain == "1":
+    if read_switch(PLAIN_WEIGHTS):
         operations: Any = import_module("vllm._custom_ops")
         operations._supports_onednn = False  # with it, linear layers on a CPU would keep only packed weights
 
@@ -71,7 +69,7 @@ def follower_of(worker: Any) -> "EngineFollower":
 
 
 def read_limits() -> "EngineLimits":
-    """Read the limits from the environment of this process. Raises: ValueError, for a malformed public key."""
+    """Read the limits from the environment of this process. Raises: ValueError, as `EngineLimits.read`."""
     from pulsesync.integrations.engine.follower import EngineLimits
 
     return EngineLimits.read(PREFIX)

@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Generator
 from typing import Any, Literal, get_args
 
 from pulsesync.errors import PulseError
-from pulsesync.integrations.engine.follower import RunOptions, find_version
+from pulsesync.integrations.engine.follower import EngineLimits, RunOptions, find_version
 from pulsesync.integrations.engine.update import (
     LATEST,
     Ask,
@@ -50,16 +50,17 @@ class Routes:
 
     def __init__(self, app: Any) -> None:
         self._app = app
+        self._limits = read_limits()  # a server whose limits cannot be read does not start
         self._added = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and not self._added:
             self._added = True
-            add_routes(scope["app"])
+            add_routes(scope["app"], self._limits)
         await self._app(scope, receive, send)
 
 
-def add_routes(app: Any) -> None:
+def add_routes(app: Any, limits: EngineLimits) -> None:
     """Add the routes to a Starlette application whose `state.engine_client` is the engine."""
     from starlette.responses import JSONResponse
 
@@ -67,7 +68,7 @@ def add_routes(app: Any) -> None:
 
     def engine(request: Any) -> ServedEngine:
         if not served:
-            served.append(ServedEngine(request.app.state.engine_client))
+            served.append(ServedEngine(request.app.state.engine_client, limits))
         return served[0]
 
     async def status(request: Any) -> Any:
@@ -91,7 +92,6 @@ def add_routes(app: Any) -> None:
 
     app.add_route(PATH, status, methods=["GET"])
     app.add_route(f"{PATH}/update", update, methods=["POST"])
-    limits = read_limits()
     guarded = any("Authentication" in str(layer.cls) for layer in app.user_middleware)
     if not guarded and not (limits.runs and limits.trust):
         logger.warning(
@@ -116,8 +116,8 @@ def parse_update(body: Any) -> tuple[dict[str, Any], int | str, KvCache]:
 class ServedEngine:
     """The engine of a server, updated by the process that serves; one update at a time."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, limits: EngineLimits | None = None) -> None:
+        self._engine, self._limits = engine, limits or EngineLimits()
         self._turns = asyncio.Lock()
         self._kv_cache: KvCache = "drop"
         self._paused_here = False  # whether an update has paused the engine and not resumed it
@@ -134,13 +134,13 @@ class ServedEngine:
 
     async def update(self, options: dict[str, Any], version: int | str, kv_cache: KvCache) -> dict[str, Any]:
         """Update all ranks to a version; return the report. Raises: as `moving`."""
-        allowed = read_limits().applied(RunOptions.parse(options))
-        events = UpdateEvents(allowed.location)
+        asked = RunOptions.parse(options)
+        self._limits.applied(asked)
+        events = UpdateEvents(str(asked.location))
         with events.noting_failure():
             if version == LATEST:
-                version = await asyncio.to_thread(
-                    find_version, allowed
-                )  # not in a worker, which could not generate meanwhile
+                # not in a worker, which could not generate meanwhile
+                version = await asyncio.to_thread(find_version, asked, self._limits)
             async with self._turns:
                 await compat.check_awake(self._engine)
                 self._kv_cache, self._pause_s = kv_cache, 0.0

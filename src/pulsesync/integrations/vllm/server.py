@@ -15,6 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pulsesync.errors import PulseError
+from pulsesync.integrations.engine.answers import (
+    RANK_REPORT,
+    RANK_STATUS,
+    STATUS,
+    Fields,
+    check_fields,
+    check_ranks,
+)
 from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, TIMEOUT_S, EngineServer
 from pulsesync.integrations.engine.update import (
     Ask,
@@ -24,10 +32,10 @@ from pulsesync.integrations.engine.update import (
     Wait,
     merged_status,
     moving,
-    raise_error,
     run,
 )
 
+_ANSWERS: dict[str, Fields] = {"find": {"version": (int,)}, "commit": RANK_REPORT}  # to others: the rank's status
 START_WITH = "--middleware pulsesync.integrations.vllm.Routes"
 
 
@@ -38,13 +46,19 @@ class VllmServer(EngineServer):
         url: Its address, such as http://127.0.0.1:8000.
         api_key: The key that it was started with, if any.
         timeout_s: How long an update may take.
+        api_key_in_clear: Send the key over http to another machine, too, although it can be read on the network.
+
+    Raises:
+        ValueError: as for `EngineServer`.
     """
 
     engine = "vLLM"
     key_hint = "pass it with --api-key, PULSE_VLLM_API_KEY or VllmServer(api_key=)"
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        super().__init__(url, api_key=api_key, timeout_s=timeout_s)
+    def __init__(
+        self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S, api_key_in_clear: bool = False
+    ) -> None:
+        super().__init__(url, api_key=api_key, timeout_s=timeout_s, api_key_in_clear=api_key_in_clear)
         self._by_routes: bool | None = None  # whether it has our routes; None: not known yet
         self._paused_at, self._pause_s = 0.0, 0.0  # when an update has paused it (0 if not), and how long in all
 
@@ -58,7 +72,8 @@ class VllmServer(EngineServer):
             code, answer = self._call("GET", "/v1/pulse", STATUS_TIMEOUT_S)
             if code == 200:
                 self._by_routes = True
-                return answer
+                with self._named_in_errors():
+                    return check_fields(answer, STATUS)
             if code != 404:
                 raise self._refusal(code, answer)
             self._by_routes = False
@@ -77,14 +92,16 @@ class VllmServer(EngineServer):
         if not self._by_routes:
             steps = moving(options, version, secrets.token_hex(8))
             report = run(steps, lambda step: self._take(step, kv_cache))
-            return UpdateReport.parse({**report, "pause_s": self._pause_s})
+            with self._named_in_errors():
+                return UpdateReport.parse({**report, "pause_s": self._pause_s})
         body = {**options, "version": version, "kv_cache": kv_cache}
         code, answer = self._call("POST", "/v1/pulse/update", self._timeout_s, body)
-        if isinstance(answer.get("error"), dict) and "type" in answer["error"]:
-            raise_error([answer])
+        if isinstance(answer.get("error"), dict) and "type" in answer["error"]:  # vLLM's own has others, too
+            self._raise_error(answer)
         if code != 200:
             raise self._refusal(code, answer)
-        return UpdateReport.parse(answer)
+        with self._named_in_errors():
+            return UpdateReport.parse(answer)
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter from a folder, and replace the one that has this name.
@@ -129,8 +146,8 @@ class VllmServer(EngineServer):
         code, answer = self._call("POST", "/collective_rpc", self._timeout_s, body)
         if code != 200:
             raise self._refusal(code, answer, "/collective_rpc")
-        results: list[dict[str, Any]] = answer["results"]
-        return results
+        with self._named_in_errors():
+            return check_ranks(answer.get("results"), _ANSWERS.get(message["do"], RANK_STATUS))
 
     def _forget(self) -> None:
         self._by_routes = None

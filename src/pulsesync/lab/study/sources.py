@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pulsesync.core.location import ParsedLocation
 from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import NotFoundError, StateError
 from pulsesync.lab.study.checkpoints import find_checkpoints
@@ -78,9 +79,9 @@ def open_recordings(places: Sequence[str], how: MeasureSettings | None = None) -
 
 
 def kind_of(place: str) -> Literal["recorded files", "runs", "checkpoints"]:
-    """The kind of a place, by its contents; a URL is a run."""
-    path = Path(place)
-    if "://" in place or run_at(place):
+    """The kind of a place, by its contents; a URL is a run. Raises: ValueError, if it is not a location."""
+    path = ParsedLocation.parse(place).path
+    if path is None or "://" in place or run_at(place):
         return "runs"
     if path.suffix == ".jsonl" or (path.is_dir() and _recordings_in(path)):
         return "recorded files"

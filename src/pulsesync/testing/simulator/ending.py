@@ -3,7 +3,14 @@
 from collections import Counter
 from contextlib import suppress
 
-from pulsesync.errors import AnotherPublisherError, PulseError, RunChangedError, StoreError, VerificationError
+from pulsesync.errors import (
+    AnotherPublisherError,
+    GroupError,
+    PulseError,
+    RunChangedError,
+    StoreError,
+    VerificationError,
+)
 from pulsesync.maintain.squash import Squasher
 from pulsesync.run import keys
 from pulsesync.testing.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker
@@ -13,7 +20,7 @@ from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.pointers import NAMES, check_pruned, move, named_versions
 from pulsesync.testing.simulator.teams import SimulatedPublisher
 from pulsesync.testing.simulator.trainers import publish, train
-from pulsesync.testing.simulator.workers import new_worker, open_subscriber, sync
+from pulsesync.testing.simulator.workers import new_worker, open_subscriber, sync, verify
 from pulsesync.testing.simulator.world import PART_BYTES, World
 
 
@@ -122,10 +129,10 @@ def _spoil_head(world: World) -> None:
 
 
 def _publish_for_sure(world: World, trainer: SimulatedTrainer) -> None:
-    """Publish; a publisher that finds a version of another one is replaced by a new publisher, which must succeed."""
+    """Publish; a publisher that finds another one's version, or a team that lost a rank, is replaced by a new one."""
     try:
         outcome = publish(world, trainer, now=True)
-    except AnotherPublisherError:
+    except (AnotherPublisherError, GroupError):
         world.bury(trainer)
         outcome = publish(world, trainer, now=True)
     assert trainer.publisher is not None
@@ -137,6 +144,9 @@ def _publish_for_sure(world: World, trainer: SimulatedTrainer) -> None:
 def _arrive(world: World, worker: SimulatedWorker) -> None:
     open_subscriber(world, worker)
     world.log.append(f"{worker.name} {sync(world, worker)}")
+    if worker.damaged:  # by a write that no patch has met
+        verify(world, worker)
+        world.log.append(f"{worker.name} {sync(world, worker)}")
     assert worker.subscriber is not None
     newest = world.book.records[moves_of(world, worker.follow)[-1].version if worker.follow else -1]
     if worker.subscriber.version != newest.version:

@@ -77,7 +77,7 @@ EVENTS: dict[str, tuple[int, Callable[[World], str]]] = {
     "restart a worker": (2, workers.on_restart_a_worker),
     "resume a worker": (3, workers.on_resume_a_worker),
     "leave": (1, workers.on_leave),
-    "damage a worker": (1, workers.on_damage_a_worker),
+    "damage a worker": (2, workers.on_damage_a_worker),
     "interrupt a write": (2, workers.on_interrupt_a_write),
     "move a pointer": (4, pointers.on_move_a_pointer),
     "squash": (4, on_squash),

@@ -98,6 +98,8 @@ def bodies_of(record: Manifest) -> list[str]:
 class StoreLink:
     """The connection of one process to the store: it goes through `weather` (faults), and ends with the process."""
 
+    is_private = True  # all simulated processes are this one
+
     def __init__(self, ledger: Ledger, rng: random.Random) -> None:
         self.ledger = ledger
         self.weather: Store = ledger  # for hints and pointers

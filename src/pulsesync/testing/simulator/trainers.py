@@ -24,6 +24,7 @@ from pulsesync.testing.updates import mutate
 def new_trainer(world: World, content: Content) -> SimulatedTrainer:
     grid = world.rng.choice([None, {"layers.*": (2, 2)}, {"*": (3, 1)}])
     options = {
+        "resume": True,
         "codec": world.rng.choice(["auto", "auto", "history", "context", "gap", "step", "dense", "xor"]),
         "grid": grid,
         "min_tile": 1,

@@ -2,9 +2,11 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
+
+import numpy as np
 
 from pulsesync.errors import VerificationError
 from pulsesync.run.subscriber import Subscriber
@@ -14,6 +16,7 @@ from pulsesync.testing.simulator.checks import check_followed, check_synced, che
 from pulsesync.testing.simulator.executors import InlineExecutor
 from pulsesync.testing.simulator.invariants import Invariant
 from pulsesync.testing.simulator.world import Interrupted, World
+from pulsesync.testing.updates import random_bits
 
 WORKERS = 4  # at most, at a time
 
@@ -51,6 +54,8 @@ def sync(world: World, worker: SimulatedWorker, version: int | None = None) -> s
         check_followed(world, worker.follow, report.version, moves)
     elif version is None and report.version < (before or 0):
         world.fail(Invariant.SYNC_REPORT, f"{worker.name} went from version {before} to {report.version}")
+    if "anchor" in report.path:
+        worker.damaged = False  # all weights were written
     to = "" if version is None else f" (requested {version})"
     return f"from {before} to {report.version}{to} by {', '.join(report.path) or 'nothing'}"
 
@@ -103,7 +108,9 @@ def on_restart_a_worker(world: World) -> str:
     world.bury(worker)
     worker.kill()
     kind = world.rng.choice(["its weights", "zeros", "base"])
-    if kind != "its weights":
+    if kind == "its weights":
+        worker.last, worker.damaged = world.model.content(worker.weights), False
+    else:
         refill(world, worker, world.base if kind == "base" else world.model.content(world.model.new()))
     if worker.cache and world.rng.random() < 0.3:
         shutil.rmtree(worker.cache, ignore_errors=True)
@@ -139,32 +146,43 @@ def on_resume_a_worker(world: World) -> str:
 
 
 def on_damage_a_worker(world: World) -> str:
-    """Another program writes to the weights; after a sync, or without one, a recount detects it."""
+    """Another program writes to the weights. A sync may repair that, a recount detects it, or a later sync meets it."""
     worker = world.pick([one for one in world.workers if one.subscriber and one.subscriber.version is not None])
     if worker is None:
         return "there is no worker"
-    end = open_subscriber(world, worker)
     flat = bits(worker.weights[world.rng.choice(list(world.model.arrays))])
-    flat[world.rng.randrange(flat.size)] ^= 1
+    kind = world.rng.choice(["a bit", "zeros", "ones", "others", "moved"])
+    if kind == "a bit":
+        flat[world.rng.randrange(flat.size)] ^= 1
+    elif kind == "moved":
+        flat[:] = np.roll(flat, 1)
+    elif kind == "others":
+        flat[:] = random_bits(world.noise, flat.dtype.type, flat.shape)
+    else:
+        flat[:] = 0 if kind == "zeros" else np.iinfo(flat.dtype).max
     worker.damaged = True
+    if world.rng.random() < 0.4:
+        return f"{worker.name}: {kind}"
 
     def find() -> str:
-        if world.rng.random() < 0.3:
+        if world.rng.random() < 0.5:
             sync(world, worker)
+        verify(world, worker)
+        return f"{kind}; is repaired, or gone"
+
+    return world.act(worker, find)
+
+
+def verify(world: World, worker: SimulatedWorker) -> None:
+    """Recount the weights: those of a damaged worker are its version by chance, or it reports none any more."""
+    end = open_subscriber(world, worker)
+    try:
         end.verify(worker.weights)
         check_verified(world, worker)
-        worker.damaged = False
-        return "is repaired"
-
-    outcome = world.act(worker, find)
-    if worker.subscriber is None or worker.subscriber.version is None:
-        worker.last, worker.damaged = world.model.content(worker.weights), False  # the worker reports no version
-    elif worker.damaged:  # a fault on the line prevented detection: check again
-        with suppress(VerificationError):
-            worker.subscriber.verify(worker.weights)
-            check_verified(world, worker)
-        worker.last, worker.damaged = world.model.content(worker.weights), False
-    return outcome
+    except VerificationError:
+        if not worker.damaged:
+            raise
+    worker.last, worker.damaged = world.model.content(worker.weights), False
 
 
 def on_interrupt_a_write(world: World) -> str:

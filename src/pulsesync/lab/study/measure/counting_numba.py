@@ -188,4 +188,4 @@ def _ratios_of(bits: Any) -> Any:
     return out
 
 
-_differ, _nonzero, _ratios = map(compiled, (_differ_in, _nonzero_in, _ratios_of))
+_differ, _nonzero, _ratios = compiled(_differ_in), compiled(_nonzero_in), compiled(_ratios_of)
