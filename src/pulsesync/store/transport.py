@@ -25,8 +25,10 @@ def clean_token(token: str, what: str = "token") -> str:
     """Return a token without the white space around it, such as the newline at the end of a file or of a secret.
 
     Raises:
-        ValueError: it cannot be sent as a bearer token; the error does not show it.
+        TypeError, ValueError: it cannot be sent as a bearer token; the error does not show it.
     """
+    if not isinstance(token, str):
+        raise TypeError(f"a {what} must be a text; got a value of type {type(token).__name__}")
     token = token.strip()
     if not token:
         raise ValueError(f"the {what} is empty; pass a {what}, or None to run without authentication")
