@@ -89,12 +89,12 @@ def test_a_step_that_goes_back_is_shown(checkpoints: Checkpoints, tmp_path: Path
     run, place = tmp_path / "run", tmp_path / "f"
     shown = []
     for step in (3, 9, 4):
-        pulse("publish", checkpoints.next(), run, "--step", step)
+        pulse("publish", checkpoints.next(), run, "--step", step, "--resume")
         shown.append(pulse("follow", run, place, "--once", "--hold", 0).out)
     assert shown[1].startswith("version 1 (step 9) is current")
     assert shown[2].startswith("version 2 (step 4, back from step 9) is current")
     for step in (2, 12):
-        pulse("publish", checkpoints.next(), run, "--step", step)
+        pulse("publish", checkpoints.next(), run, "--step", step, "--resume")
     shown = [pulse("follow", run, place, "--once", "--hold", 0).out]
     assert shown[0].startswith("version 4 (step 12; it went back at version 3) is current")
     rows = [line.split() for line in pulse("log", run).out.splitlines()]
@@ -105,7 +105,7 @@ def test_both_versions_and_steps_of_an_update_are_in_its_json(checkpoints: Check
     run, place = tmp_path / "run", tmp_path / "f"
     updates = []
     for step in (3, 9, 4):
-        pulse("publish", checkpoints.next(), run, "--step", step)
+        pulse("publish", checkpoints.next(), run, "--step", step, "--resume")
         (flip,) = pulse("follow", run, place, "--once", "--hold", 0, "--json").events
         updates.append([flip[name] for name in ("from_version", "version", "from_step", "step", "rewound_at")])
     assert updates == [[None, 0, None, 3, None], [0, 1, 3, 9, None], [1, 2, 9, 4, 2]]
@@ -259,7 +259,7 @@ def test_only_what_a_trusted_key_signed_is_followed(
     monkeypatch.setenv("PULSE_TRUST", mine)
     assert pulse("verify", run, place).code == 0
     monkeypatch.setenv("PULSE_KEY", str(tmp_path / "mine"))
-    assert pulse("publish", checkpoints.next(), run).code == 0
+    assert pulse("publish", checkpoints.next(), run, "--step", 1).code == 0
     assert pulse("follow", run, place, "--once", "--hold", 0).code == 0
     assert pulse("inspect", run, "--version", 1, "--json").events[0]["signed by"] == mine
 

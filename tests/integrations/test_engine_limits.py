@@ -163,8 +163,9 @@ def test_a_link_leads_out_of_the_folders_neither_before_nor_after_the_check(tmp_
 def test_a_folder_that_is_swapped_all_the_time_is_never_left(tmp_path: Path) -> None:
     allowed, outside = tmp_path / "allowed", tmp_path / "outside"
     for folder, content in ((allowed / "run", b"inside"), (outside, b"outside")):
-        folder.mkdir(parents=True)
+        (folder / "parts").mkdir(parents=True)
         (folder / "head").write_bytes(content)
+        (folder / "parts" / content.decode()).touch()
     store = EngineLimits(runs=(options(allowed).location,)).open(options(allowed / "run"))
     done = threading.Event()
     found: set[bytes] = set()
@@ -181,12 +182,14 @@ def test_a_folder_that_is_swapped_all_the_time_is_never_left(tmp_path: Path) -> 
     until = time.monotonic() + 0.5
     while time.monotonic() < until:
         try:
+            found.update(entry.key.encode() for entry in store.list("parts/"))
             found.add(store.get("head"))
         except NotFoundError:
             found.add(b"none")
     done.set()
     swapping.join()
-    assert b"outside" not in found
+    assert not found & {b"outside", b"parts/outside"}
+    assert [entry.key for entry in store.list("parts/")] == ["parts/inside"]
     assert store.get("head") == b"inside"
 
 

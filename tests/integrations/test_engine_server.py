@@ -52,7 +52,10 @@ def answering(answer: Callable[[str], Answer]) -> Iterator[Asked]:
 
         def log_message(self, *_: Any) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None: ...
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         asked = Asked(f"http://127.0.0.1:{server.server_port}")
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -187,3 +190,19 @@ def test_what_a_server_says_of_an_error_is_shown_on_one_line(tmp_path: Path) -> 
             VllmServer(asked.url).status()
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 700
+
+
+def test_requests_that_change_something_are_sent_once_and_keep_no_connection() -> None:
+    def answer(path: str) -> Answer:
+        if path == "/resume":
+            raise ConnectionError("the connection is closed without an answer")
+        return 200, b"{}", {}
+
+    with answering(answer) as asked:
+        server = VllmServer(asked.url)
+        for _ in range(5):
+            server._step("/pause")
+        assert [transport._idle for transport in server._transports.values()] == [[], []]
+        with pytest.raises(StoreError, match="does not answer"):
+            server._step("/resume")
+        assert asked.paths == ["/pause"] * 5 + ["/resume"]

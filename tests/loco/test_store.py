@@ -637,6 +637,34 @@ def test_a_decision_that_is_none_is_refused_by_all_and_changes_nothing(decided: 
     settle(table.all.values())
 
 
+@pytest.mark.parametrize("base", ["f" * 64, None])
+def test_a_decision_that_no_trainer_made_is_named_and_without_it_the_round_goes_on(base: str | None) -> None:
+    table = Table("ab")
+    table.round("ab")
+    key = "rounds/0000/0000000002/decided"
+    forged = {"format": "pulse-loco-round/1", "base": base or table["a"].loco.digests[0], "members": {"x": GOOD_ID}}
+    table.store.put(key, json.dumps(forged).encode())
+    words = rf"{key} says .*no trainer decided this" if base else rf"the payload of x .* is lost .*delete {key}"
+    for name in "ab":
+        with pytest.raises(FormatError if base else RoundError, match=words):
+            table[name].step(2)
+    table.store.delete(key)
+    table.turns.meanwhile.append(table["b"].step)
+    table["a"].step()
+    settle(table.all.values())
+
+
+def test_many_names_do_not_outnumber_the_trainers(caplog: pytest.LogCaptureFixture) -> None:
+    table = Table("ab")
+    table.round("ab")
+    for name in "stuvwxyz":
+        table.seat(name)
+    table.round("uvwxyzstba")
+    assert table.decided(2) == ["a", "b", "s", "t"]
+    assert "took the updates of 4 trainers, 2 times trainers=2 and therefore no more; that of u" in caplog.text
+    settle(table.all.values())
+
+
 def test_of_two_who_decide_at_once_one_wins_and_both_go_on_with_it() -> None:
     table = Table("abc")
 
@@ -724,7 +752,7 @@ def test_a_lost_payload_without_a_later_state_is_an_error_that_says_what_helps_a
     lose(table, 2, "deleted")
     before = table["c"].everything()
     for _ in range(2):
-        with pytest.raises(RoundError, match=r"payload of a in round 2 is lost.*every 4 rounds.*new location"):
+        with pytest.raises(RoundError, match=r"payload of a in round 2 is lost.*every 4 rounds.*/decided, and"):
             table["c"].step(2)
         assert table["c"].everything() == before
     with pytest.raises(RoundError, match="every 4 rounds"):

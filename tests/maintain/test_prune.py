@@ -13,6 +13,7 @@ from pulsesync.maintain.prune import prune
 from pulsesync.maintain.squash import Squasher
 from pulsesync.maintain.verify import RunVerifier
 from pulsesync.run import keys
+from pulsesync.run.fleet import read_fleet
 from pulsesync.run.pointers import list_moves
 from pulsesync.store import MemoryStore
 from tests.runs import Training, Watched, parts_of, publish_steps, versions, worker
@@ -218,6 +219,45 @@ def test_a_pointer_of_a_run_that_was_here_before_keeps_nothing(short_epochs: int
     store.put(keys.pointer_key("old", 0), replace(move, run="ab" * 16).build())
     assert prune(store, **OPTIONS).pinned_by is None
     assert versions(store) == [10, 11]
+
+
+STRAYS = (".DS_Store", "._0000000000000001", "0000000000000001.tmp", "1", "Thumbs.db", "notes/0000000000000001")
+
+
+@pytest.mark.parametrize("name", STRAYS)
+def test_objects_that_are_none_of_a_run_do_not_stop_a_prune(name: str, short_epochs: int) -> None:
+    """A file manager or a copy leaves some. They stay, and every command reads the run around them."""
+    store = MemoryStore()
+    publish_steps(store, 12, anchor_every=0, epoch_patches=short_epochs)
+    strays = [f"{folder}{name}" for folder in ("manifests/", "anchors/", "squashes/", "squashes/00/", "pruned/")]
+    for key in strays:
+        store.put(key, b"no record")
+    report = prune(store, **OPTIONS)
+    assert report.versions > 0
+    assert prune(store, **OPTIONS).bodies > 0
+    assert all(store.get(key) == b"no record" for key in strays)
+    assert not [one.fault for one in RunVerifier(store, epoch_patches=short_epochs).run() if one.fault]
+    store.delete(keys.HEAD)
+    held = worker()
+    assert Subscriber(store, epoch_patches=short_epochs).sync(held).version == 11
+    assert read_fleet(store).anchor is not None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * 100_000, b'{"a":' * 50_000, b"9" * 5_000, b"\xff", b"", b"{}", b"[NaN]", b'"x"'],
+    ids=lambda one: repr(one[:9]),
+)
+def test_a_list_of_an_earlier_prune_that_is_none_is_named_with_what_to_do(data: bytes, short_epochs: int) -> None:
+    store = MemoryStore()
+    publish_steps(store, 4, anchor_every=0, epoch_patches=short_epochs)
+    key = "pruned/0-3-0123456789abcdef"
+    store.put(key, data)
+    with pytest.raises(FormatError, match=rf"{key}.*delete it, and prune again") as caught:
+        prune(store, **OPTIONS)
+    assert caught.value.key == key
+    store.delete(key)
+    prune(store, **OPTIONS)
 
 
 def test_a_pointer_that_cannot_be_read_stops_a_prune_before_it_deletes(short_epochs: int) -> None:

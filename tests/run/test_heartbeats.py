@@ -156,7 +156,7 @@ def test_what_is_no_record_is_refused(data: bytes) -> None:
 )
 def test_a_field_of_the_wrong_type_or_size_is_refused(field: str, value: Any) -> None:
     table = json.loads(RECORD.build()) | {field: value}
-    with pytest.raises(FormatError, match=f"no usable {field}"):
+    with pytest.raises(FormatError, match=f"no usable {field}|does not allow"):
         parse(json.dumps(table).encode(), "rollout-3")
 
 

@@ -37,7 +37,8 @@ from pulsesync.server.connections import _network, close_excess
 from pulsesync.server.listings import PAGE, Listings
 from pulsesync.server.sending import send_piece
 from pulsesync.server.service import _Service
-from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, forget
+from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, RetryStore, forget
+from pulsesync.store.base import too_many
 from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
@@ -77,6 +78,11 @@ class Running:
     def stop(self, number: int = signal.SIGINT) -> int:
         self.process.send_signal(number)
         return self.process.wait(10)
+
+    def printed(self) -> str:
+        """All that a stopped server has printed after its address."""
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
 
 
 @contextmanager
@@ -686,6 +692,7 @@ class Upstream(http.server.ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.shown: set[str | None] = set()  # as Authorization
         self.states_sizes = True
+        self.damaged: dict[str, tuple[int, int]] = {}  # by key, which byte is damaged, and how many times
         self.ending = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -710,6 +717,10 @@ class _UpstreamHandler(http.server.BaseHTTPRequestHandler):
             self.server.ending.wait(10)
         data = self.server.objects.get(self.path[1:])
         part = b"" if data is None else data[int(first) : int(last) + 1]
+        at, times = self.server.damaged.get(self.path[1:], (0, 0))
+        if times and int(first) <= at < int(first) + len(part):
+            self.server.damaged[self.path[1:]] = at, times - 1
+            part = part[: at - int(first)] + b"\x00" + part[at - int(first) + 1 :]
         self.send_response(404 if data is None else 206 if part else 416)
         self.send_header("Content-Length", str(len(part)))
         where = f"{first}-{int(first) + len(part) - 1}" if part else "*"
@@ -813,6 +824,20 @@ def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(t
         assert store.get("parts/a", 0, 64) == b"damaged on the way"
         forget(store, "parts/a")
         assert store.get("parts/a", 0, 64) == b"good"
+
+
+@pytest.mark.parametrize("size", [len(SMALL), len(LARGE)])
+def test_what_a_relay_receives_damaged_it_does_not_keep(upstream: Upstream, tmp_path: Path, size: int) -> None:
+    data = LARGE[:size]
+    key = f"files/{hashlib.sha256(data).hexdigest()}"
+    upstream.objects[key] = data
+    upstream.damaged[key] = (size - 5, 2)
+    with running("relay", upstream.url, cache=tmp_path) as relay, closing(HttpStore(relay.url)) as store:
+        assert RetryStore(store).get(key) == data
+        assert store.get(key) == data
+        assert relay.stop() == 0
+        assert "damaged on the way" in relay.printed()
+    assert upstream.damaged[key][1] == 0
 
 
 def test_a_relay_of_a_folder_with_several_runs_fetches_what_is_named_by_its_content_once(tmp_path: Path) -> None:
@@ -956,6 +981,29 @@ def test_a_store_that_fails_is_logged_now_and_then(tmp_path: Path) -> None:
     assert r"Answered 'a\rb' with 503, because the store failed: cannot read a b from" in lines[0]
 
 
+def test_a_listing_of_the_store_that_has_no_end_is_a_failure_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(MemoryStore):
+        def list(self, prefix: str) -> Iterator[ObjectEntry]:
+            raise too_many("7 objects", prefix, "https://upstream")
+
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def ask_app() -> None:
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.01)
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"list=parts/", "headers": []}
+        await make_app(Endless())(scope, receive, send)
+
+    asyncio.run(ask_app())
+    assert sent[0]["status"] == 500
+    assert "the listing of parts/ at https://upstream has more than 7 objects" in caplog.text
+
+
 def test_workers_that_wait_for_a_silent_upstream_do_not_keep_others_from_what_is_cached(
     upstream: Upstream, tmp_path: Path
 ) -> None:
@@ -1017,18 +1065,23 @@ def test_ranges_of_a_large_record_are_read_as_they_are_asked_for() -> None:
         assert shared.get("manifests/1", begin, end) == LARGE[begin:end]
 
 
-@pytest.mark.parametrize("key", ["head", "parts/a"])
-def test_absence_is_remembered_for_a_second_and_no_longer(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("key", "seconds"), [("head", 1), ("parts/a", 10)])
+def test_absence_is_remembered_for_a_moment_and_no_longer(
+    key: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
     slow = Slow()
     shared = CoalescingStore(slow)
-    for _ in range(3):
+    for begin in range(3):
+        with pytest.raises(NotFoundError):
+            shared.get(key, begin, begin + 9)
         with pytest.raises(NotFoundError):
             shared.get(key)
+        now += seconds / 4
     slow.put(key, SMALL)
     assert len(slow.asked) == 1
-    now += 1.01
+    now += seconds / 3
     assert shared.get(key) == SMALL
 
 

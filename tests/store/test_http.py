@@ -445,7 +445,7 @@ def test_a_token_that_is_no_header_is_refused(token: str) -> None:
 
 @pytest.mark.parametrize("token", [3, b"hunter2"])
 def test_a_token_that_is_no_text_is_refused_and_not_shown(token: str) -> None:
-    with pytest.raises(TypeError, match=r"a token must be a text; got a value of type (int|bytes)$"):
+    with pytest.raises(TypeError, match=r"the token must be a text; got a value of type (int|bytes)$"):
         HttpStore("https://host/run", token)
 
 

@@ -63,7 +63,7 @@ def test_a_token_of_the_environment_goes_to_its_origin_alone(place: Place, monke
     monkeypatch.setenv("PULSE_TOKEN", "mine")  # what readers of this machine's own server must send
     other = [f"https://127.0.0.1:{port}", f"http://localhost:{port}", f"http://127.0.0.1:{int(port) ^ 1}", ORIGIN]
     monkeypatch.setenv("PULSE_SEND_TOKENS", " ".join(f"{origin}=s3cret" for origin in other))
-    for command in ("status", "log", "verify", "inspect", "plan --run", "doctor --read-only", "prune", "point"):
+    for command in ("status", "log", "verify", "inspect", "squash", "doctor --read-only", "prune", "point"):
         rest = ["stable", "0"] if command == "point" else []
         before = len(place.requests)
         pulse(*shlex.split(command), place.url, *rest)
@@ -117,6 +117,10 @@ def test_a_token_belongs_to_an_address_of_a_server_and_is_never_shown(tmp_path: 
         with pytest.raises(ValueError, match="token=") as caught:
             open_store(location, token="s3cret")
         assert "s3cret" not in str(caught.value)
+    for wrong in (3, b"s3cret", ["s3cret"]):
+        with pytest.raises(TypeError, match="the token must be a text") as wrong_type:
+            open_store("https://host", token=wrong)  # type: ignore[arg-type]
+        assert "s3cret" not in str(wrong_type.value)
     for url in ("https://host/run?token=s3cret", "https://user:s3cret@host/run", "https://host/run#token=s3cret"):
         with pytest.raises(ValueError, match="must not contain") as caught:
             Subscriber(url)

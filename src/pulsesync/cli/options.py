@@ -13,7 +13,8 @@ from cyclopts.validators import Number
 
 from pulsesync import metrics
 from pulsesync.cli import progress
-from pulsesync.errors import NotFoundError, PulseError
+from pulsesync.errors import FormatError, NotFoundError, PulseError
+from pulsesync.format.json_reader import load_json
 from pulsesync.format.signature import Delegation, SigningKey, trusted_for_pointers
 from pulsesync.store import Store, open_store
 
@@ -131,9 +132,9 @@ def _read_delegation(file: Path | None) -> Delegation | None:
     if file is None:
         return None
     try:
-        table = json.loads(file.read_bytes())
+        table = load_json(file.read_bytes(), str(file))
         return Delegation(str(table["by"]), str(table["signature"]))
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, FormatError) as e:
         raise UsageError(f"{file} does not contain a delegation; make one with pulse delegate --out") from e
 
 

@@ -21,6 +21,7 @@ from pulsesync.core.threads import spread
 from pulsesync.core.types import Bits, BlockChange, Codec, Remembered, Sum, Tile, TilePatch
 from pulsesync.errors import FormatError
 from pulsesync.format.codecs.context import NO_HISTORY, BlockMemory, KeptGroups, magnitudes
+from pulsesync.format.json_reader import load_json
 from pulsesync.format.weights import Weights, as_weights
 
 MAX_INDEX = 127  # patches of an epoch, so that an index fits seven bits
@@ -128,7 +129,7 @@ class History:
     def from_bytes(cls, data: bytes) -> "History":
         """Read what `to_bytes` wrote. Raises: FormatError."""
         try:
-            head = json.loads(data[: (at := data.index(b"\n") + 1)])
+            head = load_json(data[: (at := data.index(b"\n") + 1)], "the head of a saved history")
             tiles = {}
             for n, (cut, ranks) in head["tiles"].items():
                 borders = list(accumulate((of_block[-1] for of_block in ranks), initial=at))
@@ -136,7 +137,7 @@ class History:
                 blocks = tuple(Remembered(*both) for both in zip(runs, map(np.array, ranks), strict=True))
                 tiles[int(n)], at = TileHistory(int(cut), blocks), borders[-1]
             return cls(int(head["index"]), tiles)
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as e:
             raise FormatError("these bytes are not a saved history") from e
 
 

@@ -22,6 +22,7 @@ from pulsesync.core import digest
 from pulsesync.core.types import BLOCK, DTYPES, TensorSpec, Tile
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import versions
+from pulsesync.format.json_reader import load_json
 
 FORMAT = "pulse-layout/1"
 MAX_BYTES = 1 << 27
@@ -289,27 +290,6 @@ def parse(data: bytes, expected_id: str | None = None) -> Layout:
     if layout.data != data:
         raise FormatError("the layout is not in canonical form")
     return layout
-
-
-def load_json(data: bytes, what: str) -> dict[str, Any]:
-    """Read a JSON object that has no key twice, no NaN and no floats beyond what Python reads."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        out = dict(pairs)
-        if len(out) != len(pairs):
-            raise FormatError(f"{what} has a key twice")
-        return out
-
-    def refuse(text: str) -> Any:
-        raise FormatError(f"{what} contains {text}, which JSON does not allow")
-
-    try:
-        out = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"{what} is not JSON: {e}") from e
-    if not isinstance(out, dict):
-        raise FormatError(f"{what} is not a JSON object")
-    return out
 
 
 def _spec(entry: Any) -> TensorSpec:

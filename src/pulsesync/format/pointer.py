@@ -13,7 +13,7 @@ from typing import Any
 from pulsesync.core.arguments import shown
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import signature, versions
-from pulsesync.format.layout import load_json
+from pulsesync.format.json_reader import load_json
 from pulsesync.format.manifest import MAX_VERSION
 
 FORMAT = "pulse-pointer/1"

@@ -30,7 +30,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pulsesync.core import arguments
 from pulsesync.core.scratch import make_private
@@ -38,6 +37,7 @@ from pulsesync.errors import (
     BaseMismatchError,
     ChecksumError,
     ConflictError,
+    FormatError,
     MissingLinkError,
     NotFoundError,
     NothingPublishedError,
@@ -46,6 +46,7 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
+from pulsesync.format.json_reader import load_json
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest
 from pulsesync.format.signature import trusted, trusted_for_pointers
@@ -450,9 +451,9 @@ def fetch_file(store: Store, file: FileRef) -> bytes:
 def read_mark(folder: Path) -> CopyRecord | None:
     """Read the `pulse.json` of a copy; None if there is none, or it is malformed."""
     try:
-        table: dict[str, Any] = json.loads((folder / MARK).read_bytes())
+        table = load_json((folder / MARK).read_bytes(), MARK)
         return CopyRecord(str(table["run"]), int(table["version"]), int(table["step"]), str(table["digest"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, FormatError):
         return None
 
 

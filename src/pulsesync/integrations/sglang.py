@@ -22,11 +22,11 @@ from typing import Any
 from pulsesync.errors import GroupError, PulseError, StateError, StoreError, VerificationError
 from pulsesync.group.collective import Collective, SoloTeam, Team
 from pulsesync.integrations.engine.adapter import EngineAdapter
-from pulsesync.integrations.engine.answers import STATUS, check_fields, has_error
+from pulsesync.integrations.engine.answers import STATUS, check_fields
 from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions, find_version
 from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, TIMEOUT_S, EngineServer
 from pulsesync.integrations.engine.together import move_together
-from pulsesync.integrations.engine.update import UpdateReport, check_version, merged_status, raise_error
+from pulsesync.integrations.engine.update import UpdateReport, check_version, merged_status
 from pulsesync.integrations.runtime import EngineRank
 
 __all__ = ["LOADER", "SglangServer", "load", "request"]
@@ -280,9 +280,8 @@ class SglangServer(EngineServer):
         while True:
             status = self._ask_status({**message, "do": "prepare"})
             paused_s += self._pause_s
-            with self._named_in_errors():
-                if status["failure"] and has_error(failure := {"error": status["failure"]}):
-                    raise_error([failure])
+            if status["failure"]:
+                self._raise_error({"error": status["failure"]})
             if status["update"] == "ready" or time.monotonic() - began > READY_S:
                 return paused_s
             time.sleep(wait_s)
@@ -347,9 +346,7 @@ class SglangServer(EngineServer):
             table = json.JSONDecoder().raw_decode(text)[0]
         except (ValueError, RecursionError):
             table = None
-        with self._named_in_errors():
-            if has_error(table):
-                raise_error([table])
+        self._raise_error(table)
         if code != 200:
             raise self._refusal(code, answer, "/update_weights_from_tensor")
         if not isinstance(table, dict):

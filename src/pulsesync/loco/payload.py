@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import layout as layouts
-from pulsesync.format.layout import load_json
+from pulsesync.format.json_reader import load_json
 from pulsesync.loco.gate import LARGEST, LOWEST_UNIT, SparseVector
 from pulsesync.loco.outer import Trend
 from pulsesync.loco.vectors import HOST, Vector, Vectors, vectors_of

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync.errors import ChecksumError, FormatError
-from pulsesync.format.layout import load_json
+from pulsesync.format.json_reader import load_json
 from pulsesync.loco.gate import SparseVector
 from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, Trend
 from pulsesync.loco.vectors import Vector, vectors_of

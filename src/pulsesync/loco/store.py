@@ -38,7 +38,7 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
-from pulsesync.format.layout import load_json
+from pulsesync.format.json_reader import load_json
 from pulsesync.loco.exchange import EncodedUpdate
 from pulsesync.loco.gate import SentUpdate, SparseVector
 from pulsesync.loco.outer import LARGEST_UPDATE, aggregate, diverges
@@ -49,6 +49,7 @@ from pulsesync.store import Location, forget, open_store
 FORMAT = "pulse-loco-round/1"
 MAX_RECORD_BYTES = 1 << 20
 TRIES = 3  # at reading a payload
+CROWD = 2  # the most members of a round, as a multiple of the configured number of trainers
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ID = re.compile(r"[0-9a-f]{64}")
 
@@ -62,7 +63,8 @@ class StoreExchange:
         location: Where updates are exchanged: a path, s3://…, or a store. Not the location of a published run.
         trainer: This trainer's name, of letters, digits, - and _; unique among the trainers, and the same after a
             restart.
-        trainers: How many trainers the first round waits for.
+        trainers: How many trainers the first round waits for. More may join, until there are twice as many: a round
+            takes the updates of no more, those of the last round's members first.
         quorum: How many trainers a round needs after the deadline; the smallest majority of `trainers` if not given.
         deadline_s: How long to wait for the trainers that announced themselves, after this one has sent its update.
         patience_s: A round without a quorum after this time raises a RoundError.
@@ -98,7 +100,7 @@ class StoreExchange:
         for name, value in (("deadline_s", deadline_s), ("patience_s", patience_s), ("poll_s", poll_s)):
             arguments.seconds(name, value)
         self._store = open_store(location)
-        self._trainers, self._quorum = trainers, quorum
+        self._trainers, self._quorum, self._most = trainers, quorum, CROWD * trainers
         self._deadline_s, self._patience_s, self._poll_s = deadline_s, patience_s, poll_s
         self._state_every = state_every
         self._clock, self._sleep = clock, sleep
@@ -200,7 +202,7 @@ class StoreExchange:
         began = self._clock()
         read = {own: coder.decode(letter.pieces[0], self.trainer, 0, size)[1]}
         refused: dict[str, list[PulseError]] = {}
-        while (members := self._decided(coder)) is None:
+        while (members := self._decided(coder, size)) is None:
             found, expected = self._look(coder, size, read, refused)
             waited_s = self._clock() - began
             if self._is_time(coder.round, set(found), expected, waited_s):
@@ -219,6 +221,16 @@ class StoreExchange:
                     round=coder.round,
                 )
             self._sleep(self._poll_s)
+        if self.trainer not in members and len(members) >= self._most:
+            logger.warning(
+                "Round %d took the updates of %d trainers, %d times trainers=%d and therefore no more; that of %s "
+                "was not among them. If there are so many trainers, start each again with their number as trainers=.",
+                coder.round,
+                len(members),
+                CROWD,
+                self._trainers,
+                self.trainer,
+            )
         total, taken = self._add_up(coder, members, size, read)
         return Outcome(members, total, taken)
 
@@ -252,19 +264,28 @@ class StoreExchange:
     def _look(
         self, coder: Coder, size: int, read: dict[str, SparseVector], refused: dict[str, list[PulseError]]
     ) -> tuple[dict[str, str], set[str]]:
-        """The trainers that have sent a good payload, with its id; and the trainers that are expected to."""
+        """The trainers that have sent a good payload, with its id; and those that are expected to.
+
+        Neither are more than a round takes: names beyond that are not waited for, and what they sent is not read.
+        """
         keys = [entry.key for entry in self._store.list(_place(coder, ""))]
         if not any(key in read for key in keys):  # this trainer's payload was deleted, and so was the round
             self._check_not_gone(coder)
-        named: dict[str, set[str]] = {"present": set(), "left": set(), "sent": set()}
-        found: dict[str, str] = {}
+        named: dict[str, set[str]] = {"present": set(), "left": set()}
+        sent: list[tuple[str, str, str]] = []  # trainer, id, key
         for key in keys:
             *_, what, name = key.split("/")
             trainer, _, id_ = name.partition(".")
-            if what not in named or not _NAME.fullmatch(trainer):
-                continue
-            named[what].add(trainer)
-            if what != "sent" or trainer in found or not _ID.fullmatch(id_):
+            if what in named and _NAME.fullmatch(name):
+                named[what].add(name)
+            elif what == "sent" and _NAME.fullmatch(trainer) and _ID.fullmatch(id_):
+                sent.append((trainer, id_, key))
+        known = self._known.get(coder.fragment, set())
+        coming = sorted((known | named["present"]) - named["left"], key=lambda name: (name not in known, name))
+        expected = set(coming[: self._most])
+        found: dict[str, str] = {}
+        for trainer, id_, key in sorted(sent, key=lambda one: one[0] not in expected):
+            if trainer in found or len(found) == self._most:
                 continue
             faults = refused.setdefault(key, [])
             if key not in read and len(faults) < TRIES:
@@ -274,7 +295,6 @@ class StoreExchange:
                     faults.append(e)
             if key in read:
                 found[trainer] = id_
-        expected = (self._known.get(coder.fragment, set()) | named["present"]) - named["left"]
         return found, expected
 
     def _is_time(self, round_: int, found: set[str], expected: set[str], waited_s: float) -> bool:
@@ -349,11 +369,11 @@ class StoreExchange:
         raise RoundError(
             f"{lost}, and no shared state of this round or a later one is saved yet. Restore the object, or wait until "
             f"the other trainers have saved a state (every {self._state_every} rounds), which this trainer then loads; "
-            "if no trainer gets past this round, resume from the newest state_dict() at a new location",
+            f"if no trainer has got past this round, delete {_place(coder, 'decided')}, and it is decided again",
             round=coder.round,
         ) from faults[-1]
 
-    def _decided(self, coder: Coder) -> dict[str, str] | None:
+    def _decided(self, coder: Coder, size: int) -> dict[str, str] | None:
         data = self._decided_bytes(coder)
         if data is None:
             return None
@@ -366,6 +386,12 @@ class StoreExchange:
         if any(not _NAME.fullmatch(name) or not _is_id(id_) for name, id_ in members.items()):
             raise FormatError(f"the decision of round {coder.round} lists a bad name or payload id")
         if record["base"] != coder.base:
+            if self._is_unfounded(coder, members, record["base"], size):
+                raise FormatError(
+                    f"{_place(coder, 'decided')} says that round {coder.round} continues from another state than "
+                    "this trainer's, and no update that was sent from that state is there: no trainer decided this. "
+                    "Delete the object, and see who else can write to this location"
+                )
             raise VerificationError(
                 f"round {coder.round} continues from another shared state than this trainer's: restart this trainer "
                 "without a saved state",
@@ -373,6 +399,18 @@ class StoreExchange:
                 actual=coder.base,
             )
         return members
+
+    def _is_unfounded(self, coder: Coder, members: dict[str, str], base: object, size: int) -> bool:
+        """Whether none of the payloads of a decision is of the shared state that it names, though they are not old."""
+        for trainer, id_ in members.items():
+            try:
+                self._fetch(coder, _place(coder, f"sent/{trainer}.{id_}"), trainer, id_, size)
+            except BaseMismatchError as e:
+                if e.actual == base:
+                    return False
+            except (FormatError, ChainError, NotFoundError):
+                continue
+        return not self._is_gone(coder.fragment, coder.round)
 
     def _decided_bytes(self, coder: Coder) -> bytes | None:
         try:
@@ -404,7 +442,7 @@ class StoreExchange:
                 self._store.delete(entry.key)
 
     def missed(self, coder: Coder, size: int) -> Outcome | None:
-        members = self._decided(coder)
+        members = self._decided(coder, size)
         if members is None:
             return None
         total, taken = self._add_up(coder, members, size, {})

@@ -16,12 +16,13 @@ from itertools import takewhile
 from pulsesync.core import arguments
 from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import FormatError, NotFoundError
+from pulsesync.format.json_reader import read_json
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
 from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys
 from pulsesync.run.clock import store_time
-from pulsesync.run.keys import CLOCK, PRUNED
+from pulsesync.run.keys import PRUNED
 from pulsesync.run.pointers import list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.store import LocalStore, ObjectEntry, Store
@@ -110,7 +111,7 @@ def prune(
 
 
 def _read(store: Store, records: RunReader, prefix: str, progress: Report) -> Iterator[tuple[ObjectEntry, Manifest]]:
-    entries = list(store.list(prefix))
+    entries = [entry for entry in store.list(prefix) if keys.is_record(entry.key)]
     for done, entry in enumerate(entries, 1):
         record = records.look(entry.key)
         progress(done, len(entries), f"reading {prefix}")
@@ -168,12 +169,14 @@ def _take_out(store: Store, doomed: list[str], gone: list[Manifest], progress: R
 def _listed(store: Store, key: str) -> list[str]:
     """Return the list that an earlier prune wrote. Raises: FormatError."""
     try:
-        named = json.loads(store.get(key, 0, MAX_LIST_BYTES))
-    except ValueError as e:
+        named = read_json(store.get(key, 0, MAX_LIST_BYTES + 1), key, MAX_LIST_BYTES)
+        if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+            raise FormatError(f"{key} contains something else")
+    except FormatError as e:
         raise FormatError(
-            f"{key} must be a list of pruned objects, but cannot be read as one; delete it, and prune again"
+            f"{key} must be a list of pruned objects, but cannot be read as one; delete it, and prune again", key=key
         ) from e
-    return [key for key in named if isinstance(key, str)] if isinstance(named, list) else []
+    return named
 
 
 def _bodies(record: Manifest) -> Iterator[str]:
@@ -199,7 +202,7 @@ def _delete_bodies(
     stored = {entry.key: entry for prefix in _BODIES for entry in store.list(prefix)}
     waiting: set[str] = set()
     due: set[str] = set()
-    lists = [entry for entry in store.list(PRUNED) if entry.key != CLOCK]
+    lists = [entry for entry in store.list(PRUNED) if keys.is_pruned_list(entry.key)]
     for entry in lists:
         listed = _listed(store, entry.key)
         if entry.modified_s > now_s - grace_s:
@@ -239,8 +242,8 @@ def _still_unused(
     The bytes of a patch can recur. Then its publisher writes the body again before it creates the record.
     """
     there = {entry for prefix in _BODIES for entry in store.list(prefix)}
-    unseen = [entry.key for prefix in _RECORDS for entry in store.list(prefix) if entry.key not in seen]
-    named = {key for record in map(records.look, unseen) if record for key in _bodies(record)}
+    unseen = [entry.key for prefix in _RECORDS for entry in store.list(prefix) if keys.is_record(entry.key)]
+    named = {key for record in map(records.look, set(unseen).difference(seen)) if record for key in _bodies(record)}
     going = [entry for entry in doomed if entry in there and entry.key not in named]
     if len(going) < len(doomed):
         logger.info("%d bodies were written again before they were deleted, and are kept.", len(doomed) - len(going))

@@ -9,7 +9,6 @@ other records are looked for under the keys that versions name, or that they cou
 """
 
 import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -42,7 +41,6 @@ from pulsesync.store import Location, Store, open_store
 __all__ = ["CheckedRecord", "RunVerifier"]
 
 MISSED = 2  # levels without a squashed patch after which higher levels are not searched
-_KEY = re.compile(r"(manifests|anchors|squashes/\d\d)/\d{16}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def _listed(store: Store) -> list[str] | None:
         entries = [entry for prefix in ("manifests/", "anchors/", "squashes/") for entry in store.list(prefix)]
     except StoreError:
         return None
-    return [entry.key for entry in entries if _KEY.fullmatch(entry.key)]
+    return [entry.key for entry in entries if keys.is_record(entry.key)]
 
 
 def _walk_back(records: RunReader, newest: Manifest, limit: int | None) -> Iterator[FoundRecord]:

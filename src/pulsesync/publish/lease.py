@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from pulsesync.core.version import __version__
-from pulsesync.errors import AnotherPublisherError, ClosedError, NotFoundError, StoreError
+from pulsesync.errors import AnotherPublisherError, ClosedError, FormatError, NotFoundError, StoreError
+from pulsesync.format.json_reader import load_json
 from pulsesync.run.clock import store_time
 from pulsesync.run.heartbeats import EXIT_S, close_at_exit, open_gate, printable
 from pulsesync.run.keys import LEASE, LEASES
@@ -86,10 +87,10 @@ class LeaseRecord:
 def parse(data: bytes) -> LeaseRecord | None:
     """Read a stored lease; None if it is none. Fields that this version does not know are ignored."""
     try:
-        table = json.loads(data) if len(data) <= MAX_BYTES else None
-    except (ValueError, RecursionError):
+        table = load_json(data, "the lease", MAX_BYTES)
+    except FormatError:
         return None
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
+    if table.get("format") != FORMAT:
         return None
     found: dict[str, Any] = {one.name: table.get(one.name) for one in fields(LeaseRecord)}
     if any(type(value) is not LeaseRecord.__annotations__[name] for name, value in found.items()):

@@ -406,7 +406,6 @@ class RunWriter:
             )
         if self.options.continues:
             check_continues(self.options.continues, reader, last)
-        self.lease.hold()
         return CoordinatorMessage(self._sign(last), newest=last.anchor) if last else CoordinatorMessage()
 
     def _compare_resumed(self, base: RankBase, version: PendingVersion) -> None:
@@ -428,6 +427,7 @@ class RunWriter:
             if 2 * changed > total and self._may_be_grafted(base.last, version.step):
                 self._was_refused = True
                 raise grafted(self.store, base.last, version.step, changed, total)
+            self.lease.hold()  # not before: a publisher that is refused must not keep the right one waiting
             self._refs = put_companions(self.store, self.options.files, version.source, base.last)
             return CoordinatorMessage()
 
@@ -535,6 +535,7 @@ class RunWriter:
     def _create_root(
         self, plan: _TeamPlan, reports: Sequence[RankReport], version: PendingVersion
     ) -> CoordinatorMessage:
+        self.lease.hold()
         self._refs = put_companions(self.store, self.options.files, version.source, plan.last)
         tables, options = VersionTables().after(reports), self.options
         digest = tables.digest(plan.layout)

@@ -166,8 +166,8 @@ def _anchor(store: Store, reader: RunReader, newest: Manifest) -> VersionStatus 
     """The last anchor: by a listing, or, where there is none, the one that the newest version names."""
     epoch = newest.anchor
     with suppress(StoreError, ValueError):
-        names = [entry.key.rpartition("/")[2] for entry in store.list("anchors/")]
-        epoch = max((int(name) for name in names if name.isascii() and name.isdigit()), default=epoch)
+        found = (int(entry.key[-16:]) for entry in store.list("anchors/") if keys.is_record(entry.key))
+        epoch = max(found, default=epoch)
     with suppress(PulseError):
         record = reader.look(keys.anchor_key(epoch)) if epoch is not None else None
         return _status(record) if record else None

@@ -28,6 +28,7 @@ from pulsesync.core.arguments import shown
 from pulsesync.core.location import without_credentials
 from pulsesync.core.version import __version__
 from pulsesync.errors import ConflictError, FormatError, NotFoundError, StoreError
+from pulsesync.format.json_reader import load_json
 from pulsesync.run import keys
 from pulsesync.store import Store
 from pulsesync.store.keys import WORKER
@@ -114,11 +115,8 @@ def parse(data: bytes, worker: str) -> Heartbeat:
     """
     if len(data) > MAX_BYTES:
         raise FormatError(f"the heartbeat of {worker} has more than {MAX_BYTES} bytes")
-    try:
-        table = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise FormatError(f"the heartbeat of {worker} is not JSON") from e
-    if not isinstance(table, dict) or table.get("format") != FORMAT:
+    table = load_json(data, f"the heartbeat of {worker}")
+    if table.get("format") != FORMAT:
         raise FormatError(f"the heartbeat of {worker} is not of the format {FORMAT}")
     known = {one.name: table[one.name] for one in fields(Heartbeat) if one.name in table}
     if bad := sorted((_REQUIRED - known.keys()) | {name for name, value in known.items() if not _fits(name, value)}):

@@ -4,6 +4,7 @@ Subscriber, Publisher, squash and prune share this. Nothing here changes a run o
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ MAX_PROBES = 1 << 16  # versions by which a head may lag
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_NUMBER = re.compile(r"\d{16}", re.ASCII)  # as in a key
 _KINDS = {"manifests": RecordKind.VERSION, "anchors": RecordKind.ANCHOR, "squashes": RecordKind.SQUASH}
 
 
@@ -251,8 +253,8 @@ class RunReader:
     def _last_listed(self, prefix: str) -> int:
         """Return the last record in a listing, -1 for none: the first may have been pruned, and the hint be lost."""
         try:
-            names = (entry.key.rpartition("/")[2] for entry in self.store.list(prefix))
-            return max((_number(name.encode()) for name in names), default=-1)
+            names = (entry.key.removeprefix(prefix) for entry in self.store.list(prefix))
+            return max((int(name) for name in names if _NUMBER.fullmatch(name)), default=-1)
         except StoreError as e:
             if e.retryable:
                 raise  # a listing that failed does not show that there is nothing

@@ -10,7 +10,7 @@ forever; all others must be requested again each time; that an object is missing
 clients may write is the heartbeat of a worker: it is kept only in memory, and a relay sends it to its upstream.
 
 Memory is bounded: a limited number of requests is answered at a time, each with a few pieces of its object in memory.
-Objects are served unaltered and unchecked; readers check everything.
+Objects are served unaltered. A relay hashes those that it fetches entirely; readers check everything.
 """
 
 import os

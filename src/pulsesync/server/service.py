@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from pulsesync.errors import ConflictError, FormatError, NotFoundError, PulseError, StoreError
+from pulsesync.errors import ConflictError, FormatError, LimitError, NotFoundError, PulseError, StoreError
 from pulsesync.run.heartbeats import printable
 from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
 from pulsesync.server.calls import SharedPlaces, in_thread
@@ -204,10 +204,10 @@ class _Service:
         except StoreError as e:
             return self._failed(key, e, answer)
 
-    def _failed(self, asked: str, error: StoreError, answer: SentAnswer) -> "Response":
+    def _failed(self, asked: str, error: StoreError | LimitError, answer: SentAnswer) -> "Response":
         """Return the answer to a request for which the store failed."""
         answer.store_failed = True
-        status = 503 if error.retryable else 500
+        status = 503 if isinstance(error, StoreError) and error.retryable else 500
         if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
             self._logged_at = time.monotonic()
             cause = printable(str(error), _CAUSE_CHARACTERS)  # it may contain a key, which a client has chosen
@@ -249,7 +249,7 @@ class _Service:
         async with self._sent_listings.taken(client):
             try:
                 listing = await self._listings.get(folder, prefix)
-            except StoreError as e:
+            except (StoreError, LimitError) as e:
                 await self._failed(prefix, e, answer)(request.scope, receive, send)
                 return
             headers, data = {"Content-Type": LISTING_TYPE, "Cache-Control": "no-store"}, listing.data

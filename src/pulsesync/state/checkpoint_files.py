@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import DTYPES, TensorSpec
 from pulsesync.errors import FormatError, LimitError, NotFoundError, StoreError, UnsupportedError
-from pulsesync.format.layout import Layout, load_json
+from pulsesync.format.json_reader import load_json
+from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import MAX_FILE_BYTES, is_file_name
 from pulsesync.state.views import new_tensors
 
@@ -139,7 +140,7 @@ def missing_companions(files: Mapping[str, bytes]) -> tuple[str, ...]:
     if "config.json" not in files:
         return ("config.json",)
     try:
-        config = json.loads(files["config.json"])
+        config = json.loads(files["config.json"])  # it may contain Infinity, as those of some models do
     except (ValueError, RecursionError):
         return ()
     parts = [config, config.get("text_config")] if isinstance(config, dict) else []

@@ -24,6 +24,7 @@ from typing import Any
 from pulsesync.core.types import Bits, TensorSpec, Tile
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format import layout as layouts
+from pulsesync.format.json_reader import load_json
 from pulsesync.format.layout import Grid, Layout
 from pulsesync.state.slices import BundledTile, Slice, Slices, Span, TileStorage, Window, place_tile
 from pulsesync.state.views import HostSource, named, read_published
@@ -216,7 +217,7 @@ def windows_from(data: bytes) -> tuple[dict[str, Window], dict[str, str]]:
     """Read what `windows_to` wrote. Raises: FormatError, StateError."""
     try:
         unpacker = zlib.decompressobj()
-        table = layouts.load_json(unpacker.decompress(data, MAX_NOTE_BYTES), "a list of shards")
+        table = load_json(unpacker.decompress(data, MAX_NOTE_BYTES), "a list of shards")
         windows = {}
         for name, dtype, shape, top, bottom, left, right in table["tensors"]:
             spec = TensorSpec(str(name), str(dtype), tuple(map(int, shape)))
@@ -324,9 +325,8 @@ class TileShare:
 
     def check(self, shards: Shards) -> None:
         """Raises: StateError, if these are not the shards that the share was made of."""
-        before: dict[str, Window | str]
-        now: dict[str, Window | str]
-        before, now = ({**one.windows, **one.ties} for one in (self.shards, shards))
+        sides: list[dict[str, Window | str]] = [{**one.windows, **one.ties} for one in (self.shards, shards)]
+        before, now = sides
         if before != now:
             name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
             old, new = before.get(name), now.get(name)

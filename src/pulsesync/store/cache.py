@@ -25,8 +25,9 @@ from urllib.parse import quote
 
 from pulsesync.core import arguments
 from pulsesync.core.scratch import make_private
-from pulsesync.errors import FormatError, StoreError
+from pulsesync.errors import StoreError
 from pulsesync.store.base import WINDOW_BYTES, ObjectEntry, Store, forget, is_content_addressed, size_of
+from pulsesync.store.contents import MAX_TRANSFERS, Arrivals, ContentCheck, DamagedTransferError
 from pulsesync.store.turns import PATIENCE_S, locked
 
 MAX_BYTES = 1 << 34  # the default limit of a cache
@@ -52,7 +53,9 @@ class CachedStore:
     Processes of one host, also those of several runs, may share the folder. If the disk is full, read-only or broken,
     objects are not cached, but reads succeed.
 
-    The checks find damage by the disk. What the store sent is kept unchecked: a reader that finds an object bad calls
+    Damage by the disk is found by checksums. An object is hashed while it is fetched from its beginning to its end, and
+    dropped if it is not what its key names; then it is fetched again. What came damaged three times in a row is
+    returned as it came, and not kept. What was fetched in ranges is not checked: a reader that finds it bad calls
     `forget` before it reads again.
 
     Args:
@@ -78,11 +81,18 @@ class CachedStore:
         self._patience_s = arguments.seconds("patience_s", patience_s)
         self._room_bytes = 0  # bytes that may be written before the folder is measured again
         self._right: dict[str, bytes] = {}  # by key, the fingerprint of pieces that have the hash that the key states
+        self._arrivals = Arrivals(self._look_up)
         self._away_until: dict[str, float] = {}  # by key, when to ask the store again for what was reported as bad
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         if not is_content_addressed(key):
             return self.store.get(key, begin, end)
+        for _ in range(MAX_TRANSFERS if begin == 0 else 0):
+            with suppress(DamagedTransferError):  # from the beginning, so that no caller has bytes of that transfer
+                return self._get(key, begin, end)
+        return self._get(key, begin, end)
+
+    def _get(self, key: str, begin: int, end: int | None) -> bytes:
         stop = None if end is None else max(end, begin + 1)  # an empty range must look for the object, too
         size = self._stored_size(key)
         if size is not None:
@@ -126,9 +136,7 @@ class CachedStore:
     def delete(self, key: str) -> None:
         self.store.delete(key)
         self._away_until.pop(key, None)
-        with suppress(OSError):
-            for path in self._files(key):
-                path.unlink(missing_ok=True)
+        self._drop(key, suspects=True)
 
     def forget(self, key: str) -> None:
         """Fetch an object again at its next read, unless all of it is cached and has the hash that the key names.
@@ -140,11 +148,20 @@ class CachedStore:
             if self._is_right(key):
                 logger.info("A reader reported %s as bad; the copy in %s has the right hash.", key, self.folder)
                 return
+            self._arrivals.drop(key)
             with suppress(OSError):
                 for path in self._files(key):
                     if not path.name.endswith(_SUSPECT):
                         path.replace(path.with_name(path.name + _SUSPECT))
         forget(self.store, key)
+
+    def _drop(self, key: str, suspects: bool = False) -> None:
+        """Remove an object, or what of it readers have not reported."""
+        self._arrivals.drop(key)
+        with suppress(OSError):
+            for path in self._files(key):
+                if suspects or not path.name.endswith(_SUSPECT):
+                    path.unlink(missing_ok=True)
 
     def _files(self, key: str) -> Iterator[Path]:
         prefix = _name(key, "")
@@ -224,7 +241,16 @@ class CachedStore:
         end = self._missing_until(key, at, stop)
         data = self.store.get(key, at, end)
         ended = end is None or len(data) < end - at
-        self._keep_pieces(key, at, memoryview(data), ended)
+        if self._arrivals.may_keep(key, at):
+            self._keep_pieces(key, at, memoryview(data), ended)
+            try:
+                self._arrivals.arrived(key, at, data, ended)
+            except DamagedTransferError as e:
+                logger.warning("%s", e.reason)
+                self._drop(key)
+                forget(self.store, key)  # a cache on the way may have it
+                if e.retryable:
+                    raise
         return data, ended
 
     def _measure(self, key: str) -> int:
@@ -239,6 +265,8 @@ class CachedStore:
             return old
         try:
             return ask()
+        except DamagedTransferError:
+            raise  # it is to be fetched again
         except StoreError as e:
             old = recall()
             if old is None:
@@ -388,27 +416,10 @@ def _name(key: str, what: int | str) -> str:
 
 
 def _is_named_by(key: str, size: int, pieces: Iterator[bytes]) -> bool:
-    """Return whether these pieces have the hash that a content-addressed key names: see docs/protocol.md."""
-    kind, name = key.split("/")[-2:]
-    sections = [(size, name)]
-    front = b""
-    if kind == "parts":
-        from pulsesync.format.container import parse_header
-
-        front = next(pieces, b"")
-        try:
-            header = parse_header(front, name)  # no header is longer than a piece
-        except FormatError:
+    """Return whether these pieces have the hash that a content-addressed key names."""
+    check, length = ContentCheck(key), 0
+    for piece in pieces:
+        length += len(piece)
+        if not check.feed(piece):
             return False
-        front = front[header.size :]
-        sections = [(length, digest.hex()) for length, digest in header.sections]
-        if header.file_size != size:
-            return False
-    for length, digest in sections:
-        hashed = hashlib.sha256()
-        while length and (front := front or next(pieces, b"")):
-            hashed.update(front[:length])
-            length, front = length - min(length, len(front)), front[length:]
-        if length or hashed.hexdigest() != digest:
-            return False
-    return True
+    return length == size and check.ends()

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from pulsesync.errors import NotFoundError, StoreError
 from pulsesync.store.base import ObjectEntry, ReadOnlyStore, Store, forget, is_content_addressed, is_near, size_of
+from pulsesync.store.contents import DamagedTransferError
 from pulsesync.store.keys import check_key, check_prefix
 
 _REMEMBER_S = 1.0
 _FORGET_S = 10.0  # between two reports about one object that are forwarded: each may cost a fetch from the upstream
 _WHOLE_BYTES = 1 << 22  # records below this size are fetched entirely, so that any ranges of them are one request
+_ABSENT_S = 10.0  # that a content-addressed object is absent: it is written before anything names it
+_MAX_ABSENT = 1 << 14
 _MAX_REMEMBERED = 1024
 _MAX_REMEMBERED_BYTES = 1 << 26
 _MAX_REPORTED = 4096  # objects whose reports are forwarded in the same ten seconds
@@ -31,7 +34,8 @@ class CoalescingStore(ReadOnlyStore):
 
     The outcome of reading content-addressed objects is not remembered, nor are listings, which the server keeps. That
     of all other reads and of failures (there is no such object, the store does not answer) is remembered for a second:
-    so an answer may be older by a second and the time of one call.
+    so an answer may be older by a second and the time of one call. That there is no such content-addressed object is
+    remembered for ten seconds.
     """
 
     def __init__(self, store: Store) -> None:
@@ -39,17 +43,13 @@ class CoalescingStore(ReadOnlyStore):
         self._lock = threading.Lock()
         self._under_way: dict[_Call, Future[Any]] = {}
         self._remembered: dict[_Call, _HeldAnswer] = {}  # oldest first
+        self._absent: dict[str, float] = {}  # by key, when it was asked for; oldest first
         self._reported: dict[str, float] = {}  # by key, when its last report was forwarded; oldest first
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         check_key(key)
         if is_content_addressed(key):
-            try:
-                return self._once((key, begin, end), lambda: self.store.get(key, begin, end))
-            except NotFoundError:
-                with self._lock:
-                    self._reported.pop(key, None)  # only objects that exist are counted there
-                raise
+            return self._found(key, lambda: self._once((key, begin, end), lambda: self.store.get(key, begin, end)))
         whole = self._once((key,), lambda: self.store.get(key, 0, _WHOLE_BYTES), _REMEMBER_S)
         if len(whole) < _WHOLE_BYTES or (end is not None and end <= _WHOLE_BYTES):
             return whole[begin:end]
@@ -57,7 +57,7 @@ class CoalescingStore(ReadOnlyStore):
 
     def size(self, key: str) -> int:
         check_key(key)
-        return self._once(("size", key), lambda: size_of(self.store, key), _REMEMBER_S)
+        return self._found(key, lambda: self._once(("size", key), lambda: size_of(self.store, key), _REMEMBER_S))
 
     def has(self, key: str, begin: int = 0, end: int | None = None) -> bool:
         return is_near(self.store, key, begin, end)
@@ -92,6 +92,25 @@ class CoalescingStore(ReadOnlyStore):
         with self._lock:
             self._remembered.pop(("size", key), None)
 
+    def _found(self, key: str, call: Callable[[], T]) -> T:
+        """Make a call about an object, unless it was absent a moment ago. Raises: NotFoundError."""
+        if not is_content_addressed(key):
+            return call()
+        now = time.monotonic()
+        with self._lock:
+            while self._absent and now - self._absent[oldest := next(iter(self._absent))] >= _ABSENT_S:
+                del self._absent[oldest]
+            if key in self._absent:
+                raise NotFoundError(f"there was no {key} a moment ago; it is asked for again later", key=key)
+        try:
+            return call()
+        except NotFoundError:
+            with self._lock:
+                self._reported.pop(key, None)  # only objects that exist are counted there
+                if len(self._absent) < _MAX_ABSENT:
+                    self._absent.setdefault(key, now)
+            raise
+
     def _once(self, name: _Call, call: Callable[[], T], remember_s: float = 0.0) -> T:
         """Make a call, or share the outcome of an equal one that is running or remembered."""
         now = time.monotonic()
@@ -106,7 +125,7 @@ class CoalescingStore(ReadOnlyStore):
             with self._lock:
                 del self._under_way[name]
                 if future.exception():
-                    remember_s = _REMEMBER_S
+                    remember_s = 0.0 if isinstance(future.exception(), DamagedTransferError) else _REMEMBER_S
                 if remember_s:
                     self._remember(name, now, now + remember_s, future)
         outcome: T = future.result()

@@ -216,10 +216,29 @@ class ServedFolder(ReadOnlyStore, LocalStore):
         return handle
 
     def _listed(self, folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-        if self._resolved(folder) is not None:
-            for path, status in _walk(folder):
-                if not path.is_symlink() or self._resolved(path) is not None:
-                    yield path, status
+        """Open the folder as `_open` does, and walk from there: a link may replace it meanwhile."""
+        try:
+            handle = self._open(folder)
+        except OSError as e:
+            _raise_unless_absent(e)
+            return
+        try:
+            for where, _, names, inside in os.fwalk(".", onerror=_raise_unless_absent, dir_fd=handle):
+                for name in names:
+                    path = folder / where / name
+                    try:
+                        status = os.stat(name, dir_fd=inside, follow_symlinks=False)
+                        if stat.S_ISLNK(status.st_mode) and (real := self._resolved(path)) is not None:
+                            status = real.lstat()
+                    except OSError as e:
+                        _raise_unless_absent(e)
+                        continue
+                    if stat.S_ISREG(status.st_mode):
+                        yield path, status
+        except NotADirectoryError:
+            return
+        finally:
+            os.close(handle)
 
     def _resolved(self, path: Path) -> Path | None:
         """Return the target of a path; None if that is outside."""
@@ -258,14 +277,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def _raise_unless_absent(error: OSError) -> None:
+    if error.errno not in _ABSENT:
+        raise error
+
+
 def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Yield the files below a folder, and nothing else; none if there is no folder; skip those that vanish."""
-
-    def failed(error: OSError) -> None:
-        if error.errno not in _ABSENT:
-            raise error
-
-    for where, _, names in os.walk(folder, onerror=failed):
+    for where, _, names in os.walk(folder, onerror=_raise_unless_absent):
         for name in names:
             path = Path(where, name)
             try:

@@ -1,7 +1,7 @@
 """Which token is sent to which server: the one place where pulsesync reads a token to send from the environment.
 
 A token is for one origin: the scheme, host and port of a server. `PULSE_SEND_TOKENS` names the origin of each of its
-tokens, so a location that is named by mistake, or by somebody else, is sent none. What the readers of one's own server
+tokens, so a location that is named by mistake, or in a request, is sent none. What the readers of one's own server
 must send is another variable, `PULSE_TOKEN`, which only `pulse serve` and `pulse relay` read.
 """
 

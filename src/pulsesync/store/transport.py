@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from pulsesync.core.location import ParsedLocation
+from pulsesync.core.arguments import shown
+from pulsesync.core.location import ParsedLocation, redacted
 from pulsesync.errors import StoreError
 from pulsesync.store.deadlines import PIECE_BYTES, Connection, Deadline, Response
 
@@ -28,7 +29,7 @@ def clean_token(token: str, what: str = "token") -> str:
         TypeError, ValueError: it cannot be sent as a bearer token; the error does not show it.
     """
     if not isinstance(token, str):
-        raise TypeError(f"a {what} must be a text; got a value of type {type(token).__name__}")
+        raise TypeError(f"the {what} must be a text; got a value of type {type(token).__name__}")
     token = token.strip()
     if not token:
         raise ValueError(f"the {what} is empty; pass a {what}, or None to run without authentication")
@@ -50,14 +51,15 @@ def is_loopback(host: str) -> bool:
 
 def parse_server(url: str | ParsedLocation) -> ParsedLocation:
     """Parse the address of a server. Raises: ValueError, if it is not an http or https address."""
-    at = ParsedLocation.parse(url)
-    if at.scheme not in ("http", "https"):
-        raise ValueError(f"the address of a server must be such as https://host/path; got {str(at)!r}")
-    return at
+    text = str(url) if isinstance(url, str | ParsedLocation) else None
+    if text is None or not text.lower().startswith(("http://", "https://")):
+        found = url if text is None else redacted(text)
+        raise ValueError(f"url must be the address of a server, such as https://host/path; got {shown(found)}")
+    return ParsedLocation.parse(url)
 
 
 def is_in_clear(at: ParsedLocation) -> bool:
-    """Return whether what is sent to a server can be read on the way: it is another machine, without TLS."""
+    """Return whether what is sent to a server can be read on the network: it is another machine, without TLS."""
     return at.scheme == "http" and not is_loopback(_host_and_port(at)[0])
 
 
@@ -111,7 +113,7 @@ class HttpTransport:
         try:
             yield response
         finally:
-            keep = _is_done(response)
+            keep = _is_done(response) and method != "POST"  # for which none would be taken: they would pile up
             response.close()
             self._idle.append(connection) if keep else connection.close()
 
@@ -120,7 +122,7 @@ class HttpTransport:
     ) -> tuple[Connection, Response]:
         """Send a request over a kept connection, or, if the server has closed that, over a new one.
 
-        A POST is sent over a new one: it could be executed twice.
+        A POST is sent over a new one: repeated after a connection broke, it could be executed twice.
         """
         kept = method != "POST"
         while True:

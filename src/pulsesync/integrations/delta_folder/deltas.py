@@ -24,7 +24,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from pulsesync.errors import ChecksumError, FormatError, LimitError, NotFoundError, UnsupportedError
-from pulsesync.format.layout import load_json
+from pulsesync.format.json_reader import load_json
 from pulsesync.state.checkpoint_files import INDEX, open_file, read_metadata, reading_from
 
 Octets: TypeAlias = NDArray[np.uint8]

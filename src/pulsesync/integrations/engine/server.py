@@ -13,8 +13,8 @@ from pulsesync.core.location import ParsedLocation, without_credentials
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import trusted, trusted_for_pointers
-from pulsesync.integrations.engine.answers import parse_answer
-from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport
+from pulsesync.integrations.engine.answers import has_error, parse_answer
+from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport, raise_error
 from pulsesync.run.heartbeats import HeartbeatWriter, printable
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
@@ -25,7 +25,7 @@ from pulsesync.store.transport import HttpTransport, clean_token, is_in_clear, p
 TIMEOUT_S = 1800.0  # limit for an update, which may fetch an anchor
 STATUS_TIMEOUT_S = 30.0
 AGAIN_S = 0.25  # between attempts, while the version does not exist yet
-_MAX_ANSWER = 1 << 24  # bytes: the answers of thousands of ranks
+_MAX_ANSWER = 1 << 22  # bytes: the answers of thousands of ranks
 _MIN_BYTES_PER_S = 1 << 14
 _REASON_CHARACTERS = 500  # of a text that the server has written, in an error
 
@@ -153,6 +153,13 @@ class EngineServer(ABC):
         except StoreError as e:
             e.place = e.place or f"the {self.engine} server at {self.url}"
             raise
+
+    def _raise_error(self, answer: Any) -> None:
+        """Raise the error of a rank, if the answer is one, with its class. Raises: PulseError."""
+        with self._named_in_errors():
+            is_error = has_error(answer)
+        if is_error:
+            raise_error([answer])
 
     def _forget(self) -> None:  # noqa: B027 - not every server has something to forget
         """Forget what is known about the server: another one may be started at its address."""

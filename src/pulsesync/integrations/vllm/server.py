@@ -22,7 +22,6 @@ from pulsesync.integrations.engine.answers import (
     Fields,
     check_fields,
     check_ranks,
-    has_error,
 )
 from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, TIMEOUT_S, EngineServer
 from pulsesync.integrations.engine.update import (
@@ -33,7 +32,6 @@ from pulsesync.integrations.engine.update import (
     Wait,
     merged_status,
     moving,
-    raise_error,
     run,
 )
 
@@ -98,11 +96,11 @@ class VllmServer(EngineServer):
                 return UpdateReport.parse({**report, "pause_s": self._pause_s})
         body = {**options, "version": version, "kv_cache": kv_cache}
         code, answer = self._call("POST", "/v1/pulse/update", self._timeout_s, body)
+        if isinstance(answer.get("error"), dict) and "type" in answer["error"]:  # vLLM's own has others, too
+            self._raise_error(answer)
+        if code != 200:
+            raise self._refusal(code, answer)
         with self._named_in_errors():
-            if isinstance(answer.get("error"), dict) and "type" in answer["error"] and has_error(answer):
-                raise_error([answer])
-            if code != 200:
-                raise self._refusal(code, answer)
             return UpdateReport.parse(answer)
 
     def load_adapter(self, name: str, folder: Path) -> None:
