@@ -812,16 +812,16 @@ def test_a_relay_of_a_relay_passes_everything_on_and_soon(folder: Path, tmp_path
 
 def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(tmp_path: Path) -> None:
     origin = LocalStore(tmp_path / "run")
-    origin.put("parts/a", b"damaged on the way")
+    origin.put("parts/a", b"damaged in transit")
     with (
         running("serve", origin.folder) as server,
         running("relay", server.url, cache=tmp_path / "1") as near,
         running("relay", near.url, cache=tmp_path / "2") as far,
         closing(HttpStore(far.url)) as store,
     ):
-        assert store.get("parts/a", 0, 64) == b"damaged on the way"
+        assert store.get("parts/a", 0, 64) == b"damaged in transit"
         origin.put("parts/a", b"good")
-        assert store.get("parts/a", 0, 64) == b"damaged on the way"
+        assert store.get("parts/a", 0, 64) == b"damaged in transit"
         forget(store, "parts/a")
         assert store.get("parts/a", 0, 64) == b"good"
 
@@ -836,7 +836,7 @@ def test_what_a_relay_receives_damaged_it_does_not_keep(upstream: Upstream, tmp_
         assert RetryStore(store).get(key) == data
         assert store.get(key) == data
         assert relay.stop() == 0
-        assert "damaged in transfer" in relay.printed()
+        assert "damaged in transit" in relay.printed()
     assert upstream.damaged[key][1] == 0
 
 
