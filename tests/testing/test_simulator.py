@@ -428,8 +428,9 @@ def begin_an_epoch_too_early(
     history: str | None,
     anchor: int | None,
     files: tuple[FileRef, ...],
+    lowest_step: int | None = None,
 ) -> Manifest:
-    record = NEXT_RECORD(last, step, parts, state_digest, history, anchor, files)
+    record = NEXT_RECORD(last, step, parts, state_digest, history, anchor, files, lowest_step)
     return replace(record, epoch=last.epoch + 1, index=1)
 
 
