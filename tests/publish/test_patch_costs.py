@@ -167,7 +167,7 @@ def test_step_is_tried_on_blocks_from_all_over_a_version() -> None:
 
 @pytest.mark.parametrize("bad", [0, -1.0, float("nan")])
 def test_a_link_that_carries_nothing_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match=r"link must be a number of bits per second above 0, or None"):
+    with pytest.raises(ValueError, match=r"link must be .* bits per second above 0"):
         Publisher(MemoryStore(), link=bad)
 
 

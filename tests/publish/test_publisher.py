@@ -270,7 +270,7 @@ def test_tensors_that_change_are_refused_by_name_and_the_run_goes_on(what: str, 
         with pytest.raises(StateError, match=name) as caught:
             pub.publish(other, wait=wait)  # type: ignore[call-overload]
         assert caught.value.tensor == name
-        assert "publish this model to a new location" in str(caught.value)
+        assert "to a new location" in str(caught.value)
         training.step()
         assert pub.publish(training.weights).version == 1
     assert equal(synced(store), training.weights)
@@ -280,7 +280,7 @@ def test_ties_that_change_are_refused() -> None:
     a, c = np.zeros(4, np.float32), np.ones(4, np.float32)
     with Publisher(MemoryStore()) as pub:
         pub.publish({"a": a, "c": c, "z": a})
-        with pytest.raises(StateError, match=r"'z' was added, .* tied differently .* to a new location"):
+        with pytest.raises(StateError, match=r"'z' is tied to another tensor .* to a new location"):
             pub.publish({"a": a, "c": c, "z": c})
 
 
@@ -1583,7 +1583,7 @@ def live(number):
             time.sleep(0.001)
     store.reached.wait(1)
 
-with Publisher(MemoryStore()) as warm:  # the kernels are loaded once, not in every child
+with Publisher(MemoryStore(), cast={}) as warm:  # the kernels are loaded once, not in every child
     for step in range(4):
         warm.publish({"w": np.full(500, step, np.float32)})
 for number in range(calls):

@@ -340,7 +340,7 @@ def test_the_anchor_of_the_local_version_itself_is_not_looked_for() -> None:
 
 @cache
 def long_run(versions: int, every: int = 5, patch_bytes: int = 100_000, anchor_bytes: int = 10_000_000) -> Run:
-    """A run with an anchor every so many epochs, which the records name from half an epoch later on."""
+    """A run with an anchor every N epochs, which the records name from half an epoch later on."""
     run, newest = Run(versions, patch_bytes), 0
     for number in range(versions):
         here = run.version(number)

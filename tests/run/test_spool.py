@@ -1,12 +1,14 @@
 """Anchors on disk, on the worker's side and on the trainer's."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +113,42 @@ def test_a_part_of_another_size_is_refused(tmp_path: Path) -> None:
         fetch(AnchorSpool(tmp_path), anchor)
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_of_the_store(tmp_path: Path) -> None:
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow, as on a full disk; empty ones can be created."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("fault", ["full", "a file in the place of the folder"])
+def test_a_folder_that_cannot_be_written_costs_no_anchor(
+    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
+    folder = tmp_path / "anchors" if fault == "full" else tmp_path / "file" / "anchors"
     anchor = Anchor()
-    with pytest.raises(StoreError):
-        fetch(AnchorSpool(tmp_path / "file" / "anchors"), anchor)
+    with full_disk() if fault == "full" else nullcontext():
+        spool = AnchorSpool(folder)
+        for _ in range(2):
+            bodies, fetched = fetch(spool, anchor)
+            assert [body.index.header.id for body in bodies] == [part.id for part in anchor.parts]
+            assert fetched == anchor.record.size_bytes
+        spool.keep_only(anchor.record)
+    assert len(caplog.records) == 1
+    assert "Make room there" in caplog.text
+    assert not list(tmp_path.glob("anchors/parts/*"))
+
+
+def test_a_worker_whose_cache_is_on_a_full_disk_syncs_an_anchor(tmp_path: Path) -> None:
+    store, held = Watched(), worker()
+    (state,) = publish_steps(store, 1)
+    with full_disk():
+        assert Subscriber(store, cache=tmp_path).sync(held).path == ("anchor",)
+    assert equal(held, state)
 
 
 def test_of_many_who_share_a_folder_one_fetches_each_part(tmp_path: Path) -> None:

@@ -31,32 +31,34 @@ class AnchorSpool:
     """Parts of anchors in a folder, by id. Processes of a host can share it.
 
     Another process can write to a file at any time, even after it was checked. Therefore a part is read into this
-    process's memory and checked each time that it is used; one that has changed is fetched again from the store.
+    process's memory and checked each time that it is used; one that has changed is fetched again from the store. If the
+    disk is full, read-only or broken, parts are not kept, but every fetch succeeds.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files = LocalStore(folder)
         self._unlock: Callable[[], object] = lambda: None
+        self._has_warned = False
 
     def fetch(self, record: Manifest, store: Store, layout: Layout) -> Iterator[tuple[Body, int]]:
         """Yield all parts of an anchor in memory, checked, each with the bytes that had to be fetched for it.
 
-        Each part is on disk as well. What an earlier attempt or another process has fetched is read from there, and so
-        are all parts when this is called again. No process removes them until `close` or `keep_only` is called, or this
-        object is garbage-collected. Parts are yielded in order, and some are fetched ahead while the caller uses one.
-        Parts that are stored in the record stay in memory.
+        Each part is written to disk as well. What an earlier attempt or another process has fetched is read from there,
+        and so are all parts when this is called again. No process removes them until `close` or `keep_only` is called,
+        or this object is garbage-collected. Parts are yielded in order, and some are fetched ahead while the caller
+        uses one. Parts that are stored in the record stay in memory.
 
         Raises:
-            StoreError: the store or the disk failed; FormatError and its subclasses: the bytes are bad.
+            StoreError: the store failed; FormatError and its subclasses: the bytes are bad.
         """
-        with self._translated():
+        with self._without_disk():
             self._lock_parts()
-            try:
-                yield from ahead(lambda ref: self._have(ref, store, layout), record.parts)
-            except BaseException:
-                self.close()
-                raise
+        try:
+            yield from ahead(lambda ref: self._have(ref, store, layout), record.parts)
+        except BaseException:
+            self.close()
+            raise
 
     def _have(self, ref: PartRef, store: Store, layout: Layout) -> tuple[Body, int]:
         if ref.data is not None:
@@ -65,7 +67,8 @@ class AnchorSpool:
             if body := self._read(ref, layout):
                 return body, 0
             data, body = _download(ref, store, layout)
-            self._files.put(keys.part_key(ref.id), data)
+            with self._without_disk():
+                self._files.put(keys.part_key(ref.id), data)
         return body, len(data)
 
     def _read(self, ref: PartRef, layout: Layout) -> Body | None:
@@ -73,7 +76,7 @@ class AnchorSpool:
         try:
             data = self._files.get(keys.part_key(ref.id), 0, ref.size + 1)
             return Body.of(data, layout, ref.id)
-        except StoreError:  # most often the file is missing; a broken disk is reported when it is written to
+        except StoreError:  # most often the file is missing; a broken disk is logged when it is written to
             return None
         except FormatError as e:
             logger.warning("Part %s in %s was damaged (%s). Fetching it again.", ref.id, self.folder, e)
@@ -82,9 +85,10 @@ class AnchorSpool:
     @contextmanager
     def _turn(self, ref: PartRef) -> Iterator[None]:
         """Let one process at a time fetch a part. The wait is bounded: if that process hangs, two fetch the same."""
-        with ExitStack() as stack, self._translated():
+        with ExitStack() as stack:
             try:
-                stack.enter_context(locked(self.folder / _part_lock(ref.id), PATIENCE_S))
+                with self._without_disk():
+                    stack.enter_context(locked(self.folder / _part_lock(ref.id), PATIENCE_S))
             except TimeoutError:
                 logger.warning(
                     "Another process that uses %s does not finish part %s; fetching it.", self.folder, ref.id
@@ -110,16 +114,21 @@ class AnchorSpool:
         return os.open(self.folder / _FETCHING, os.O_RDWR | os.O_CREAT, 0o644)
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Translate errors of the disk. Raises: StoreError."""
+    def _without_disk(self) -> Iterator[None]:
+        """Go on if the disk fails, and log that once."""
         try:
             yield
-        except OSError as e:
-            raise StoreError(
-                f"cannot store the parts of an anchor in {self.folder}: {e.strerror}; make room there, or use "
-                "another folder",
-                key=str(self.folder),
-            ) from e
+        except TimeoutError:
+            raise  # a lock that another process does not release is no failure of the disk
+        except (OSError, StoreError) as e:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "Cannot keep the parts of an anchor in %s (%s). They are used from memory, and fetched again the "
+                    "next time. Make room there, or use another folder.",
+                    self.folder,
+                    (e.__cause__ or e) if isinstance(e, StoreError) else e,
+                )
 
     def keep_only(self, record: Manifest | None) -> None:
         """Remove all parts that do not belong to this anchor; none while another process fetches or loads an anchor."""
@@ -128,7 +137,7 @@ class AnchorSpool:
             return
         ids = [part.id for part in record.parts] if record else []
         wanted = {*ids, *map(_part_lock, ids)}
-        with suppress(BlockingIOError), os.fdopen(self._open_lock(), "rb") as lock:
+        with suppress(OSError), os.fdopen(self._open_lock(), "rb") as lock:  # BlockingIOError is one
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for path in [*self.folder.glob("parts/*"), *self.folder.glob(_part_lock("*"))]:
                 if path.name not in wanted:

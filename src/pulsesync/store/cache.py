@@ -248,7 +248,7 @@ class CachedStore:
             except DamagedTransferError as e:
                 logger.warning("%s", e.reason)
                 self._drop(key)
-                forget(self.store, key)  # a cache on the way may have it
+                forget(self.store, key)  # a cache in between may have it
                 if e.retryable:
                     raise
         return data, ended
