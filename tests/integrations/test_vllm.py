@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import pytest
 import torch
 
@@ -47,6 +48,7 @@ from pulsesync.integrations.vllm.plugin import read_limits
 from pulsesync.integrations.vllm.routes import PATH, Routes, ServedEngine, parse_update
 from pulsesync.store import MemoryStore, open_store
 from tests.conftest import GPU
+from tests.foreign_writes import WRITES
 from tests.runs import publish_steps
 
 CONFIG = {
@@ -386,6 +388,49 @@ def test_weights_that_something_else_wrote_are_found_and_loaded_again(training: 
     report = engine.update(training.location)
     assert "model.layers.1.mlp.down_proj.weight" in report["repaired"]
     assert engine.have(training.versions[1])
+
+
+def test_every_write_to_one_rank_of_an_engine_is_repaired_and_named(training: Training) -> None:
+    engine, name = TwoRanks(training.versions[0]), "model.layers.1.mlp.down_proj.weight"
+    engine.update(training.location)
+    for number, write in enumerate(WRITES.values(), 1):
+        write(engine.models[1].tensors[name].view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16))
+        training.publish()
+        report = engine.update(training.location)
+        assert (report["version"], report["mode"]) == (number, "in place")
+        assert engine.have(training.versions[number])
+        if not GPU:  # on a GPU, the write was to a copy
+            assert name in report["repaired"]
+
+
+def test_a_mirror_that_something_else_has_written_to_is_repaired(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: dict[str, Any] = {}
+    name = "model.layers.1.mlp.down_proj.weight"
+    engine = TwoRanks(training.versions[0])
+    for model in engine.models:
+        model.tensors["model.norm.weight"] = torch.zeros(0)  # so that a mirror is used
+    monkeypatch.setattr(VllmEngine, "derived", lambda engine: [])
+
+    def load(engine: VllmEngine, weights: Any) -> set[str]:
+        loaded.update(weights)
+        return set(engine.model.tensors)
+
+    monkeypatch.setattr(VllmEngine, "load_weights", load)
+    engine.update(training.location)
+    for number, write in enumerate(WRITES.values(), 1):
+        for follower in engine.followers:
+            assert follower._followed is not None
+            assert follower._followed.weights is not None
+            write(follower._followed.weights.tensors[name].view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+        training.publish()
+        report = engine.update(training.location)
+        assert (report["version"], report["mode"]) == (number, "mirror")
+        if report["repaired"]:  # what no patch reads passes unnoticed until the weights are counted
+            assert name in report["repaired"]
+            expected = training.versions[number]
+            assert all(torch.equal(loaded[one].view(torch.int16), expected[one].view(torch.int16)) for one in expected)
 
 
 def test_parameters_that_were_replaced_are_found_where_they_are_now(training: Training) -> None:

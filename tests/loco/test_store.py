@@ -31,6 +31,7 @@ from pulsesync.loco import StoreExchange
 from pulsesync.loco.outer import LARGEST_UPDATE
 from pulsesync.store import LocalStore, MemoryStore
 from pulsesync.testing import FaultyStore
+from tests.foreign_writes import WRITES
 from tests.loco.fleet import Trainer, Turns, meet, same, settle, together, update_of
 from tests.processes import Fleet, alive, fleet, told
 from tests.s3 import Server, s3_server
@@ -1119,6 +1120,22 @@ def test_one_that_rejoins_after_others_completed_its_round_knows_what_was_taken(
 
 
 # Interrupts
+
+
+def test_what_something_else_writes_to_a_trainer_counts_as_training_or_is_refused_and_stops_nobody() -> None:
+    for name, write in WRITES.items():
+        table = Table("abc")
+        table.round("abc")
+        weights = next(p for p in table["a"].modules[0].parameters() if p.ndim == 2)
+        write(weights.detach().numpy())
+        if name == "NaN":
+            with pytest.raises(StateError, match=r"the update of 'embed' is not finite.*Call discard\(\)"):
+                table["a"].step(2)
+            table.round("bc")
+            table["a"].loco.discard()
+        table.round("abc")
+        assert len({tuple(table[one].loco.digests) for one in "abc"}) == 1, name
+        assert np.isfinite(table["b"].theta).all(), name
 
 
 @pytest.mark.parametrize("options", [{}, {"compact": None}, {"kind": "DiLoCo"}], ids=str)

@@ -173,6 +173,7 @@ def _merged(reports: Answers) -> dict[str, Any]:
         "changed": sum(report["changed"] for report in reports),
         "fetched_bytes": sum(report["fetched_bytes"] for report in reports),
         "seconds": max(report["seconds"] for report in reports),
+        "repaired": sorted({name for report in reports for name in report.get("repaired", ())}),
         "ranks": len(reports),
     }
 
