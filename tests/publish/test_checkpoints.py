@@ -80,7 +80,7 @@ def checkpoint_at(step: int, store: Store, training: Training, to: int, **option
 
 def objects(store: Store) -> dict[str, bytes]:
     """All that is in a run, by key, without the hint at its newest version."""
-    prefixes = ("manifests/", "parts/", "layouts/", "anchors/", "starts/", "files/")
+    prefixes = ("manifests/", "parts/", "layouts/", "anchors/", "starts/", "files/", "publisher/")
     return {entry.key: store.get(entry.key) for prefix in prefixes for entry in store.list(prefix)}
 
 
@@ -441,8 +441,8 @@ FILES = {"config.json": b"{}"}
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_fresh_model_is_refused_and_nothing_is_written(wait: Any) -> None:
-    store, other = MemoryStore(), Training(seed=1)
+def test_a_fresh_model_is_refused_and_nothing_is_written(wait: Any, tmp_path: Path) -> None:
+    store, other = LocalStore(tmp_path), Training(seed=1)
     publish_steps(store, 3)
     before = objects(store)
     with Publisher(store, files=FILES) as pub:

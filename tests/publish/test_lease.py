@@ -101,7 +101,8 @@ def stranger(**facts: Any) -> LeaseRecord:
 
 
 def weights(step: int) -> dict[str, Any]:
-    return {"w": np.full(100, step, np.float32)}
+    """A few change in a step."""
+    return {"w": np.r_[step, np.ones(99)].astype(np.float32)}
 
 
 class Shared(Watched):

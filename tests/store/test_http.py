@@ -443,6 +443,12 @@ def test_a_token_that_is_no_header_is_refused(token: str) -> None:
         HttpStore("https://host", token)
 
 
+@pytest.mark.parametrize("token", [3, b"hunter2"])
+def test_a_token_that_is_no_text_is_refused_and_not_shown(token: str) -> None:
+    with pytest.raises(TypeError, match=r"the token must be a text; got a value of type (int|bytes)$"):
+        HttpStore("https://host/run", token)
+
+
 @pytest.mark.parametrize("url", ["http://host", "http://10.0.0.7:8765", "http://localhost.example.com", "http://[::2]"])
 def test_a_token_is_not_sent_in_clear_to_another_machine_unless_that_is_asked_for(url: str) -> None:
     with pytest.raises(ValueError, match=r"https.*token_in_clear=True") as caught:

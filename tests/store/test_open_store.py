@@ -2,9 +2,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from obstore.store import S3Store
 
+from pulsesync import Publisher, Subscriber
 from pulsesync import store as stores
+from pulsesync.core.location import ParsedLocation
 from pulsesync.store import LocalStore, MemoryStore, ObjectStore, RetryStore, open_store
 
 
@@ -60,6 +66,38 @@ def test_servers_are_tried_again(scheme: str) -> None:
 def test_an_unknown_scheme_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"must be one of .*file://.*memory://.*s3://.*https://; got ftp://"):
         open_store("ftp://host/run")
+
+
+@given(
+    st.lists(st.text(st.characters(blacklist_categories=["Cs"]), max_size=4), min_size=1, max_size=3),
+    st.sampled_from(["", ".", "..", " ", "%2e", "\t"]),
+)
+def test_a_url_that_is_accepted_is_opened_where_its_names_say(names: list[str], more: str) -> None:
+    text = "s3://bucket/" + "/".join((*names, more))
+    try:
+        at = ParsedLocation.parse(text)
+    except ValueError:
+        return
+    opened = S3Store.from_url(at.url, region="us-east-1")
+    assert (opened.prefix or "") == "/".join(at.segments)
+    assert text.rstrip("/") == "/".join(("s3:/", at.authority, *at.segments))
+
+
+def test_what_was_meant_as_something_else_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    weights = {"w": np.zeros(4, np.float32)}
+    for location in ("s3:/b/run", "C:\\run", "", "s3://bucket/run%20", Path("s3:/b/run")):
+        with pytest.raises(ValueError, match=r"location|path|URL"):
+            Publisher(location).publish(weights)
+    with Publisher("~/run") as publisher:
+        publisher.publish(weights)
+    with Publisher(Path("./run")) as publisher:
+        publisher.publish(weights)
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["run"]
+    assert Subscriber("~/run").sync({"w": np.ones(4, np.float32)}).version == 0
 
 
 def test_importing_the_stores_imports_no_client() -> None:

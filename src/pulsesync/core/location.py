@@ -69,16 +69,26 @@ class ParsedLocation:
         scheme = scheme.lower()
         if scheme not in _SCHEMES:
             raise ValueError(f"a location must be one of {_ALLOWED}; got {redacted(scheme)}://")
-        _check_characters(rest, text)
         if scheme == "file":
+            if not _FORBIDDEN.isdisjoint(rest):
+                raise ValueError(
+                    "file:// must not contain '%', '?', '#' or '\\'; give the path itself, without file://"
+                )
             return cls(scheme, path=parse_path(rest), text=text)
+        _check_characters(rest, text)
         authority, *segments = rest.rstrip("/").split("/")
         if scheme in _PORTS:
             authority = _parse_server(scheme, authority, text)
         elif scheme != "memory" and not _BUCKET.fullmatch(authority):
-            raise ValueError(f"{scheme}:// must be followed by the name of a bucket or container; got {redacted(text)}")
+            raise ValueError(
+                f"{scheme}:// must be followed by the name of a bucket or container; got {redacted(text)}: the address "
+                "of a server belongs in endpoint= or AWS_ENDPOINT_URL"
+            )
         if any(not name.partition(";")[0].strip(". ") for name in _normal(rest).rstrip("/").split("/")[1:]):
-            raise ValueError(f"a URL must not contain '//', '/./' or '/../' in its path; got {redacted(text)}")
+            raise ValueError(
+                "a URL of a run must not contain '//', or names of dots and spaces such as '..'; got "
+                f"{redacted(text)!r}: write the location that is meant"
+            )
         return cls(scheme, authority, tuple(segments), text=text)
 
     @property

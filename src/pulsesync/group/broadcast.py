@@ -114,7 +114,8 @@ class Broadcast:
 
         Raises:
             StateError: the ranks do not have the same model; GroupError: a rank died, fell behind or failed;
-            VerificationError. No rank's weights have then changed, and the next push covers both steps.
+            VerificationError, also if something else has written to this receiver's weights, to which the next push
+            then sends everything. No rank's weights have changed, and the next push covers both steps.
         """
         if not self._pushes:
             raise ValueError(f"rank {self._team.rank} is not a source (src={self._sources}): call pull_, not push")
@@ -149,7 +150,11 @@ class Broadcast:
         return self._end.at.digest if self._end and self._end.at else None
 
     def verify(self) -> None:
-        """Recount a receiver's weights. Raises: VerificationError, if they are not those that were last pulled."""
+        """Recount a receiver's weights.
+
+        Raises:
+            VerificationError: they are not those that were last pulled; the next pull gets all weights again.
+        """
         if not isinstance(self._end, ReceiverEnd) or self._end.at is None:
             raise StateError(f"rank {self._team.rank} has no pulled weights to verify: call pull_ on a receiver first")
         self._end.verify(self._end.at)
@@ -233,6 +238,13 @@ class Broadcast:
     def _verdict(self, stream: SyncSession, version: int, method: str) -> tuple[RankVersion, list[dict[str, Any]]]:
         """Learn whether every rank is ready to commit, and the version that follows. Raises: on all of them, if not."""
         point, clock = stream.conclude(version), stream.clock
+        end = stream.end
+        if stream.faults and isinstance(end, ReceiverEnd) and end.at is not None:
+            # Weights that something else has written can look like bad bytes: they are counted before a rank is blamed.
+            damage = list[Exception]()
+            with FailureCollector(damage):
+                end.verify(end.at)
+            stream.faults[:0] = damage
         note = {
             "digest": point.digest,
             "method": method,

@@ -321,15 +321,20 @@ class ReceiverEnd(GroupEnd):
         super().attach(shards)
 
     def verify(self, point: RankVersion) -> None:
-        """Recount the weights. Raises: VerificationError, if they are not those of the version."""
+        """Recount the weights. If they are not those of the version, forget it, so that the next pull brings all.
+
+        Raises:
+            VerificationError: they are not.
+        """
         ordinal = self.weights.find_damaged(point.sums)
         if ordinal is None:
             return
+        self.at = self.before = None
         names = sorted({piece.tensor for piece in self.wire.pieces[ordinal]})
         among = names[0] if len(names) == 1 else f"{names[0]}, or of {len(names) - 1} tensors bundled with it,"
         raise VerificationError(
-            f"weights of {among} are not those last pulled: something else wrote them; pull with a new "
-            "Broadcast on this rank to get all weights again",
+            f"weights of {among} are not those last pulled: something else wrote them; the next pull "
+            "gets all weights again",
             tensor=names[0],
         )
 

@@ -224,7 +224,7 @@ class StoreExchange:
         if self.trainer not in members and len(members) >= self._most:
             logger.warning(
                 "Round %d took the updates of %d trainers, %d times trainers=%d and therefore no more; that of %s "
-                "was not among them. If there are so many trainers, start each again with their number as trainers=.",
+                "was not among them. If there are that many, start each again with their number as trainers=.",
                 coder.round,
                 len(members),
                 CROWD,
