@@ -23,20 +23,32 @@ if TYPE_CHECKING:
 _CONNECTIONS = 1 << 14  # the most, including idle ones
 _FILES = 1 << 12  # descriptors that are left for files and for connections to an upstream
 _LOOK_EVERY_S = 0.25
+_BACKLOG = 1 << 10  # connections that wait to be accepted
+_SPARE = 64  # descriptors beyond these, by which the limit is raised when none is left
 _DESCRIPTORS = "/dev/fd"
 
 
 class Connections:
     """An ASGI application that notes which connections have a request, and closes those of clients with too many.
 
+    It lets this process open more files, if the system permits that, and leaves some of them for files.
+
     Args:
         app: What answers.
+
+    Attributes:
         limit: How many connections there may be.
+        backlog: How many may wait to be accepted.
     """
 
-    def __init__(self, app: "ASGIApp", limit: int) -> None:
-        self._app, self._limit = app, limit
+    def __init__(self, app: "ASGIApp") -> None:
+        self._app = app
         self._busy: set[tuple[str, int]] = set()
+        self._all = _permitted()
+        self.backlog = min(_BACKLOG, max(128, self._all // 8))  # granian takes no fewer than 128
+        self._usual = max(self._all // 2, self._all - self.backlog - _SPARE)
+        self.limit = min(_CONNECTIONS, self._usual - min(_FILES, self._usual // 2))
+        self._let_open(self._usual)
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         host, port = scope.get("client") or ("", 0)
@@ -51,18 +63,28 @@ class Connections:
         """Close connections to this port that are too many, four times a second, as long as this is not cancelled."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            if len(list(_descriptors())) > self._limit // 2:
-                await in_thread(lambda: close_excess(port, self._limit // 2, set(self._busy)))
+            descriptors = _descriptors()
+            number = None if isinstance(descriptors, range) else len(list(descriptors))
+            if number is None or number > self.limit // 2:
+                await in_thread(lambda: close_excess(port, self.limit // 2, set(self._busy)))
+            # Without a descriptor to accept with, granian 2.8 tends no TLS handshake, not even one whose client has
+            # left, and so gets none back. It does so again when it has accepted all that wait.
+            if number is None:
+                self._let_open(self._all)
+            elif number < self._usual - _SPARE:
+                self._let_open(self._usual)
+
+    def _let_open(self, files: int) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != files:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
-def raise_limit() -> int:
-    """Let this process open more files if the system permits it, and return how many connections that is enough for."""
+def _permitted() -> int:
+    """Return how many files this process may open, if its limit is raised as far as the system permits and needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _CONNECTIONS + _FILES if hard == resource.RLIM_INFINITY else min(hard, _CONNECTIONS + _FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return _CONNECTIONS if soft == resource.RLIM_INFINITY else min(_CONNECTIONS, soft - min(_FILES, soft // 2))
+    wanted = max(soft, _CONNECTIONS + _FILES + _BACKLOG + _SPARE)
+    return wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
 
 
 def close_excess(port: int, each: int, busy: Collection[tuple[str, int]]) -> int:
@@ -87,7 +109,7 @@ def close_excess(port: int, each: int, busy: Collection[tuple[str, int]]) -> int
 def _descriptors() -> Iterable[int]:
     """Return the open file descriptors; all possible ones if none is left for looking, none if the system has no list.
 
-    TLS handshakes are not among the connections that granian counts, so that they can use up what is left for files.
+    None can be left, because granian does not count TLS handshakes among the connections.
     """
     try:
         return map(int, os.listdir(_DESCRIPTORS))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pulsesync.errors import PulseError
-from pulsesync.server.connections import Connections, raise_limit
+from pulsesync.server.connections import Connections
 from pulsesync.server.service import make_app, missing
 from pulsesync.store.base import Store
 from pulsesync.store.transport import is_loopback
@@ -41,7 +41,8 @@ def serve(
 
     If the store or the requests do not let it end in this time, the whole process is ended, with status 0.
 
-    The process is permitted to open more files if its soft limit is low (`ulimit -n`): each connection is one.
+    The soft limit of files that the process may open (`ulimit -n`) is set to what the connections need, or nearly as
+    high as the system permits.
 
     Args:
         store: What to serve; many threads call its methods.
@@ -76,8 +77,7 @@ def serve(
     except ModuleNotFoundError as e:
         raise missing(e) from e
     port = _free_port(host, port)
-    limit = raise_limit()
-    connections = Connections(app, limit)
+    connections = Connections(app)
 
     async def run() -> None:
         try:
@@ -88,8 +88,8 @@ def serve(
                 interface=Interfaces.ASGINL,
                 http=HTTPModes.http1,
                 websockets=False,
-                backlog=1024,
-                backpressure=limit,
+                backlog=connections.backlog,
+                backpressure=connections.limit,
                 http1_settings=HTTP1Settings(header_read_timeout=_HEADER_S * 1000),
                 log_level=LogLevels.critical,
                 ssl_cert=certificate,
