@@ -846,7 +846,7 @@ def test_what_a_relay_receives_damaged_it_does_not_keep(upstream: Upstream, tmp_
         assert RetryStore(store).get(key) == data
         assert store.get(key) == data
         assert relay.stop() == 0
-        assert "damaged in transfer" in relay.printed()
+        assert "damaged in transit" in relay.printed()
     assert upstream.damaged[key][1] == 0
 
 

@@ -402,7 +402,7 @@ def test_a_transfer_that_turns_out_to_be_damaged_ends(tmp_path: Path, kind: str,
         for number in order:
             cached.get(key, number * PIECE, (number + 1) * PIECE)
 
-    with pytest.raises(StoreError, match="damaged in transfer") as caught:
+    with pytest.raises(StoreError, match="damaged in transit") as caught:
         fetch()
     assert caught.value.retryable
     assert not any(name.startswith(kind) for name in entries(cached))

@@ -1,6 +1,6 @@
 """Content-addressed objects, hashed while they arrive: whether they are what their keys name (docs/protocol.md).
 
-A relay must not keep what was damaged in transfer, because all of its clients would get it.
+A relay must not keep what was damaged in transit, because all of its clients would get it.
 """
 
 import hashlib
@@ -134,7 +134,7 @@ class Arrivals:
                 _bound(self._damaged)
         if not has_all:
             raise DamagedTransferError(
-                f"{key} was damaged in transfer: its bytes do not have the hash that its name states. They were "
+                f"{key} was damaged in transit: its bytes do not have the hash that its name states. They were "
                 "dropped; read it again. If this goes on, pulse verify shows whether the store has it right",
                 key=key,
                 retryable=times < MAX_TRANSFERS,
