@@ -86,7 +86,9 @@ def measure(count: int, memory: tuple[Any, ...]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", type=int, default=40_000_000)
+    parser.add_argument(
+        "--weights", type=int, default=40_000_000, help="of the larger worker, which is also kept in host memory"
+    )
     parser.add_argument("--device", help="a device of torch, such as cuda; default: host memory")
     options = parser.parse_args()
     logging.getLogger("pulsesync").setLevel(logging.ERROR)

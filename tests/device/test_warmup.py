@@ -138,7 +138,7 @@ def test_a_machine_without_a_gpu_is_told_what_to_do(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_dtype_that_no_gpu_codes_is_refused(device: str) -> None:
-    with on(device), pytest.raises(ValueError, match=r"dtype must be one of 'F32', 'BF16', .*; got 'I64'"):
+    with on(device), pytest.raises(ValueError, match=r"dtype must be one of .*'BF16'.*; got 'I64'"):
         warm_up("I64", device=device)
 
 
