@@ -158,7 +158,7 @@ def test_tensors_that_are_no_request_are_refused_and_the_server_goes_on(server: 
     driver.status()
     with pytest.raises(PulseError, match="unknown request 'destroy'"):
         driver._ask({"do": "destroy"}, "in_place")
-    with pytest.raises(PulseError, match="location is missing"):
+    with pytest.raises(ValueError, match="must not be empty"):
         driver.update("", 0)
     check_served(server, training, 0)
 
