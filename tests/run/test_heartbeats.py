@@ -505,7 +505,7 @@ def test_a_subscriber_shows_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     subscriber, weights = follower(store, follow="stable")
     with subscriber:
         subscriber.sync(weights)
-        wait_until(lambda: read(store) is not None)
+        wait_until(lambda: (found := read(store)) is not None and found.version is not None)
         found = read(store)
         assert found is not None
         assert (found.version, found.step, found.newest, found.follows) == (1, 1, 1, "stable")
