@@ -289,6 +289,15 @@ def test_a_second_client_is_refused_and_the_secret_is_shown_to_nobody(served: st
         assert put(served, "/heartbeats/mine", record("mine", 9)) == 409  # a worker of 0.1.0
 
 
+def test_a_long_secret_takes_no_more_memory_than_a_short_one() -> None:
+    board = HeartbeatBoard(MemoryStore())
+    board.put("heartbeats/w", record("w"), "s" * 100_000)
+    assert all(len(value) < 1000 for value in board._kept["heartbeats/w"] if isinstance(value, str | bytes))
+    with pytest.raises(ConflictError):
+        board.put("heartbeats/w", record("w"), "s" * 100_001)
+    board.put("heartbeats/w", record("w"), "s" * 100_000)
+
+
 def test_a_worker_that_writes_to_the_store_itself_is_not_replaced_by_a_client() -> None:
     board, entry = HeartbeatBoard(MemoryStore()), ObjectEntry("heartbeats/w", 9, time.time())
     board.put("heartbeats/w", record("w", 9), "other")
