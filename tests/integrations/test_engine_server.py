@@ -219,8 +219,14 @@ def test_an_empty_or_malformed_trust_does_not_turn_the_check_off(kind: type[Engi
 
 def test_one_key_to_trust_is_sent_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = list[Any]()
-    monkeypatch.setattr(VllmServer, "_update", lambda _, options, *__: sent.append(options["trust"]) or {}[0])
-    for trust in ("A" * 64, ["a" * 64], {"a" * 64}):
-        with pytest.raises(KeyError):
+
+    def update(_: VllmServer, options: dict[str, Any], *__: Any) -> None:
+        sent.append(options["trust"])
+        raise PulseError("as far as this test goes")
+
+    monkeypatch.setattr(VllmServer, "_update", update)
+    keys: list[Any] = ["A" * 64, ["a" * 64], {"a" * 64}]
+    for trust in keys:
+        with pytest.raises(PulseError, match="as far as"):
             VllmServer("http://127.0.0.1:1").update("/run", 1, trust=trust)
     assert sent == [["a" * 64]] * 3
