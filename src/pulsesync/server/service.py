@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,10 +14,11 @@ from urllib.parse import quote
 
 from pulsesync.errors import ConflictError, FormatError, LimitError, NotFoundError, PulseError, StoreError
 from pulsesync.run.heartbeats import printable
+from pulsesync.run.keys import HEARTBEATS
 from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
 from pulsesync.server.calls import SharedBytes, SharedPlaces, in_thread
 from pulsesync.server.connections import network
-from pulsesync.server.listings import Listings
+from pulsesync.server.listings import Listings, RecentEntries
 from pulsesync.server.monitor import SentAnswer, ServerMonitor
 from pulsesync.server.sending import (
     PIECE_BYTES,
@@ -30,7 +32,7 @@ from pulsesync.server.sending import (
     send_start,
     while_connected,
 )
-from pulsesync.store.base import Store, forget, is_content_addressed, is_near, size_of
+from pulsesync.store.base import ObjectEntry, Store, forget, is_content_addressed, is_near, size_of
 from pulsesync.store.http import LISTING_MORE, LISTING_TYPE, WRITER_HEADER
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
 from pulsesync.store.transport import clean_token
@@ -110,7 +112,7 @@ class _Service:
         self._records = asyncio.Semaphore(_RECORDS)
         self._sent_listings = SharedPlaces(_LISTINGS, _LISTINGS_EACH)
         self._listing_bytes = SharedBytes(_LISTING_BYTES)
-        self._listings = Listings(lambda prefix: self._board.list(prefix, self._store.list(prefix)))
+        self._listings, self._recent = Listings(self._list), RecentEntries(store.list)
         self._logged_at = -_LOG_EVERY_S
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
@@ -217,6 +219,12 @@ class _Service:
             cause = printable(str(error), _CAUSE_CHARACTERS)  # it may contain a key, which a client has chosen
             logger.warning("Answered %.500r with %d, because the store failed: %s", asked, status, cause)
         return _words(status, "the server's store failed; try again, or see the server's log")
+
+    def _list(self, prefix: str) -> Iterable[ObjectEntry]:
+        if not prefix.endswith(HEARTBEATS):
+            return self._store.list(prefix)
+        # Each heartbeat that comes has its listing made again, but the store is not asked again.
+        return self._board.list(prefix, self._recent.get(prefix))
 
     def _may_read(self, shown: str) -> bool:
         return self._authorization is None or secrets.compare_digest(shown.encode(), self._authorization)
