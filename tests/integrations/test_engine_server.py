@@ -206,3 +206,27 @@ def test_requests_that_change_something_are_sent_once_and_keep_no_connection() -
         with pytest.raises(StoreError, match="does not answer"):
             server._step("/resume")
         assert asked.paths == ["/pause"] * 5 + ["/resume"]
+
+
+@pytest.mark.parametrize("kind", [VllmServer, SglangServer])
+@pytest.mark.parametrize("trust", ["", [], "no key", ["a" * 63]])
+def test_an_empty_or_malformed_trust_does_not_turn_the_check_off(kind: type[EngineServer], trust: Any) -> None:
+    with answering(lambda _: (500, b"{}", {})) as asked:
+        with pytest.raises(ValueError, match="trust must be"):
+            kind(asked.url).update("/run", 1, trust=trust)
+        assert not asked.paths
+
+
+def test_one_key_to_trust_is_sent_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[Any]()
+
+    def update(_: VllmServer, options: dict[str, Any], *__: Any) -> None:
+        sent.append(options["trust"])
+        raise PulseError("as far as this test goes")
+
+    monkeypatch.setattr(VllmServer, "_update", update)
+    keys: list[Any] = ["A" * 64, ["a" * 64], {"a" * 64}]
+    for trust in keys:
+        with pytest.raises(PulseError, match="as far as"):
+            VllmServer("http://127.0.0.1:1").update("/run", 1, trust=trust)
+    assert sent == [["a" * 64]] * 3

@@ -16,6 +16,7 @@ from pulsesync.errors import ConflictError, FormatError, StoreError
 from pulsesync.run.clock import store_time
 from pulsesync.run.heartbeats import MAX_BYTES, Heartbeat, find_heartbeats, parse
 from pulsesync.server.board import HeartbeatBoard
+from pulsesync.server.listings import RecentEntries
 from pulsesync.store import LocalStore, MemoryStore, ObjectEntry
 from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.http import HttpStore
@@ -287,6 +288,39 @@ def test_a_second_client_is_refused_and_the_secret_is_shown_to_nobody(served: st
         assert parse(second.get("heartbeats/mine"), "mine").version == 5
         assert first._writer.encode() not in second.get("heartbeats/mine")
         assert put(served, "/heartbeats/mine", record("mine", 9)) == 409  # a worker of 0.1.0
+
+
+def test_heartbeats_do_not_have_the_store_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = list[str]()
+
+    def list_(prefix: str) -> tuple[ObjectEntry, ...]:
+        listed.append(prefix)
+        return ()
+
+    entries = RecentEntries(list_)
+    for _ in range(20):
+        assert entries.get("heartbeats/") == ()
+    assert listed == ["heartbeats/"]
+    for n in range(100):
+        entries.get(f"{n}/heartbeats/")
+    assert len(entries._kept) < 10
+    monkeypatch.setattr("pulsesync.server.listings._KEEP_S", 0.0)
+    entries.get("99/heartbeats/")
+    assert listed.count("99/heartbeats/") == 2
+    monkeypatch.undo()
+    with running("serve", tmp_path) as server, closing(HttpStore(server.url)) as store:
+        for n in range(5):  # what was sent is listed at once
+            store.put(f"heartbeats/w{n}", record(f"w{n}"))
+            assert [entry.key for entry in store.list("heartbeats/")] == [f"heartbeats/w{m}" for m in range(n + 1)]
+
+
+def test_a_long_secret_takes_no_more_memory_than_a_short_one() -> None:
+    board = HeartbeatBoard(MemoryStore())
+    board.put("heartbeats/w", record("w"), "s" * 100_000)
+    assert all(len(value) < 1000 for value in board._kept["heartbeats/w"] if isinstance(value, str | bytes))
+    with pytest.raises(ConflictError):
+        board.put("heartbeats/w", record("w"), "s" * 100_001)
+    board.put("heartbeats/w", record("w"), "s" * 100_000)
 
 
 def test_a_worker_that_writes_to_the_store_itself_is_not_replaced_by_a_client() -> None:

@@ -32,8 +32,8 @@ from pulsesync.cli.serve import parse_size
 from pulsesync.errors import NotFoundError, PulseError, StoreError
 from pulsesync.server import make_app, sending, serve
 from pulsesync.server import relay as make_relay
-from pulsesync.server.calls import SharedPlaces
-from pulsesync.server.connections import _network, close_excess
+from pulsesync.server.calls import SharedBytes, SharedPlaces
+from pulsesync.server.connections import close_excess, network
 from pulsesync.server.listings import PAGE, Listings
 from pulsesync.server.sending import send_piece
 from pulsesync.server.service import _Service
@@ -401,6 +401,26 @@ def test_a_client_takes_only_some_of_the_places() -> None:
     asyncio.run(take())
 
 
+def test_slow_clients_hold_a_limited_number_of_bytes_of_different_listings() -> None:
+    held, one, two = SharedBytes(20), bytes(8), bytearray(8)
+    three, large = bytes(bytearray(7)), bytes(30)
+    with held.taken("a", one), held.taken("a", one), held.taken("b", one):  # the same bytes
+        with pytest.raises(StoreError) as caught, held.taken("a", bytes(two)):
+            pass
+        assert caught.value.retryable
+        with held.taken("b", b"22"), held.taken("c", three):
+            with pytest.raises(StoreError), held.taken("d", b"4444"):
+                pass
+            with held.taken("d", b"333"):
+                pass
+    with held.taken("a", large), pytest.raises(StoreError), held.taken("b", one):
+        pass
+    with held.taken("b", one):
+        pass
+    assert not held._bytes
+    assert not held._senders
+
+
 def test_the_token_opens_and_nothing_else(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret\n")
     with running("serve", folder, token_file=tmp_path / "token") as server:
@@ -540,7 +560,7 @@ def test_of_the_connections_of_a_client_that_has_too_many_the_idle_ones_are_clos
     ],
 )
 def test_a_client_is_an_ipv4_address_or_a_network_of_ipv6(one: str, other: str, same: bool) -> None:
-    assert (_network(one) == _network(other)) is same
+    assert (network(one) == network(other)) is same
 
 
 @pytest.fixture(scope="module")

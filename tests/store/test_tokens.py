@@ -99,6 +99,8 @@ def test_a_token_is_not_sent_where_a_server_redirects_to(place: Place, monkeypat
         f"{ORIGIN}=s3cret {ORIGIN}:=s3cret",
         f"{ORIGIN}=s3cret1 {ORIGIN}/=s3cret2",
         f"{ORIGIN}?s3cret=s3cret",
+        f"https://elsewhere=s3cret1,{ORIGIN}=s3cret2",
+        f"https://elsewhere=s3cret1;{ORIGIN}=s3cret2",
         " \n",
     ],
 )

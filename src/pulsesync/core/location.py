@@ -196,8 +196,10 @@ def redacted(text: str) -> str:
     scheme, colon, rest = text.partition("://")
     if not colon:
         scheme, rest = "", text
-    rest = re.split("[?#]", rest, maxsplit=1)[0]
-    if "@" in rest and (colon or _MISTYPED.match(rest)):
+    rest, *more = re.split("[?#]", rest, maxsplit=1)
+    if more and "@" in more[0] and (colon or _MISTYPED.match(rest)):
+        rest = "…"  # a password with one of these characters in it
+    elif "@" in rest and (colon or _MISTYPED.match(rest)):
         rest = "…@" + rest.rpartition("@")[2]
     return _ASSIGNED.sub(r"\1…", scheme + colon + rest)
 

@@ -6,6 +6,7 @@ belongs to the client that sent it first, by a secret that comes with each recor
 or was silent for a minute. So no client replaces or displaces the heartbeats of others.
 """
 
+import hashlib
 import logging
 import threading
 import time
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 class _Kept(NamedTuple):
     data: bytes
     came_s: float  # by this machine's clock
-    secret: str | None  # of the client that sent it; None: of a release that sends none
+    owner: bytes | None  # hash of the secret of the client that sent it; None: of a release that sends none
     ended: bool
 
 
@@ -68,10 +69,11 @@ class HeartbeatBoard:
             there are too many workers.
         """
         record, now_s = parse(data, key.rpartition("/")[2]), time.time()
+        owner = None if secret is None else hashlib.sha256(secret.encode()).digest()  # a header may be long
         with self._lock:
             self._drop_old()
             before = self._kept.get(key)
-            if before is not None and not before.ended and before.secret != secret and self._is_live(before.came_s):
+            if before is not None and not before.ended and before.owner != owner and self._is_live(before.came_s):
                 raise ConflictError(f"{key} was sent by another process less than {self._bound_s:.0f} s ago", key=key)
             if not self._passes_on and self._is_live(self._stored.get(key, 0.0)):
                 raise ConflictError(f"{key} is written to the store itself", key=key)
@@ -79,7 +81,7 @@ class HeartbeatBoard:
                 self._warn_full()
                 raise StoreError(f"{self._max_workers} workers have sent heartbeats already", key=key, retryable=True)
             self._kept.pop(key, None)
-            self._kept[key] = _Kept(data, now_s, secret, record.ended)
+            self._kept[key] = _Kept(data, now_s, owner, record.ended)
             is_new = before is None or before.data != data  # the same bytes again come from relays that form a circle
             if self._passes_on and is_new and self._may_pass_on(key):
                 self._waiting[key] = data

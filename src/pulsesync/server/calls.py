@@ -4,10 +4,12 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
+
+from pulsesync.errors import StoreError
 
 T = TypeVar("T")
 
@@ -58,6 +60,39 @@ class SharedPlaces:
             self._requests[client] -= 1
             if not self._requests[client]:
                 del self._requests[client], self._own[client]
+
+
+class SharedBytes:
+    """Bytes that are being sent, of which those to one client may be half. What several are sent counts once.
+
+    Args:
+        most: How many there may be. One object may be larger, if nothing else is being sent.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._limits = most // 2, most
+        self._bytes: Counter[str | None] = Counter()  # by client; None: of all clients
+        self._senders: Counter[tuple[str | None, int]] = Counter()  # by client and object
+
+    @contextmanager
+    def taken(self, client: str, data: bytes) -> Generator[None]:
+        """Count an object for as long as the block lasts. Raises: StoreError, retryable, if it is too much."""
+        names = (client, id(data)), (None, id(data))
+        for (who, _), limit, is_new in zip(
+            names, self._limits, [not self._senders[name] for name in names], strict=True
+        ):
+            if is_new and self._bytes[who] and self._bytes[who] + len(data) > limit:
+                raise StoreError(f"more than {limit:,} bytes of different listings are being sent", retryable=True)
+        for name in names:
+            self._bytes[name[0]] += 0 if self._senders[name] else len(data)
+            self._senders[name] += 1
+        try:
+            yield
+        finally:
+            for name in names:
+                self._senders[name] -= 1
+                self._bytes[name[0]] -= 0 if self._senders[name] else len(data)
+            self._senders, self._bytes = +self._senders, +self._bytes  # without zeros
 
 
 class RememberedCall(Generic[T]):

@@ -99,7 +99,7 @@ def close_excess(port: int, each: int, busy: Collection[tuple[str, int]]) -> int
     closed = 0
     for number in _descriptors():
         if (peer := _peer(number, port)) is not None:
-            by_client[_network(peer[0])].append((peer in busy, number))
+            by_client[network(peer[0])].append((peer in busy, number))
     for connections in by_client.values():
         for _, number in sorted(connections)[: max(0, len(connections) - each)]:
             closed += _peer(number, port, close=True) is not None  # looked at again: it may be another one meanwhile
@@ -141,7 +141,11 @@ def _peer(number: int, port: int, close: bool = False) -> tuple[str, int] | None
         connection.detach()
 
 
-def _network(host: str) -> bytes:
-    address = ipaddress.ip_address(host.partition("%")[0])
+def network(host: str) -> bytes:
+    """Return what counts as one client: an IPv4 address, or the 2^64 addresses of one IPv6 network."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:  # not a host: a test, or a socket of a file
+        return host.encode()
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).packed[:8]

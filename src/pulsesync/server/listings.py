@@ -6,6 +6,7 @@ event loop answers other requests.
 
 import asyncio
 import json
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pulsesync.store.base import ObjectEntry
 PAGE = 1000  # entries
 _THREADS = 2
 _KEEP_S = 1.0
+_KEPT = 8  # prefixes of which the entries of the store are kept
 
 
 class Listing:
@@ -44,6 +46,29 @@ class Listing:
         first = bisect_right(self._keys, after)
         last = min(first + PAGE, len(self._keys))
         return self.data[self._begins[first] : self._begins[last]], last < len(self._keys)
+
+
+class RecentEntries:
+    """What a store lists below a few prefixes, kept for a second: for listings to which this server adds its own.
+
+    Args:
+        list_: Returns the objects whose keys begin with a prefix.
+    """
+
+    def __init__(self, list_: Callable[[str], Iterable[ObjectEntry]]) -> None:
+        self._list = list_
+        self._kept: dict[str, tuple[float, tuple[ObjectEntry, ...]]] = {}  # by prefix; with the time of the request
+
+    def get(self, prefix: str) -> tuple[ObjectEntry, ...]:
+        """Return the objects below a prefix, as they were at most a second before, or are now. Raises: StoreError."""
+        now, kept = time.monotonic(), self._kept.get(prefix)
+        if kept is not None and now - kept[0] < _KEEP_S:
+            return kept[1]
+        entries = tuple(self._list(prefix))
+        # Replaced, never changed: several threads list.
+        recent = [(name, found) for name, found in self._kept.items() if now - found[0] < _KEEP_S and name != prefix]
+        self._kept = dict([*recent[-_KEPT:], (prefix, (now, entries))])
+        return entries
 
 
 @dataclass

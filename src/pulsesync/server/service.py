@@ -6,15 +6,19 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from pulsesync.errors import ConflictError, FormatError, LimitError, NotFoundError, PulseError, StoreError
 from pulsesync.run.heartbeats import printable
+from pulsesync.run.keys import HEARTBEATS
 from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
-from pulsesync.server.calls import SharedPlaces, in_thread
-from pulsesync.server.listings import Listings
+from pulsesync.server.calls import SharedBytes, SharedPlaces, in_thread
+from pulsesync.server.connections import network
+from pulsesync.server.listings import Listings, RecentEntries
 from pulsesync.server.monitor import SentAnswer, ServerMonitor
 from pulsesync.server.sending import (
     PIECE_BYTES,
@@ -28,7 +32,7 @@ from pulsesync.server.sending import (
     send_start,
     while_connected,
 )
-from pulsesync.store.base import Store, forget, is_content_addressed, is_near, size_of
+from pulsesync.store.base import ObjectEntry, Store, forget, is_content_addressed, is_near, size_of
 from pulsesync.store.http import LISTING_MORE, LISTING_TYPE, WRITER_HEADER
 from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
 from pulsesync.store.transport import clean_token
@@ -47,9 +51,10 @@ _AHEAD_NEAR = 1  # the same for cached objects: a disk is faster than a connecti
 _BODIES = 32
 _RECORDS = 1024  # all other requests: small, and a worker that polls may wait long for a store that does not answer
 _LOOKS = 32  # requests at a time for which a cache is searched
-# Listings that are sent at a time, and of these to one client. All share the bytes, but the server has sent 180 KB of
-# each that the client did not take yet: 190 MB at most.
+# Listings that are sent at a time, and of these to one client. The server has sent 180 KB of each that the client did
+# not take yet: 190 MB at most. Those of the same second share their bytes; slow clients may keep those of many seconds.
 _LISTINGS, _LISTINGS_EACH = 1024, 512
+_LISTING_BYTES = 1 << 28  # of listings that differ and are being sent, half of them to one client
 _LISTING_SLICE = 1 << 16
 _MAX_SIZE = 1 << 42  # bytes of an object; some file systems support no larger offsets
 _RANGE = re.compile(r"bytes=(\d{0,16})-(\d{0,16})", re.ASCII)
@@ -106,7 +111,8 @@ class _Service:
         self._looks = asyncio.Semaphore(_LOOKS)
         self._records = asyncio.Semaphore(_RECORDS)
         self._sent_listings = SharedPlaces(_LISTINGS, _LISTINGS_EACH)
-        self._listings = Listings(lambda prefix: self._board.list(prefix, self._store.list(prefix)))
+        self._listing_bytes = SharedBytes(_LISTING_BYTES)
+        self._listings, self._recent = Listings(self._list), RecentEntries(store.list)
         self._logged_at = -_LOG_EVERY_S
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
@@ -214,6 +220,12 @@ class _Service:
             logger.warning("Answered %.500r with %d, because the store failed: %s", asked, status, cause)
         return _words(status, "the server's store failed; try again, or see the server's log")
 
+    def _list(self, prefix: str) -> Iterable[ObjectEntry]:
+        if not prefix.endswith(HEARTBEATS):
+            return self._store.list(prefix)
+        # Each heartbeat that comes has its listing made again, but the store is not asked again.
+        return self._board.list(prefix, self._recent.get(prefix))
+
     def _may_read(self, shown: str) -> bool:
         return self._authorization is None or secrets.compare_digest(shown.encode(), self._authorization)
 
@@ -231,7 +243,7 @@ class _Service:
             words = _words(400, "the prefix to list must be a key that ends in a slash")
             await words(request.scope, receive, send)
             return
-        client = request.client.host if request.client is not None else ""
+        client = network(request.client.host).hex() if request.client is not None else ""
         lines = self._send_lines(folder, prefix, request, client, answer, receive, send)
         if not await while_connected(receive, lines):
             answer.status = answer.status or _LEFT
@@ -256,12 +268,19 @@ class _Service:
             if (after := request.query_params.get("after")) is not None:
                 data, more = listing.page(after)
                 headers[LISTING_MORE] = "yes" if more else "no"
+            del listing  # its keys take as much again
             headers["Content-Length"] = str(len(data))
-            await send_start(send, 200, headers)
-            async with asyncio.timeout(SEND_TIMEOUT_S + len(data) / SEND_BYTES_PER_S):
-                for begin in range(0, len(data) if request.method == "GET" else 0, _LISTING_SLICE):
-                    await send_piece(send, data[begin : begin + _LISTING_SLICE], more=True)
-                await send_piece(send, b"", more=False)
+            with ExitStack() as sending:
+                try:
+                    sending.enter_context(self._listing_bytes.taken(client, data))
+                except StoreError as e:
+                    await self._failed(prefix, e, answer)(request.scope, receive, send)
+                    return
+                await send_start(send, 200, headers)
+                async with asyncio.timeout(SEND_TIMEOUT_S + len(data) / SEND_BYTES_PER_S):
+                    for begin in range(0, len(data) if request.method == "GET" else 0, _LISTING_SLICE):
+                        await send_piece(send, data[begin : begin + _LISTING_SLICE], more=True)
+                    await send_piece(send, b"", more=False)
 
     def _object(self, key: str, head: bool, asks: "Headers") -> "RangeResponse | Response":
         """Decide what to answer, and read the first piece of it. Raises: NotFoundError, StoreError."""

@@ -29,6 +29,11 @@ def find_token(at: ParsedLocation) -> str | None:
                 f"{SEND_TOKENS} must be ORIGIN=TOKEN, such as https://host:8765=TOKEN, with spaces between several; "
                 f"entry {number} is not"
             )
+        if "://" in token:  # the tokens of all servers would be sent to the first
+            raise ValueError(
+                f"{SEND_TOKENS} must have spaces or newlines between its entries, and no commas; entry {number} has "
+                "the address of another server in its token"
+            )
         if tokens.setdefault(origin, token) != token:
             raise ValueError(f"{SEND_TOKENS} has two tokens for {origin}; leave one of them out")
     return tokens.get(at.origin)

@@ -101,9 +101,10 @@ class EngineServer(ABC):
             server, with the class of the error there; the old weights are served. StoreError: the server does not
             answer; it is not known whether it was updated: call `status`.
         """
+        keys = trusted(trust)  # raises for none: an empty one must not turn the check off
         options = {
             "location": location,
-            "trust": list(trust) if trust else None,
+            "trust": None if keys is None else sorted(keys),
             "follow_replaced": follow_replaced,
         }
         until, events = time.monotonic() + wait_s, UpdateEvents(location)
