@@ -1,6 +1,8 @@
 """A worker whose weights something else has written to: the next sync repairs and names them, and blames no record."""
 
 import logging
+import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -47,3 +49,46 @@ def test_a_subscriber_that_another_has_not_harmed_keeps_its_version() -> None:
         one.sync(held)
         other.sync(held)
         assert one.sync(held).path == ()
+
+
+@pytest.mark.parametrize("anchored", [False, True], ids=["patches", "anchor"])
+def test_a_sync_does_not_write_to_weights_that_another_subscriber_has_taken_meanwhile(anchored: bool) -> None:
+    """The other one syncs on a thread of its own, after all checks of the first and before its first write."""
+    trained, held, rng, store = weights(DTYPES[0]), weights(DTYPES[0]), np.random.default_rng(5), MemoryStore()
+    published: dict[int | None, dict[str, bytes]] = {}
+    between: list[Callable[[], None]] = []
+
+    def publish() -> None:
+        train(trained, rng)
+        version = pub.publish(trained).version
+        published[version] = {name: array.tobytes() for name, array in trained.items()}
+
+    def is_right(sub: Subscriber) -> bool:
+        return {name: array.tobytes() for name, array in held.items()} == published[sub.version]
+
+    def confirm() -> None:
+        if between:
+            thread = threading.Thread(target=between.pop())
+            thread.start()
+            thread.join()
+
+    def take() -> None:
+        publish()
+        other.sync(held)
+        assert is_right(other)
+
+    with Publisher(store) as pub, Subscriber(store, confirm=confirm) as one, Subscriber(store) as other:
+        publish()
+        if not anchored:
+            one.sync(held)
+        publish()
+        between.append(take)
+        one.sync(held)
+        assert is_right(one)
+        assert other.sync(held).version == 2
+        assert is_right(other)
+        publish()
+        other.sync(held)
+        assert is_right(other)
+        one.sync(held)
+        assert is_right(one)

@@ -7,7 +7,7 @@ import pytest
 from pulsesync.core.types import BLOCK, DTYPES, TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
-from pulsesync.state.views import new_tensors, other_names, read_published, torch_dtype, view_bits
+from pulsesync.state.views import new_tensors, other_names, read_cast, read_published, torch_dtype, view_bits
 from pulsesync.testing import random_bits
 
 pytest.importorskip("torch")
@@ -275,8 +275,12 @@ def test_nan_stays_nan_and_infinity_infinity() -> None:
 
 
 def test_what_is_not_fp32_is_never_cast() -> None:
-    for array in (np.ones(3, np.float64), np.ones(3, np.float16), np.ones(3, np.int32)):
+    for array in (np.ones(3, ml_dtypes.bfloat16), np.ones(3, np.int32), np.ones(3, ml_dtypes.float8_e4m3fn)):
         assert read_published({"w": array}, {"*": "BF16"})[0].dtypes == {}
+    for array in (np.ones(3, np.float64), np.ones(3, np.float16)):  # a worker that expects BF16 would refuse them
+        with pytest.raises(StateError, match="converts FP32 only"):
+            read_published({"w": array}, {"*": "BF16"})
+        assert read_published({"w": array}, {"w": "", "*": "BF16"})[0].dtypes == {}
 
 
 def test_the_first_pattern_that_fits_says_what_a_tensor_is_cast_to() -> None:
@@ -286,10 +290,10 @@ def test_the_first_pattern_that_fits_says_what_a_tensor_is_cast_to() -> None:
     assert [published.spec(name).dtype for name in source] == ["F32", "F16", "BF16"]
 
 
-@pytest.mark.parametrize("dtype", ["F32", "bfloat16", "INT4"])
+@pytest.mark.parametrize("dtype", ["F32", "float64", "INT4"])
 def test_what_fp32_is_not_cast_to_is_refused(dtype: str) -> None:
     with pytest.raises(ValueError, match=dtype):
-        read_published({}, {"*": dtype})
+        read_cast({"*": dtype})
 
 
 def test_new_tensors_are_zeros_that_view_as_what_was_asked_for() -> None:

@@ -57,7 +57,7 @@ from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
 from pulsesync.run.reporting import SyncEvents, SyncReport, Transfer
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.live import AnyState, AnyTransition, SupersededError
 from pulsesync.state.slices import Slices
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import CachedStore, Location, Store, open_store
@@ -508,7 +508,9 @@ class Subscriber:
                 failed_record, progress.failed_record = progress.failed_record, None
                 # Decoding against weights that something else has written can fail in any way, as bad bytes too: before
                 # a record is blamed, the weights are counted.
-                if failed_record and not isinstance(e, ChecksumError) and (damage := self._find_repairs(progress)):
+                if isinstance(e, SupersededError):  # then no record is to blame
+                    first = self._find_repairs(progress) or e
+                elif failed_record and not isinstance(e, ChecksumError) and (damage := self._find_repairs(progress)):
                     first = damage
                 else:
                     first = first or e
@@ -533,14 +535,15 @@ class Subscriber:
         if state is None or self._position is None:
             return None
         began, version = time.perf_counter(), self._position.version
+        was_superseded = state.superseded
+        state.claim()  # before the count: from here on no other Subscriber writes
         damaged = state.find_damaged()
         self.events.recounted(version, not damaged, began)
         if not damaged:
-            state.claim()
             return None
         logger.warning(
             "%s has written to %d tensors of version %d; the first is %r. All weights are loaded again from an anchor.",
-            "Another Subscriber of this process" if state.superseded else "Something other than a sync",
+            "Another Subscriber of this process" if was_superseded else "Something other than a sync",
             len(damaged),
             version,
             damaged[0],
@@ -649,7 +652,8 @@ class Subscriber:
         """Attach a state; if its weights are those of a published version, the sync starts from that version."""
         self._forget()
         self._state = state
-        state.claim()
+        if state.claim():
+            state.find_damaged()  # counts again: another Subscriber may have written since
         if state.whole and not state.untied and (start := records.start(state.digest)):
             state.history = state.bring(History(start.index))
             self._move_to(start)
@@ -925,6 +929,8 @@ class Subscriber:
         if record is None:
             return False
         state = attach(source, records.layout(record.layout), self.slices, self.widen)
+        if state.claim():
+            state.find_damaged()  # counts again: another Subscriber may have written since
         if not state.whole or state.untied or state.digest != record.digest:
             return False
         known = History(record.index)
@@ -937,7 +943,6 @@ class Subscriber:
                 return False
         self._forget()
         self._state, state.history = state, state.bring(known)
-        state.claim()
         self._move_to(record)
         self.reported = (record.run, record.version, record.step)
         return True

@@ -39,6 +39,10 @@ Memory = TypeVar("Memory", bound=HistoryLookup)  # the history of an epoch
 Parts: TypeAlias = Sequence[bytes | memoryview | Body]  # of a version, in the order of its record
 
 
+class SupersededError(VerificationError):
+    """Another state of this process has claimed the memory of this one, which therefore writes nothing."""
+
+
 @dataclass(frozen=True)
 class Transition(ABC, Generic[Delta, Memory]):
     """The step from the live state to another, ready to be committed."""
@@ -266,18 +270,32 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         self._marks = SourceMarks.of(source)
         return True
 
-    def claim(self) -> None:
+    def claim(self) -> bool:
         """Write this memory from now on: other states of it in this process are superseded until they claim it again.
 
         What a superseded state knows of its weights may not be true any more, so that they must be recounted first.
+        Another state that is writing at the moment is waited for, and one that is superseded does not write.
+
+        Returns whether another state had the memory: what was counted before this call may not be true any more.
         """
-        mine = self._memory()
+        mine, had_another = self._memory(), False
         with _CLAIMING:
             for other in _CLAIMED:
                 if other is not self and not mine.isdisjoint(other._memory()):
-                    other.superseded = True
+                    with other.lock:
+                        had_another |= not other.superseded
+                        other.superseded = True
             _CLAIMED.add(self)
             self.superseded = False
+        return had_another
+
+    def _check_claim(self) -> None:
+        """Before the first weight is written, with the lock. Raises: SupersededError."""
+        if self.superseded:
+            raise SupersededError(
+                "another Subscriber of this process has taken these tensors during the sync; nothing was written. Sync "
+                "again, and sync the tensors of a model with one Subscriber"
+            )
 
     def _memory(self) -> set[int]:
         """Where the tensors with weights begin."""
@@ -539,9 +557,13 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """Write a prepared transition into the weights, or roll everything back if that fails halfway.
 
         Returns the transition back, which is the undo log: committing it undoes this.
+
+        Raises:
+            SupersededError: another state of this process has claimed the memory, and nothing was written.
         """
         back = replace(transition, changes=self.inverse(transition.changes), sums=self.sums, history=self.history)
         with self.lock:
+            self._check_claim()
             kept = [(taken, taken.changes) for taken in self._snapshots]
             try:
                 with self.exclusive():
@@ -583,9 +605,11 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         If this fails halfway, `torn` stays True.
 
         Raises:
-            StoreError: the disk failed; VerificationError: it returned other weights than those staged.
+            StoreError: the disk failed; VerificationError: it returned other weights than those staged;
+            SupersededError: as `commit`.
         """
         with self.lock:
+            self._check_claim()
             with self.exclusive():
                 self.torn = bool(staged.blocks)
                 self.write_blocks(staged.blocks)
