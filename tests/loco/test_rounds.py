@@ -339,7 +339,7 @@ def test_a_tied_parameter_counts_once_and_must_not_be_in_two_fragments() -> None
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     pieces = [Weights(), Weights(seed=1)]
     optimizer = torch.optim.SGD([p for m in pieces for p in m.parameters()], lr=1e-2)
-    with pytest.raises(ValueError, match="sync_every|delay|blend"):
+    with pytest.raises(ValueError, match=r"sync_every|delay|blend"):
         PulseLoCo(pieces, optimizer, exchange=alone(), **wrong)
 
 
