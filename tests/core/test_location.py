@@ -131,6 +131,7 @@ def test_a_path_may_be_relative_or_of_the_home_folder(tmp_path: Path, monkeypatc
         ("~someone/run", r"~/NAME for a folder in your home, \./~someone/run"),
         ("", "must not be empty; write . for the current folder"),
         ("run\n", "must not contain control characters"),
+        ("run\ud800", "names of files can have"),
         ("file://", "must not be empty"),
         ("file:///a%20b", "give the path itself, without file://"),
         ("file:///a\tb", "must not contain control characters"),

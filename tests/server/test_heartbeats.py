@@ -243,6 +243,25 @@ def test_an_upstream_that_refuses_costs_nothing_but_one_warning(
     ]
 
 
+def test_a_relay_that_was_restarted_warns_of_no_other_process_for_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    class Kept(MemoryStore):
+        asked = 0
+
+        def put(self, key: str, data: bytes | memoryview) -> None:
+            self.asked += 1
+            raise ConflictError("kept for another process", key=key)
+
+    for bound_s, warnings in ((60.0, 0), (0.0, 1)):
+        upstream = Kept()
+        MemoryStore.put(upstream, "head", b"0")
+        board = HeartbeatBoard(CoalescingStore(upstream), bound_s=bound_s)
+        board.put("heartbeats/w", record("w"))
+        wait_until(lambda upstream=upstream: upstream.asked == 1)  # type: ignore[misc]
+        wait_until(lambda board=board: board._waiting == {})  # type: ignore[misc]
+        time.sleep(0.05)
+        assert len(caplog.records) == warnings
+
+
 def test_names_that_a_client_makes_up_displace_no_worker(caplog: pytest.LogCaptureFixture) -> None:
     board = HeartbeatBoard(MemoryStore(), max_workers=3)
     for n in range(3):

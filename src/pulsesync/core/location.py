@@ -171,6 +171,10 @@ def parse_path(text: str) -> Path:
         raise ValueError("a location must not be empty; write . for the current folder")
     if any(ord(character) < 32 or ord(character) == 127 for character in text):
         raise ValueError(f"a path must not contain control characters; got {redacted(text)!r}")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair: JSON can contain one
+        raise ValueError(f"a path must have characters that names of files can have; got {redacted(text)!a}") from None
     if "://" in text:
         raise ValueError(f"a path of this machine is needed here; got {redacted(text)}")
     if mistyped := _MISTYPED.match(text):

@@ -60,6 +60,7 @@ class HeartbeatBoard:
         self._passed: dict[str, float] = {}  # keys that are passed on, by the monotonic time of the last; oldest first
         self._sender: threading.Thread | None = None
         self._warned_at = self._full_at = -_WARN_EVERY_S
+        self._began_s = time.monotonic()
 
     def put(self, key: str, data: bytes, secret: str | None = None) -> None:
         """Keep a heartbeat instead of the one before.
@@ -168,6 +169,10 @@ class HeartbeatBoard:
                     pass_on(self._store, key, data)
                 except NotFoundError:
                     continue
+                except ConflictError as e:
+                    # Until then, a relay that was restarted is another process to its upstream than it was before.
+                    if time.monotonic() - self._began_s >= self._bound_s:
+                        self._warn(e)
                 except Exception as e:  # noqa: BLE001 - whatever the upstream raises, later heartbeats are sent
                     self._warn(e)
             time.sleep(_PASS_EVERY_S)
