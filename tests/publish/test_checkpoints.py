@@ -453,8 +453,19 @@ def test_a_fresh_model_is_refused_and_nothing_is_written(wait: Any, tmp_path: Pa
         assert pub.version is None
     assert objects(store) == before
     message = str(caught.value)
+    assert "their step 3 is not above" not in message
+    assert "weights were refused by this publisher before, whose step was not above its step 2" in message
     for way in ("load_state_dict", "new location", "resume=True"):
         assert way in message
+
+
+def test_weights_that_are_refused_without_a_step_name_the_argument() -> None:
+    store = MemoryStore()
+    publish_steps(store, 3)
+    for step in (0, 1):
+        with Publisher(store) as pub, pytest.raises(StateError) as caught:
+            pub.publish(Training(seed=1).weights, step=step)
+        assert ("If no step was passed" in str(caught.value)) is (step == 0)
 
 
 @pytest.mark.parametrize("way", ["resume", "checkpoint", "location", "above", "few"])

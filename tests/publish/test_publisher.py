@@ -188,7 +188,7 @@ def test_fp32_of_which_most_weights_change_is_warned_of_once(
             weights["w"][: int(1000 * some)] += 1
     found = [one.getMessage() for one in caplog.records]
     assert ["900 of 1,300 weights (69.23 %) changed in version 1" in one for one in found] == [True] * warns
-    assert all("Pass cast='BF16' to Publisher if workers use BF16" in one for one in found)
+    assert all("Pass cast='BF16' to Publisher (pulse publish: --cast BF16) if workers use BF16" in one for one in found)
 
 
 def test_casting_makes_no_second_copy_of_the_model() -> None:

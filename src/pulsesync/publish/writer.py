@@ -590,8 +590,8 @@ class RunWriter:
         self._warns_of_fp32 = False
         logger.warning(
             "%s of %s weights (%.4g %%) changed in version %s, which has %s bytes, because they are published as FP32. "
-            "Pass cast='BF16' to Publisher if workers use BF16: of BF16 weights about 1 %% change in a step of "
-            "reinforcement learning. Pass cast={} to publish FP32 without this warning.",
+            "Pass cast='BF16' to Publisher (pulse publish: --cast BF16) if workers use BF16: of BF16 weights about "
+            "1 %% change in a step of reinforcement learning. Pass cast={} to publish FP32 without this warning.",
             f"{report.changed:,}",
             f"{report.total:,}",
             100 * report.density,

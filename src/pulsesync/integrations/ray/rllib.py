@@ -136,7 +136,7 @@ class Push:
                 how.link.store(),
                 resume=True,  # RLlib restores a learner from its own checkpoint after it has published new weights
                 codec=how.codec,
-                cast=how.cast,
+                cast={} if how.cast is None else how.cast,  # {}: env-runners use FP32, without a warning
                 anchor_every=how.anchor_every,
             )
             _PUBLISHERS[learner] = publisher
