@@ -3,10 +3,11 @@
     python benchmarks/bench_foreign_writes.py [--weights 40_000_000] [--device cuda]
 
 A worker follows a run; then something else writes to one of its tensors, and the worker syncs over two more versions.
-For each kind of write and each codec: whether that sync repaired the tensor (`repaired`), or noticed nothing until a
-recount repaired it (`recount`), or failed (`FAILED`, and the benchmark fails). Small tensors, four dtypes in host
-memory, BF16 on a device. Then the times of one larger worker: a sync with a patch, the count of all weights that
-precedes the blame, and the sync that finds the damage and loads the anchor.
+For each kind of write and each codec: whether that sync repaired the tensor and named it (`repaired`), repaired it
+without naming it (`not named`), or noticed nothing until a recount repaired it (`recount`), or failed (`FAILED`: the
+benchmark fails). Small tensors, four dtypes in host memory, BF16 on a device. Then the times of one larger worker: a
+sync with a patch, the count of all weights that precedes the blame, and the sync that finds the damage and loads the
+anchor.
 """
 
 import argparse
@@ -49,8 +50,10 @@ def outcome(write: Callable[[Any], None], codec: Any, dtype: Any, *memory: Any) 
         report, equal = sync_after(write, codec, dtype, *memory)
     except PulseError as e:
         return f"FAILED ({type(e).__name__})"
-    if not equal or not report.repaired:
+    if not equal:
         return "FAILED (weights)"
+    if not report.repaired:
+        return "not named"
     return "repaired" if report.replanned else "recount"
 
 

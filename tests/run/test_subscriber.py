@@ -133,7 +133,8 @@ def test_the_version_before_the_last_sync_is_a_step_back_without_a_body() -> Non
     assert store.got("parts/") == []
     assert equal(held, states[2])
     sub.verify()
-    assert sub.sync(held).path == ("patch", "patch")
+    report = sub.sync(held)
+    assert (report.path, report.from_version) == (("patch", "patch"), 2)
     assert equal(held, states[4])
 
 

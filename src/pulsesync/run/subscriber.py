@@ -886,6 +886,7 @@ class Subscriber:
                 if self._state.history is back.history:
                     self._position, self._step = position, step
             pause_s = time.perf_counter() - began
+            self.reported = (position.run, position.version, step)
         report = SyncReport(
             version=position.version,
             step=step,
