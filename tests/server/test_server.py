@@ -507,6 +507,7 @@ def test_idle_connections_do_not_shut_out_other_clients(folder: Path, tmp_path: 
         address = urlsplit(server.url)
         for _ in range(450):
             connection = idle.enter_context(socket.socket())
+            connection.bind(("127.0.0.2", 0))  # of this client's connections any may be closed, even a new one
             connection.setblocking(False)
             with suppress(BlockingIOError):
                 connection.connect((address.hostname, address.port))
