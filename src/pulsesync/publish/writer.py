@@ -671,7 +671,7 @@ class RunWriter:
                 self._path_bytes = self._measure_path(last)
             except StoreError as e:  # then the bytes that were counted in this process decide
                 logger.info("Could not measure the path from the newest anchor: %s", e)
-        return self.anchors.owed or self._path_bytes >= longest
+        return self.anchors.owed or (self._path_bytes >= longest and self.anchors.newest != last.starts)
 
     def _measure_path(self, last: Manifest) -> float:
         """Return the bytes that a new worker fetches besides the anchor; infinite without one. Raises: StoreError."""
