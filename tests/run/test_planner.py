@@ -375,11 +375,18 @@ def test_a_way_onward_is_read_as_far_as_it_has_fewer_bytes_than_the_anchors() ->
 
 
 def test_a_way_onward_of_many_more_records_is_not_gone_however_few_bytes_they_have() -> None:
-    run = long_run(2_000, patch_bytes=0, anchor_bytes=1 << 30)
+    run = long_run(2_000, patch_bytes=0, anchor_bytes=1 << 20)
     allowed = 1 + 30 + planner.MORE
     assert run.way(1_950 - allowed, 1_950) == patches(1_950 - allowed + 1, 1_950)
     assert run.way(1_950 - allowed - 1, 1_950)[0] == (RecordKind.ANCHOR, 1_920)
     assert len(run.looks) <= 30 + planner.NEWER + 10
+
+
+def test_a_large_anchor_is_worth_more_records() -> None:
+    run = long_run(2_000, patch_bytes=0, anchor_bytes=1500 * planner.MORE_BYTES)
+    allowed = 1 + 30 + 1500
+    assert run.way(1_950 - allowed, 1_950) == patches(1_950 - allowed + 1, 1_950)
+    assert run.way(1_950 - allowed - 1, 1_950)[0] == (RecordKind.ANCHOR, 1_920)
 
 
 def test_a_late_worker_takes_squashes_if_they_have_fewer_bytes() -> None:

@@ -22,11 +22,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from pulsesync.core.text import printable
 from pulsesync.core.version import __version__
 from pulsesync.errors import AnotherPublisherError, ClosedError, FormatError, NotFoundError, StoreError
 from pulsesync.format.json_reader import load_json
 from pulsesync.run.clock import store_time
-from pulsesync.run.heartbeats import EXIT_S, close_at_exit, open_gate, printable
+from pulsesync.run.heartbeats import EXIT_S, close_at_exit, open_gate
 from pulsesync.run.keys import LEASE, LEASES
 from pulsesync.store import Store
 from pulsesync.store.base import is_private

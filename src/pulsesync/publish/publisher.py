@@ -164,6 +164,7 @@ class Publisher:
             for name in ("pulse-send", "pulse-anchor")
         )
         self._cadence = Cadence(publish_every, max_behind)
+        self._lowest_skipped: int | None = None  # of the steps since the last version
         self.events = PublishEvents(location_of(self.store), self.team)
         self._queue = SendQueue(max_behind, alone=self.team.size == 1, ended=self.events.ended)
         self._lease = PublisherLease(self.store, take_over)
@@ -279,7 +280,8 @@ class Publisher:
                 return _failed(refusal, wait)
             if not (is_due or now) and writer.base is not None:
                 return self._skipped(writer.base.state.layout, step, wait, began)
-            version.coalesced = self._cadence.published()
+            version.coalesced, version.earlier_step = self._cadence.published(), self._lowest_skipped
+            self._lowest_skipped = None
             inline = writer.base is None
             self._compare(version, source, old, keeps_source=wait or inline)
             version.blocked_s = time.perf_counter() - began
@@ -362,6 +364,8 @@ class Publisher:
     def _skipped(self, layout: Layout, step: int, wait: bool, began: float) -> "PublishReport | Future[PublishReport]":
         """Return the report of a step that is skipped: the next version contains its changes."""
         blocked_s = time.perf_counter() - began
+        if arguments.is_whole(step):  # otherwise the next version of a team says so on all ranks
+            self._lowest_skipped = step if self._lowest_skipped is None else min(step, self._lowest_skipped)
         report = PublishReport(None, step, 0, layout.size, 0, layout.size_bytes, 0, blocked_s, 0.0, 0.0)
         if wait:
             return report

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from pulsesync.core.arguments import seconds, whole
+from pulsesync.core.text import printable
 from pulsesync.errors import PulseError, StoreError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys
 from pulsesync.run.clock import store_time
-from pulsesync.run.heartbeats import FoundHeartbeat, Heartbeat, find_heartbeats, printable
+from pulsesync.run.heartbeats import FoundHeartbeat, Heartbeat, find_heartbeats
 from pulsesync.run.pointers import read_pointers
 from pulsesync.run.reader import RunReader, location_of
 from pulsesync.store import Location, Store, open_store

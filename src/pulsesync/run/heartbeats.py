@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from pulsesync.core.arguments import shown
 from pulsesync.core.location import without_credentials
+from pulsesync.core.text import printable
 from pulsesync.core.version import __version__
 from pulsesync.errors import ConflictError, FormatError, NotFoundError, StoreError
 from pulsesync.format.json_reader import load_json
@@ -99,12 +100,6 @@ def name_worker(*parts: str) -> str:
     host = socket.gethostname().partition(".")[0][:32]
     text = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join((host, *parts)))
     return check_worker(text.strip("-._")[:64] or "worker")
-
-
-def printable(text: str, limit: int) -> str:
-    """Text that a terminal shows and does not interpret, on one line and not longer than a limit."""
-    text = "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text[:limit])
-    return " ".join(text.split())
 
 
 def parse(data: bytes, worker: str) -> Heartbeat:

@@ -12,6 +12,7 @@ from pulsesync.run.keys import anchor_key, manifest_key, squash_key
 SEARCH = 64  # epochs that are searched for an anchor, if the one that records name is missing or bad
 NEWER = 8  # epochs that are searched for a newer anchor than the one that records name
 MORE = 256  # records that a path without an anchor may have more: reading each takes a round trip, 8 s at 30 ms
+MORE_BYTES = 1 << 20  # or one for each MiB of the path with the anchor: about what a link transfers in a round trip
 MAX_LEVEL = 20  # a squash of 2^20 epochs is 33 million versions
 
 
@@ -230,7 +231,10 @@ def _onward(
     Raises:
         MissingLinkError: a version is missing, or does not follow; ChainError: it has the wrong position in its epoch.
     """
-    limit = None if anchored is None else (sum(record.path_bytes for record in anchored), len(anchored) + MORE)
+    limit = None
+    if anchored is not None:
+        size_bytes = sum(record.path_bytes for record in anchored)
+        limit = size_bytes, len(anchored) + max(MORE, size_bytes // MORE_BYTES)
     if limit and goal.version - position.version > limit[1]:
         start = position.starts if position.at_start else position.epoch + 1
         if next(_squashes(start, _newest_start(goal), look), None) is None:

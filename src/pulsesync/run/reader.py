@@ -33,9 +33,9 @@ from pulsesync.run import keys, planner
 from pulsesync.store import Store, forget
 
 DAMAGED = (
-    "Nothing of it was applied: the worker keeps its version. Check the disk or store; pulse verify RUN lists all that "
-    "is damaged. Then restore the object from a backup, or go on publishing: from the next full checkpoint (anchor) "
-    "on, workers do not need the object"
+    "Nothing of it was applied. Check the disk or store; pulse verify RUN lists all that is damaged. Then restore the "
+    "object from a backup, or go on publishing: from the next full checkpoint (anchor) on, workers do not need the "
+    "object"
 )
 DIFFERS = "pulse verify RUN, on another machine, shows whether the version is bad or this machine is"
 HINT_BYTES = 32

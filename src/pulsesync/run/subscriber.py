@@ -39,6 +39,7 @@ from pulsesync.errors import (
     RunChangedError,
     SignatureError,
     StaleWeightsError,
+    StateError,
     StoreError,
     VerificationError,
 )
@@ -90,6 +91,7 @@ class _Progress:
     failed_record: str | None = None  # the key of the record at which this attempt failed, so that the next avoids it
     confirmed: bool = False  # whether the caller was asked if weights may be written
     torn: bool = False  # whether an anchor was written in part, and no complete one since
+    damage: VerificationError | None = None  # of local weights that something else had written to, as last found
     recounted: AnyState | None = None  # the attached state, if it was just recounted and is no known version
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
     inside_s: float = 0.0  # time that inner `timed` blocks have counted, inside the current one
@@ -248,6 +250,7 @@ class Subscriber:
         self._process: int | None = None  # the process that syncs
         self._closed = _Flag()
         self._busy = threading.Lock()  # while a sync runs
+        self._busy_thread: int | None = None  # the thread that has the lock
 
     # Closing
 
@@ -277,10 +280,19 @@ class Subscriber:
     def _working(self) -> Iterator[None]:
         """Run one sync, unless this is closed; if it is closed meanwhile, release the weights afterwards."""
         self._check_open()  # before the lock, which may stay locked for ever in a forked process
+        if self._busy_thread == threading.get_ident():
+            raise StateError(
+                "this thread is in the middle of a sync of this Subscriber: confirm, and a signal handler, must not "
+                "sync, verify, resume or roll back; do that when sync has returned"
+            )
         try:
             with self._busy:
-                self._check_open()
-                yield
+                self._busy_thread = threading.get_ident()
+                try:
+                    self._check_open()
+                    yield
+                finally:
+                    self._busy_thread = None
         finally:
             if self._closed.is_set():
                 self._release()
@@ -358,10 +370,9 @@ class Subscriber:
         version = arguments.optional_whole("version", version, what="the number of a version")
         wait_s = arguments.seconds("wait_s", wait_s)
         try:
-            with self._working():
-                self._syncs += 1
-                verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
-                report = self._sync_in_time(source, version, wait_s, verify, follow_replaced)
+            self._syncs += 1
+            verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
+            report = self._sync_in_time(source, version, wait_s, verify, follow_replaced)
         except ClosedError:
             raise
         except Exception as e:
@@ -377,7 +388,8 @@ class Subscriber:
         until, waiting = time.monotonic() + wait_s, False
         for pause_s in _pauses(INTERVAL_S, MAX_INTERVAL_S):
             try:
-                return self._sync(source, version, verify, follow_replaced)
+                with self._working():  # not while it waits: `verify` need not wait as long
+                    return self._sync(source, version, verify, follow_replaced)
             except StoreError as e:
                 awaited = isinstance(e, NothingPublishedError) or (e.retryable and self._position is None)
                 left_s = until - time.monotonic()
@@ -433,6 +445,8 @@ class Subscriber:
                 if not waiting:
                     logger.warning("Waiting for another run: %s.", e)
                 waiting = True
+            except SupersededError as e:
+                logger.warning("%s; trying again.", e)
             except StoreError as e:
                 if not e.retryable:
                     raise
@@ -492,7 +506,8 @@ class Subscriber:
     def _find_and_go(self, source: Any, version: int | None, follow_replaced: bool, progress: _Progress) -> SyncReport:
         """Plan, fetch and apply; if something on the path is missing or bad, plan again."""
         avoid: set[str] = set()
-        first: PulseError | None = None
+        failure: PulseError | None = None  # of the first record that failed
+        ours: VerificationError | None = None  # about the local weights
         for attempt in range(1 + REPLANS):
             records = self._records(avoid)
             try:
@@ -508,12 +523,13 @@ class Subscriber:
                 failed_record, progress.failed_record = progress.failed_record, None
                 # Decoding against weights that something else has written can fail in any way, as bad bytes too: before
                 # a record is blamed, the weights are counted.
-                if isinstance(e, SupersededError):  # then no record is to blame
-                    first = self._find_repairs(progress) or e
-                elif failed_record and not isinstance(e, ChecksumError) and (damage := self._find_repairs(progress)):
-                    first = damage
+                may_be_ours = failed_record and not isinstance(e, ChecksumError) and e not in progress.refused.values()
+                if e is progress.damage or isinstance(e, SupersededError):  # then no record is to blame
+                    ours = self._find_repairs(progress) or e
+                elif may_be_ours and (damage := self._find_repairs(progress)):
+                    ours = damage
                 else:
-                    first = first or e
+                    failure = failure or e
                     if (about := failed_record or e.key or "") in avoid:
                         break  # there is no path that avoids it
                     avoid.add(about)
@@ -526,8 +542,16 @@ class Subscriber:
                         logger.warning("Planning the sync again, because %s failed: %s.", about or "it", reason)
             progress.replanned = attempt + 1
             progress.fetched_bytes += records.fetched_bytes
-        assert first is not None
-        raise first
+        if failure is None:
+            assert ours is not None
+            raise ours
+        if progress.damage is not None:
+            then = "do not use the weights until a sync succeeds"
+            if self._position is not None:
+                then = f"version {self.version} was loaded since then"
+            advice = f"Something else has also written to {progress.damage.tensor!r} of this worker: {then}"
+            failure.advise(f"{failure.advice}. {advice}" if failure.advice else advice)
+        raise failure from ours
 
     def _find_repairs(self, progress: _Progress) -> VerificationError | None:
         """Recount the local weights; if something else wrote to some, forget their version, and return the error."""
@@ -550,7 +574,11 @@ class Subscriber:
         )
         self._forget()
         self._to_repair, progress.recounted = tuple(sorted({*self._to_repair, *damaged})), state
-        return VerificationError(written_by_another(version, damaged[0]), version=version, tensor=damaged[0])
+        self._damage = None  # a scrub may have found the same
+        kind = SupersededError if was_superseded else VerificationError
+        message = written_by_another(version, damaged[0], was_superseded)
+        progress.damage = kind(message, version=version, tensor=damaged[0])
+        return progress.damage
 
     def _report(self, progress: _Progress, records: RunReader, asked: int | None) -> SyncReport:
         assert self._position is not None
@@ -597,7 +625,10 @@ class Subscriber:
                 if state is None or state.layout.id != layout.id:
                     state = attach(source, layout, self.slices, self.widen)
                 self._attach(state, records, progress)
-        if self._go_back(goal, progress):
+        if (depth := self._undo_depth(goal)) is not None:
+            if damage := self._find_repairs(progress):  # an undo log is for the weights of its version, and no others
+                raise damage
+            self._go_back(depth, progress)
             return
         with progress.timed("fetch"):
             path = self._find_path(goal, records, progress)
@@ -840,13 +871,14 @@ class Subscriber:
                 spool.keep_only(anchor)
         progress.path.append("anchor")
 
-    def _go_back(self, goal: Manifest, progress: _Progress) -> bool:
-        """Undo syncs back to a version, in one commit, if one of the kept undo logs began there."""
-        depth = next(
-            (n for n, (position, _, _) in enumerate(reversed(self._undo), 1) if position == Position.of(goal)), None
-        )
-        if self._state is None or depth is None:
-            return False
+    def _undo_depth(self, goal: Manifest) -> int | None:
+        """Return how many syncs to undo to be at a version; None if none of the kept undo logs began there."""
+        began = (position for position, _, _ in reversed(self._undo))
+        return next((n for n, position in enumerate(began, 1) if position == Position.of(goal)), None)
+
+    def _go_back(self, depth: int, progress: _Progress) -> None:
+        """Undo syncs, in one commit."""
+        assert self._state is not None
         self._ask(progress)
         taken = [self._undo[-1 - n] for n in range(depth)]
         with progress.timed("apply"):
@@ -859,13 +891,13 @@ class Subscriber:
                         self._position, self._step = position, step
         progress.changed += sum(back.changed for _, _, back in taken)
         progress.path.append("undo")
-        return True
 
     def roll_back(self) -> int | None:
         """Undo the last sync that wrote, from memory, without the store. Return the version, None without an undo log.
 
         Raises:
-            VerificationError: the undo failed, and the weights are as they were before the call.
+            VerificationError: something else has written to the weights, so that nothing was undone; or the undo
+            failed, and the weights are as they were before the call.
         """
         undone = self.undo_last()
         return undone.version if undone else None
@@ -875,8 +907,10 @@ class Subscriber:
         with self._working():
             if self._state is None or not self._undo:
                 return None
-            if self._state.superseded and self._find_repairs(_Progress()):
-                return None  # the undo log is for other weights
+            if damage := self._find_repairs(_Progress()):  # the undo log is for other weights
+                if isinstance(damage, SupersededError):
+                    return None
+                raise damage
             before = self.version
             position, step, back = self._undo.pop()
             began = time.perf_counter()
@@ -951,10 +985,11 @@ class Subscriber:
     def verify(self, source: Any | None = None) -> str:
         """Recount the digest of all live weights and return it; check that they are the local version, bit for bit.
 
-        It waits for a sync that is running; `confirm` must not call it.
+        It waits for a sync that is running in another thread.
 
         Raises:
-            VerificationError: something else wrote to them, or these are not the tensors that were synced.
+            StateError: `confirm`, or a handler that has interrupted a sync, calls it. VerificationError: something else
+            wrote to them, or these are not the tensors that were synced.
         """
         with self._working():
             return self._verify(source)
@@ -977,7 +1012,7 @@ class Subscriber:
         if actual != expected:
             tiles, now = self._state.layout.tiles, self._state.sums
             first = next(tiles[n].tensor.name for n in sorted(now) if now[n] != before[n])
-            self._damage = written_by_another(version, first)
+            self._damage = written_by_another(version, first, self._state.superseded)
             self._check_scrub(expected, actual)
         return actual
 
@@ -990,9 +1025,11 @@ class Subscriber:
         def work() -> None:
             while not stop.wait(every_s):
                 state, version, began = self._state, self.version, time.perf_counter()
-                if state is None:
+                if state is None or state.superseded:  # then the next sync counts
                     continue
                 tile = state.find_damage()
+                if state is not self._state or state.superseded:  # a sync has loaded other weights meanwhile
+                    continue
                 if version is not None:
                     self.events.recounted(version, tile is None, began)
                 if tile is not None:
@@ -1027,8 +1064,13 @@ def _reason(error: Exception) -> str:
     return error.reason if isinstance(error, PulseError) else str(error)
 
 
-def written_by_another(version: int | None, tensor: str) -> str:
+def written_by_another(version: int | None, tensor: str, by_subscriber: bool = False) -> str:
     """Return the message about weights that are not those of their version, and what to do."""
+    if by_subscriber:
+        return (
+            f"another Subscriber of this process has written to {tensor!r}, so these weights are not version {version} "
+            "any more; the next sync loads all of them again. Sync the tensors of a model with one Subscriber"
+        )
     return (
         f"the weights in memory are not version {version}: something else has written to {tensor!r}. Stop using the "
         "weights, and doubt what they generated since they were last verified. sync(model, verify=True) loads them "

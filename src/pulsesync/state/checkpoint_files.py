@@ -373,12 +373,15 @@ class TensorFolder:
 
     @property
     def in_place(self) -> bool:
-        """Whether the files under these names are still the ones that are mapped, and have not been replaced."""
+        """Whether the files under these names are the ones that are mapped, with the right sizes and headers."""
         try:
             found = [(self.folder / shard.name).stat() for shard in self.plan.shards]
         except OSError:
             return False
-        return all(os.path.samestat(*pair) for pair in zip(found, self._opened, strict=True))
+        return all(
+            os.path.samestat(now, then) and now.st_size == shard.size and mapped[: len(shard.head)] == shard.head
+            for now, then, (shard, mapped) in zip(found, self._opened, self._maps, strict=True)
+        )
 
     def copy_from(self, other: "TensorFolder") -> None:
         """Copy all weights from a folder of the same plan."""

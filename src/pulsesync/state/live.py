@@ -9,6 +9,7 @@ until all of the anchor is checked.
 `device.state` on a GPU.
 """
 
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -17,7 +18,8 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from heapq import merge
+from itertools import chain, pairwise
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from pulsesync.core import digest
@@ -281,7 +283,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         mine, had_another = self._memory(), False
         with _CLAIMING:
             for other in _CLAIMED:
-                if other is not self and not mine.isdisjoint(other._memory()):
+                if other is not self and _overlap(mine, other._memory()):
                     with other.lock:
                         had_another |= not other.superseded
                         other.superseded = True
@@ -297,10 +299,10 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
                 "again, and sync the tensors of a model with one Subscriber"
             )
 
-    def _memory(self) -> set[int]:
-        """Where the tensors with weights begin."""
-        spans = map(self.span, self.flats.values())
-        return {begin for begin, end in spans if begin < end}
+    def _memory(self) -> list[tuple[int, int]]:
+        """The addresses of all weights, sorted."""
+        everything = chain(self.flats.values(), *self.copies.values())
+        return sorted((begin, end) for begin, end in map(self.span, everything) if begin < end)
 
     @cached_property
     def tiles(self) -> Mapping[int, Tile]:
@@ -693,6 +695,25 @@ AnyState: TypeAlias = LiveState[Any, Any, Any]  # in host memory or on a GPU
 AnyTransition: TypeAlias = Transition[Any, Any]
 _CLAIMED: weakref.WeakSet[AnyState] = weakref.WeakSet()
 _CLAIMING = threading.Lock()
+
+
+def _overlap(some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+    """Whether two sorted lists of addresses have one in common. Those of one list are apart."""
+    end = 0  # of what comes before, in either list
+    for begin, this_end in merge(some, others):
+        if begin < end:
+            return True
+        end = this_end
+    return False
+
+
+def _forget_claims() -> None:
+    """In a forked process: its parent's states are not its own, and their locks may stay locked for ever."""
+    global _CLAIMED, _CLAIMING
+    _CLAIMED, _CLAIMING = weakref.WeakSet(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_claims)
 
 
 class Snapshot:
