@@ -30,6 +30,30 @@ def test_a_token_file_that_is_empty_or_not_there_is_a_usage_error(tmp_path: Path
         assert pulse("relay", FAR, "--upstream-token-file", tmp_path / name).refused(2, saying)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "saying"),
+    [
+        (("log", FAR, "--token=s3cret"), "Unknown option: --token"),
+        (("log", FAR, "--api_key2=s3cret"), "Unknown option: --api_key2"),
+        (("serve", ".", "--token-file", "s3cret"), "cannot read a token"),
+        (("relay", FAR, "--upstream-token-file", "s3cret"), "cannot read a token"),
+    ],
+)
+def test_a_token_in_a_wrong_place_is_not_repeated(arguments: tuple[str, ...], saying: str) -> None:
+    done = pulse(*arguments)
+    assert done.refused(2, saying)
+    assert "s3cret" not in done.err
+
+
+def test_a_relay_has_the_token_of_its_upstream_from_the_environment_of_all_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PULSE_SEND_TOKENS", f"{FAR}=s3cret")
+    assert pulse("relay", FAR).refused(2, "--without-token")
+    monkeypatch.setenv("PULSE_SEND_TOKENS", f"{FAR}=s3cret, http://a=b")
+    assert pulse("relay", FAR).refused(2, "no commas")
+
+
 def test_an_empty_token_does_not_matter_where_none_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PULSE_TOKEN", "")
     monkeypatch.setenv("PULSE_SEND_TOKENS", "")

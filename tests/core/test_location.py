@@ -128,7 +128,7 @@ def test_a_path_may_be_relative_or_of_the_home_folder(tmp_path: Path, monkeypatc
         ("C:\\run", r"C:\\run is a path of Windows"),
         ("c:/run", "is a path of Windows"),
         ("\\\\host\\share", "is a path of Windows"),
-        ("~someone/run", r"~/NAME for a folder in your home, \./~someone/run"),
+        ("~someone/run", r"~/NAME for a folder in your home, and its absolute path"),
         ("", "must not be empty; write . for the current folder"),
         ("run\n", "must not contain control characters"),
         ("run\ud800", "names of files can have"),

@@ -1,6 +1,7 @@
 """What `pulse follow` makes of an engine's server that answers wrongly, without end, or points elsewhere."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from pulsesync.integrations.engine.server import EngineServer, ServerFollower
 from pulsesync.integrations.sglang import LOADER, SglangServer
 from pulsesync.integrations.vllm import VllmServer
 from pulsesync.store import open_store
+from pulsesync.store.http import HttpStore
 
 STATUS: dict[str, Any] = {"location": None, "version": None, "update": None, "failure": None, "broken": None}
 STATUS |= {"ranks_agree": True}
@@ -92,7 +94,7 @@ MALFORMED = [
     b'{"results": {}}',
     b'{"results": []}',
     b'{"results": [7]}',
-    *(whole({**STATUS, name: value}) for name, value in [("version", "7"), ("version", True), ("version", 1 << 70)]),
+    *(whole({**STATUS, "version": value}) for value in ("7", True, 1 << 70, -1)),
     *(whole({name: value for name, value in STATUS.items() if name != missing}) for missing in ("location", "broken")),
     b'{"error": {"type": "StateError"}}',
     b'{"message": "{\\"error\\": 7}", "tp_size": "x", "custom_weight_loader": 7}',
@@ -190,6 +192,49 @@ def test_what_a_server_says_of_an_error_is_shown_on_one_line(tmp_path: Path) -> 
             VllmServer(asked.url).status()
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 700
+
+
+REPORT: dict[str, Any] = {"version": 0, "step": 0, "from_version": None, "path": ["anchor"], "changed": 64}
+REPORT |= {"fetched_bytes": 9, "seconds": 0.1, "pause_s": 0.1, "digest": "a", "mode": "in place", "ranks": 1}
+REPORT |= {"repaired": []}
+
+
+def test_texts_of_a_report_are_lines_that_a_terminal_shows(run: str) -> None:
+    texts = {"digest": "\ud800\nserves version 9", "path": ["\x1b[2J"], "mode": "\x1b]0;x\x07"}
+    with answering(lambda path: (200, whole({**STATUS, **REPORT, **texts}), {})) as asked:
+        report = VllmServer(asked.url).update(run, 0)
+    for text in (report.digest, *report.path, report.mode):
+        assert text.isprintable()
+        text.encode()
+
+
+def test_a_server_that_answers_for_another_version_was_not_updated(run: str) -> None:
+    with answering(lambda path: (200, whole({**STATUS, **REPORT}), {})) as asked:
+        with pytest.raises(StoreError, match="is at version 0 after an update to version 1") as caught:
+            VllmServer(asked.url).update(run, 1)
+        assert caught.value.retryable
+        assert VllmServer(asked.url).update(run, "latest").version == 0
+
+
+def test_what_comes_in_place_of_a_status_line_is_shown_on_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for _ in range(2):  # a store and an engine
+                connection = listener.accept()[0]
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(b"\x1b[2J" + b"A" * 30_000 + b"\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        for ask in (lambda: HttpStore(url).get("head"), lambda: VllmServer(url).status()):
+            with pytest.raises(StoreError, match="AAA") as caught:
+                ask()
+            assert str(caught.value).isprintable()
+            assert len(str(caught.value)) < 1000
+        thread.join(10)
 
 
 def test_requests_that_change_something_are_sent_once_and_keep_no_connection() -> None:

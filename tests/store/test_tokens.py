@@ -46,7 +46,7 @@ def test_a_run_behind_a_token_is_read_by_its_location_with_an_argument_and_with_
         url = f"{place.url}/run"
         with pytest.raises(StoreError) as caught:
             Subscriber(url).sync({"w": np.zeros(64, np.float32)})
-        assert f"requires a token (401): pass token=, or set PULSE_SEND_TOKENS={place.url}=TOKEN" in str(caught.value)
+        assert f"or open_store, or set PULSE_SEND_TOKENS={place.url}=TOKEN" in str(caught.value)
         for token in ("s3cret", "s3cret\n"):
             with Subscriber(url, token=token) as subscriber:
                 copy = {"w": np.zeros(64, np.float32)}

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from pulsesync.core.text import printable
 from pulsesync.errors import PulseError
 
 HELP = """Usage: pulse COMMAND
@@ -153,7 +154,7 @@ def _fail(error: PulseError) -> int:
     """Print what went wrong, in one line, and return the exit code for it."""
     from pulsesync.cli.options import NothingThereError, UsageError
 
-    print(f"pulse: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"pulse: {printable(str(error), 1 << 14)}", file=sys.stderr)
     return 2 if isinstance(error, UsageError) else 3 if isinstance(error, NothingThereError) else 1
 
 

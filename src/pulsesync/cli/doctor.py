@@ -18,6 +18,7 @@ from typing import Any
 from pulsesync.cli.options import Flag, Json, Trust, UsageError, open_place, read_trust, size
 from pulsesync.cli.progress import hide, show_progress
 from pulsesync.core import headroom
+from pulsesync.core.text import one_line
 from pulsesync.core.version import __version__
 from pulsesync.errors import PulseError
 from pulsesync.maintain.doctor import Finding, check_location
@@ -120,15 +121,10 @@ def _print(finding: Finding, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"event": "check", **asdict(finding)}), flush=True)
         return
-    print(f"{finding.status:8}{finding.check:18}{_line(finding.found)}")
+    print(f"{finding.status:8}{finding.check:18}{one_line(finding.found)}")
     if finding.advice is not None:
-        print(f"{'':26}{_line(finding.advice)}")
+        print(f"{'':26}{one_line(finding.advice)}")
     sys.stdout.flush()
-
-
-def _line(text: str) -> str:
-    """Text of a store or a package on one line, without what a terminal would interpret."""
-    return "".join(c if c.isprintable() else " " for c in text)
 
 
 # This machine

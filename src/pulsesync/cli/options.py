@@ -13,6 +13,7 @@ from cyclopts.validators import Number
 
 from pulsesync import metrics
 from pulsesync.cli import progress
+from pulsesync.core.text import without_controls
 from pulsesync.errors import FormatError, NotFoundError, PulseError
 from pulsesync.format.json_reader import load_json
 from pulsesync.format.signature import Delegation, SigningKey, trusted_for_pointers
@@ -66,7 +67,8 @@ def read_token(file: Path | None = None, variable: str = "PULSE_TOKEN") -> str |
         try:
             token, where = file.read_text(encoding="ascii"), str(file)
         except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"cannot read a token from {file}: {e}") from e
+            why = e.strerror if isinstance(e, OSError) else "it is not ASCII"
+            raise UsageError(f"cannot read a token from the file that was given for it: {why}") from e
     if token is not None and not token.strip():
         raise UsageError(f"the token in {where} is empty: give one, or remove it to run without authentication")
     return token if token is None else token.strip()
@@ -146,7 +148,7 @@ class Printer:
 
     def tell(self, event: str, text: str, **facts: Any) -> None:
         progress.hide()
-        print(json.dumps({"event": event, **facts}) if self.as_json else text, flush=True)
+        print(json.dumps({"event": event, **facts}) if self.as_json else without_controls(text), flush=True)
 
     def note(self, event: str, text: str, **facts: Any) -> None:
         """Print something that is not a result: sentences for people go to stderr."""
@@ -154,7 +156,7 @@ class Printer:
             self.tell(event, text, **facts)
         else:
             progress.hide()
-            print(f"pulse: {text}", file=sys.stderr, flush=True)
+            print(f"pulse: {without_controls(text)}", file=sys.stderr, flush=True)
 
     def table(self, rows: Iterable[Mapping[str, Any]]) -> None:
         rows = list(rows)

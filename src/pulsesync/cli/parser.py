@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from cyclopts import UNSET, App, ArgumentCollection, CycloptsError, MissingArgumentError, UnusedCliTokensError
+from cyclopts import (
+    UNSET,
+    App,
+    ArgumentCollection,
+    CycloptsError,
+    MissingArgumentError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 import pulsesync
 from pulsesync.cli import COMMANDS
@@ -47,7 +55,11 @@ def _explained(error: CycloptsError) -> str:
         return f"{command} needs {name}, which was not given; {command} --help describes it"
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         return f"{command} does not take {redacted(error.unused_tokens[0])!r}; {command} --help lists what it takes"
-    return f"{str(error).strip()} pulse --help lists the commands, {command} --help its options"
+    text = str(error).strip()
+    if isinstance(error, UnknownOptionError):
+        _, sign, value = (error.token.keyword or error.token.value).partition("=")
+        text = text.replace(sign + value, sign and "=…")  # it may be a secret
+    return f"{text} pulse --help lists the commands, {command} --help its options"
 
 
 def _check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:

@@ -67,10 +67,11 @@ def point(
         PulseError: the run cannot be read, or the pointer cannot be moved.
     """
     store, printer, signing_key, trusted = open_place(run), Printer(as_json), read_key(key), read_trust(trust)
+    own = frozenset({signing_key.public}) if signing_key else frozenset[str]()
+    if trusted is None and own.isdisjoint(read_trust(trust_pointers, "--trust-pointers") or ()):
+        trusted = own or None
     given = read_movers(trust_pointers, trusted)
-    movers = (given or frozenset()) | ({signing_key.public} if signing_key else frozenset())
-    if trusted is None and signing_key:
-        trusted = frozenset({signing_key.public})
+    movers = (given or frozenset()) | own
     records = RunReader(store, trusted, trust_pointers=movers)
     if records.newest() is None:
         raise NothingThereError(no_run(run))

@@ -12,6 +12,7 @@ from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import NotFoundError
 from pulsesync.store import LocalStore, Store, open_store
 from pulsesync.store.http import HttpStore
+from pulsesync.store.tokens import find_token
 
 _SIZE = re.compile(r"(\d{1,15})\s?([KMGT]?)(i?)B?", re.ASCII | re.IGNORECASE)
 
@@ -95,7 +96,7 @@ def relay(
             What was not used for longest is removed first.
         cafile: Certificates to trust upstream, instead of the system's.
         upstream_token_file: File with the token that the relay itself sends upstream; if not given, the token of
-            PULSE_UPSTREAM_TOKEN.
+            PULSE_UPSTREAM_TOKEN, or that of PULSE_SEND_TOKENS for the upstream.
         upstream_token_in_clear: Permit that the relay sends its token to another machine without https.
         host: The address to listen on; 0.0.0.0 for all addresses of this machine.
         port: The port to listen on; 0 for any free port.
@@ -119,6 +120,8 @@ def relay(
     except ValueError as e:
         raise UsageError(str(e)) from e
     is_http = at.scheme in ("http", "https")
+    if is_http and upstream_token is None:
+        upstream_token = _find_token(at)
     if not is_http and (upstream_token_file is not None or upstream_token_in_clear):
         raise UsageError(
             f"an upstream token works with an http:// or https:// upstream only; got {upstream}: leave the token out"
@@ -171,6 +174,13 @@ def _open(upstream: ParsedLocation, token: str | None, cafile: Path | None, toke
     return HttpStore(
         upstream, token, timeout_s=10, cafile=None if cafile is None else str(cafile), token_in_clear=token_in_clear
     )
+
+
+def _find_token(at: ParsedLocation) -> str | None:
+    try:
+        return find_token(at)
+    except ValueError as e:
+        raise UsageError(str(e)) from e
 
 
 def _default_cache() -> Path:

@@ -74,7 +74,8 @@ class ParsedLocation:
                 raise ValueError(
                     "file:// must not contain '%', '?', '#' or '\\'; give the path itself, without file://"
                 )
-            return cls(scheme, path=parse_path(rest), text=text)
+            path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+            return cls(scheme, path=parse_path(path), text=text)
         _check_characters(rest, text)
         authority, *segments = rest.rstrip("/").split("/")
         if scheme in _PORTS:
@@ -178,7 +179,8 @@ def parse_path(text: str) -> Path:
     if "://" in text:
         raise ValueError(f"a path of this machine is needed here; got {redacted(text)}")
     if mistyped := _MISTYPED.match(text):
-        scheme, rest = mistyped[1].lower(), text[mistyped.end() :].lstrip("/")
+        scheme, rest = mistyped[1].lower(), text[mistyped.end() :]
+        rest = rest if scheme == "file" else rest.lstrip("/")
         raise ValueError(
             f"{redacted(text)} is no path and no URL: write {redacted(f'{scheme}://{rest}')}, or ./{redacted(text)} "
             "for a folder of that name"
@@ -187,7 +189,9 @@ def parse_path(text: str) -> Path:
         raise ValueError(f"{text} is a path of Windows, where pulsesync does not run; give a path of this machine")
     if text.startswith("~"):
         if text != "~" and not text.startswith("~/"):
-            raise ValueError(f"{text} is not a path: write ~/NAME for a folder in your home, ./{text} for one of here")
+            raise ValueError(
+                f"{text} is not a path: write ~/NAME for a folder in your home, and its absolute path for another"
+            )
         return Path(text).expanduser()
     return Path(text)
 

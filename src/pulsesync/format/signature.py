@@ -77,6 +77,8 @@ class SigningKey:
         Raises:
             OSError: the file cannot be read; ValueError: it does not contain a signing key.
         """
+        if _KEY.fullmatch(str(file)):
+            raise ValueError("a file with a signing key is needed here, and this is a key: pass it to SigningKey()")
         with open(file, "rb") as opened:
             text = opened.read(1 << 12).strip()
         if not _KEY.fullmatch(text.decode("ascii", "replace")):

@@ -65,10 +65,10 @@ def move_pointer(
     check_signing_key(signing_key)
     version = whole("version", version, what="the number of a version")
     store = open_store(location)
-    movers = trusted_for_pointers(trust_pointers, trust)
-    allowed = trusted(signing_key.public if trust is None and signing_key else trust)
-    if signing_key is not None:
-        movers |= {signing_key.public}
+    own = frozenset({signing_key.public}) if signing_key else frozenset[str]()
+    if trust is None and own.isdisjoint(trusted(trust_pointers) or ()):
+        trust = own or None
+    movers, allowed = trusted_for_pointers(trust_pointers, trust) | own, trusted(trust)
     records = RunReader(store, allowed, epoch_patches=epoch_patches, trust_pointers=movers)
     goal = _target(records, version, signing_key)
     last = records.pointer(name)

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from pulsesync.core.text import printable
 from pulsesync.errors import ConflictError, FormatError, LimitError, NotFoundError, PulseError, StoreError
-from pulsesync.run.heartbeats import printable
 from pulsesync.run.keys import HEARTBEATS
 from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
 from pulsesync.server.calls import SharedBytes, SharedPlaces, in_thread

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import quote
 
 from pulsesync.core.location import ParsedLocation
+from pulsesync.core.text import printable
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.store.base import (
     MAX_ENTRIES,
@@ -56,6 +57,7 @@ _RANGE = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16}|\*)", re.ASCII)
 _DIGITS = re.compile(r"\d{1,16}", re.ASCII)
 _BUSY = (408, 425, 429)  # these and all 5xx: the request may be repeated
 _NO_HEAD = (405, 501)
+_CAUSE_CHARACTERS = 500  # of a text that the server may have written
 _MAX_SIZES = 1024  # sizes of objects that are kept in memory, and reports that were not sent yet
 _MAX_UNSTATED = 1 << 30  # bytes of an answer that does not state its length, if the request has no end
 _MAX_WHOLE = 1 << 36  # bytes of an answer that states its length, if the request has no end
@@ -288,7 +290,7 @@ class HttpStore(ReadOnlyStore):
                 key=key,
             ) from e
         except (OSError, http.client.HTTPException) as e:
-            cause = str(e) or type(e).__name__
+            cause = printable(str(e), _CAUSE_CHARACTERS) or type(e).__name__
             verb = "send {} to" if body is not None else "read {} from"
             error = StoreError(f"cannot {verb.format(key)} {self.url}: {cause}", key=key, retryable=True)
             raise error.advise(unreachable(self.url)) from e
@@ -313,6 +315,12 @@ class HttpStore(ReadOnlyStore):
             raise ConflictError(
                 f"{self.url} keeps {key} for another process, which sent it less than a minute ago: give each worker a "
                 "name of its own",
+                key=key,
+            )
+        if 300 <= status < 400:
+            raise StoreError(
+                f"{self.url} answers {status} for {key}, which points to another address, and redirects are not "
+                "followed: give the address of the server itself",
                 key=key,
             )
         if status not in (200, 206, 416):

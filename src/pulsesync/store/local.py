@@ -258,7 +258,8 @@ class ServedFolder(ReadOnlyStore, LocalStore):
         if outside not in self._warned and len(self._warned) < _MAX_WARNED:
             self._warned.add(outside)
             logger.warning(
-                "Not served: %s is a link to %s, outside of %s. Serve a folder that contains both, or copy the files.",
+                "Not read: %s is a link to %s, outside of %s. Serve or allow a folder that contains both, or copy the "
+                "files.",
                 outside,
                 os.path.realpath(outside),
                 ", ".join(map(str, self._within or [self.folder])),

@@ -29,10 +29,10 @@ def find_token(at: ParsedLocation) -> str | None:
                 f"{SEND_TOKENS} must be ORIGIN=TOKEN, such as https://host:8765=TOKEN, with spaces between several; "
                 f"entry {number} is not"
             )
-        if "://" in token:  # the tokens of all servers would be sent to the first
+        if "://" in token or token.endswith(","):  # the tokens of all servers would be sent to the first
             raise ValueError(
                 f"{SEND_TOKENS} must have spaces or newlines between its entries, and no commas; entry {number} has "
-                "the address of another server in its token"
+                "a comma at its end, or the address of another server in its token"
             )
         if tokens.setdefault(origin, token) != token:
             raise ValueError(f"{SEND_TOKENS} has two tokens for {origin}; leave one of them out")
@@ -46,7 +46,7 @@ def may_send_in_clear() -> bool:
 
 def advise_token(at: ParsedLocation) -> str:
     """Return how to send a token to a server, for an error."""
-    text = f"pass token=, or set {SEND_TOKENS}={at.origin}=TOKEN (PULSE_UPSTREAM_TOKEN for the upstream of a relay)"
+    text = f"pass token= to Subscriber or open_store, or set {SEND_TOKENS}={at.origin}=TOKEN"
     if "PULSE_TOKEN" in os.environ:
         text += "; PULSE_TOKEN is not sent: it is what the readers of pulse serve and pulse relay must send"
     return text

@@ -48,7 +48,7 @@ class DeltaImporter:
         spool: str | Path | None = None,
     ) -> None:
         self.folder = arguments.folder("folder", folder)
-        self.base = Path(base) if base is not None else None
+        self.base = None if base is None else arguments.folder("base", base)
         self._key = check_signing_key(signing_key)
         self._spool = None if spool is None else arguments.folder("spool", spool)
         self._trust = None if signing_key is None else {signing_key.public}  # of what the run has already

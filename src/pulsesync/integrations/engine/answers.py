@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any, TypeAlias
 
+from pulsesync.core.text import one_line, printable
 from pulsesync.errors import StoreError
-from pulsesync.run.heartbeats import printable
 
 Fields: TypeAlias = Mapping[str, tuple[type, ...]]  # of an answer, by name: the types that each may have
 
@@ -46,12 +46,22 @@ _SHOWN = 80  # characters of an unexpected value, in the error
 
 
 def parse_answer(data: bytes) -> dict[str, Any]:
-    """Parse the body of an answer; what is not a JSON object becomes its `detail`."""
+    """Parse the body of an answer, with texts of one line; what is not a JSON object becomes its `detail`."""
     try:
-        answer = json.loads(data or b"{}")
+        answer = json.loads(data or b"{}", object_hook=_with_one_line_texts)
     except (ValueError, RecursionError):
         answer = data[:500].decode(errors="replace")
     return answer if isinstance(answer, dict) else {"detail": answer}
+
+
+def _with_one_line_texts(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: _one_line(value) for name, value in table.items()}
+
+
+def _one_line(value: Any) -> Any:
+    if isinstance(value, list):
+        return [one_line(one) if isinstance(one, str) else one for one in value]
+    return one_line(value) if isinstance(value, str) else value
 
 
 def check_fields(answer: Any, fields: Fields) -> dict[str, Any]:
@@ -96,4 +106,4 @@ def _is_one(value: Any, types: tuple[type, ...]) -> bool:
         return len(value) <= _MAX_TEXT
     if isinstance(value, list):
         return all(isinstance(one, str) and len(one) <= _MAX_TEXT for one in value)
-    return not isinstance(value, int | float) or abs(value) < _MAX_NUMBER  # also false for NaN
+    return not isinstance(value, int | float) or 0 <= value < _MAX_NUMBER  # also false for NaN

@@ -107,8 +107,11 @@ class EngineLimits:
             allowed = None if runs is None else tuple(map(ParsedLocation.parse, runs))
         except ValueError as e:
             raise ValueError(f"{prefix}_RUNS: {e}") from e
-        trusted(keys)
-        trusted_for_pointers(movers, keys)
+        try:
+            trusted(keys)
+            trusted_for_pointers(movers, keys)
+        except ValueError as e:
+            raise ValueError(f"{prefix}_TRUST, {prefix}_TRUST_POINTERS: {e}") from e
         return cls(allowed, keys, read_variable(f"{prefix}_CACHE"), f"{prefix}_RUNS", movers)
 
     def applied(self, options: RunOptions) -> RunOptions:

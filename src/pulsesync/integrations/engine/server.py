@@ -10,12 +10,13 @@ from typing import Any
 
 from pulsesync.core.arguments import number, one_of
 from pulsesync.core.location import ParsedLocation, without_credentials
+from pulsesync.core.text import printable
 from pulsesync.errors import NothingPublishedError, PulseError, StoreError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.integrations.engine.answers import has_error, parse_answer
 from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport, raise_error
-from pulsesync.run.heartbeats import HeartbeatWriter, printable
+from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
 from pulsesync.run.reporting import SyncEvents
@@ -111,7 +112,15 @@ class EngineServer(ABC):
         with events.noting_failure():
             while True:
                 try:
-                    return events.updated(self._update(options, version, kv_cache))
+                    report = self._update(options, version, kv_cache)
+                    if isinstance(version, int) and report.version != version:
+                        raise StoreError(
+                            f"the {self.engine} server at {self.url} answers that it is at version {report.version} "
+                            f"after an update to version {version}: check that nothing else updates it, and that it "
+                            "is not behind a proxy that answers from a cache",
+                            retryable=True,
+                        )
+                    return events.updated(report)
                 except NothingPublishedError:
                     if time.monotonic() >= until:
                         raise
@@ -143,7 +152,7 @@ class EngineServer(ABC):
                 return response.status, parse_answer(content)
         except (OSError, http.client.HTTPException) as e:  # no connection, or it ended
             self._forget()
-            cause = str(e) or type(e).__name__
+            cause = printable(str(e), _REASON_CHARACTERS) or type(e).__name__
             raise StoreError(f"the {self.engine} server at {self.url} does not answer: {cause}", retryable=True) from e
 
     @contextmanager
