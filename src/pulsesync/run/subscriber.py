@@ -545,11 +545,11 @@ class Subscriber:
         if failure is None:
             assert ours is not None
             raise ours
-        if progress.damage is not None:
+        if self._to_repair:
             then = "do not use the weights until a sync succeeds"
             if self._position is not None:
                 then = f"version {self.version} was loaded since then"
-            advice = f"Something else has also written to {progress.damage.tensor!r} of this worker: {then}"
+            advice = f"Something else has also written to {self._to_repair[0]!r} of this worker: {then}"
             failure.advise(f"{failure.advice}. {advice}" if failure.advice else advice)
         raise failure from ours
 
