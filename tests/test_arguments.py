@@ -26,7 +26,7 @@ KEY = pulse.SigningKey("11" * 32)
 COUNTS = ["3", 1.5, -1, True]
 SECONDS = ["3", None, -1.0, math.nan]
 FOLDERS = [3, b"folder", ""]
-KEYS = ["trainer.pub", b"11" * 32, [], ["ab" * 31], 3, {"key": 3}]
+KEYS = ["trainer.pub", b"11" * 32, [], ["ab" * 31], 3, {"key": 3}, KEY]
 
 WRONG: dict[str, list[Any]] = {
     "location": [None, 3, b"run"],

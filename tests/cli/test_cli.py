@@ -326,5 +326,8 @@ def test_a_checkpoint_that_does_not_continue_the_run_needs_resume(tmp_path: Path
     run = tmp_path / "run"
     assert commands.pulse("publish", tmp_path / "first", run).code == 0
     other = ["publish", tmp_path / "other", run]
-    assert commands.pulse(*other).refused(1, "pass resume=True (pulse publish: --resume)")
-    assert commands.pulse(*other, "--resume").code == 0
+    assert commands.pulse(*other, "--step", 0).refused(1, "pass resume=True (pulse publish: --resume)")
+    assert commands.pulse(*other, "--step", 0, "--resume").code == 0
+    for step, name in enumerate(("first", "other"), 1):  # as a nightly job does, which gives no step
+        (event,) = commands.pulse("publish", tmp_path / name, run, "--json").events
+        assert (event["version"], event["step"]) == (step + 1, step)

@@ -44,7 +44,7 @@ def test_a_failing_check_is_exit_code_1_and_says_what_to_do(tmp_path: Path, monk
     monkeypatch.setattr(LocalStore, "put", refuse)
     done = pulse("doctor", tmp_path / "run")
     assert done.code == 1
-    assert "fail    write             cannot write:  [31mread-only file system\n" in done.out
+    assert "fail    write             cannot write: \N{REPLACEMENT CHARACTER}[31mread-only file system\n" in done.out
     assert "check with --read-only" in done.out
     assert pulse("doctor", tmp_path / "run", "--read-only").code == 0
 

@@ -121,7 +121,7 @@ def test_one_damaged_part_is_one_fault_however_many_versions_need_it(run: Path) 
     assert first.startswith("manifests/0000000000000040: ")
     assert "Restore what is bad" in advice
     assert re.search(
-        r": 1 bad, and \d+ that could not be checked, because a record before them is bad$", done.out.strip()
+        r": 1 bad, and \d+ that could not be checked, because something that they need is bad$", done.out.strip()
     )
 
 

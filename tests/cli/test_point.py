@@ -127,6 +127,8 @@ def test_an_operators_own_key_moves_pointers_and_every_command_takes_it_as_such(
     assert pulse("point", run, "--trust", f"{own},{trust[1]}", "--trust-pointers", own).refused(
         2, "is in both --trust and --trust-pointers"
     )
+    assert pulse("point", run, "--key", trainer, "--trust-pointers", own).code == 0
+    assert pulse("point", run, "stable", 2, "--key", trainer, "--trust-pointers", own).code == 0
     assert pulse("point", run, *trust, "--trust-pointers", "x").refused(2, "--trust-pointers must be a public key")
 
 

@@ -119,12 +119,18 @@ def test_a_path_may_be_relative_or_of_the_home_folder(tmp_path: Path, monkeypatc
     assert parse(os.fspath(tmp_path) + "/50%").path == tmp_path / "50%"
 
 
+def test_a_file_of_this_machine_may_be_named_as_other_programs_write_it() -> None:
+    assert parse("file://localhost/a/run").path == parse("file:///a/run").path == Path("/a/run")
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
         ("s3:/b/run", r"s3:/b/run is no path and no URL: write s3://b/run, or \./s3:/b/run for a folder"),
         ("S3:b/run", "write s3://b/run"),
         ("https:/host/run", "write https://host/run"),
+        ("file:/a/run", "write file:///a/run"),
+        ("localhost:8765/run", r"write http://localhost:8765/run, or \./localhost:8765/run"),
         ("C:\\run", r"C:\\run is a path of Windows"),
         ("c:/run", "is a path of Windows"),
         ("\\\\host\\share", "is a path of Windows"),

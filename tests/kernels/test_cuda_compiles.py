@@ -174,7 +174,7 @@ def test_tensor_cores_find_the_bytes_of_a_recount_in_the_threads_that_have_them(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_kernel_compiles_to_machine_code(share: int, tmp_path: Path) -> None:
-    """In shares of some 20 s: pytest ends a test that takes 150 s, as one did beside other work."""
+    """In shares of some 20 s: pytest ends a test that takes 150 s, as one did on a busy machine."""
     assert run("assemble", str(share), tmp_path) == len(range(share, 99, SHARES))
 
 

@@ -151,7 +151,7 @@ def test_a_cast_is_named_as_the_format_or_a_framework_names_it(wanted: str) -> N
 
 @pytest.mark.parametrize(
     ("dtype", "cast"),
-    [(np.float16, "BF16"), (ml_dtypes.bfloat16, "F16"), (np.float64, "BF16"), (np.float16, "F8_E5M2")],
+    [(np.float16, "BF16"), (ml_dtypes.bfloat16, "F16"), (np.float16, "F8_E5M2")],
 )
 def test_a_cast_that_would_not_happen_is_refused(dtype: Any, cast: str) -> None:
     store, weights = MemoryStore(), {"ids": np.zeros(3, np.int32), "w": np.ones(4, dtype)}
@@ -164,8 +164,33 @@ def test_a_cast_that_would_not_happen_is_refused(dtype: Any, cast: str) -> None:
     assert versions(store) == []
     with Publisher(store, cast={"w": "", "*": cast}) as pub:  # as the error says
         pub.publish(weights)
-    with Publisher(MemoryStore(), cast={np.float16: "F16", np.float64: ""}.get(dtype, "BF16")) as pub:
+    with Publisher(MemoryStore(), cast="F16" if dtype is np.float16 else "BF16") as pub:
         pub.publish(weights)
+
+
+def test_tensors_of_64_bits_are_published_as_they_are_whatever_the_cast() -> None:
+    store = MemoryStore()
+    with Publisher(store, cast="BF16") as pub:  # as 0.1.0 does: buffers such as inv_freq
+        pub.publish({"inv_freq": np.ones(4), "w": np.ones(4, np.float32)})
+    with Subscriber(store) as sub:
+        sub.sync({"inv_freq": np.zeros(4), "w": np.zeros(4, ml_dtypes.bfloat16)})
+
+
+def test_weights_that_differ_from_the_last_version_are_logged_though_their_step_is_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = MemoryStore()
+    for step in (0, 1):
+        with Publisher(store) as pub:
+            assert "differ from version" not in caplog.text
+            pub.publish({"w": np.random.default_rng(step).standard_normal(100).astype(np.float16)}, step=step)
+    assert "100 of 100 weights differ from version 0, the last one of the run at" in caplog.text
+
+
+@pytest.mark.parametrize("pieces", [2, np.int64(2), (3, 6), np.array([3, 6])], ids=repr)
+def test_a_grid_may_have_numbers_of_numpy(pieces: Any) -> None:
+    with Publisher(MemoryStore(), grid={"w": (pieces, 1)}, min_tile=1) as pub:
+        pub.publish({"w": np.ones((8, 8), np.float16)})
 
 
 @pytest.mark.parametrize(

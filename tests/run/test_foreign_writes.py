@@ -134,7 +134,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parent() -> None:
         thread.start()
         locked.wait(10)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: a fork beside threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: a fork while threads run
             child = os.fork()
         if not child:
             signal.alarm(20)  # ends a child that waits
@@ -236,6 +236,10 @@ def test_a_call_from_confirm_is_an_error_and_waits_for_nothing() -> None:
     held, store = weights(DTYPES[0]), MemoryStore()
     with Publisher(store) as pub:
         pub.publish(held)
-    sub = Subscriber(store, confirm=lambda: sub.verify() and None)
+
+    def confirm() -> None:
+        sub.verify()
+
+    sub = Subscriber(store, confirm=confirm)
     with pytest.raises(StateError, match="in the middle of a sync"):
         sub.sync({name: np.zeros_like(array) for name, array in held.items()})

@@ -8,6 +8,7 @@ from pulsesync.cli.options import Amount, Count, Flag, Json, Key, Printer, open_
 from pulsesync.cli.progress import show_progress
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.publisher import Publisher
+from pulsesync.run.reader import RunReader
 from pulsesync.state.checkpoint_files import open_checkpoint
 
 
@@ -15,7 +16,7 @@ def publish(
     checkpoint: Path,
     run: str,
     *,
-    step: Count = 0,
+    step: Count | None = None,
     resume: bool = False,
     cast: Literal["BF16", "F16", "F8_E4M3", "F8_E5M2"] | None = None,
     codec: CodecName = "auto",
@@ -34,8 +35,8 @@ def publish(
     Args:
         checkpoint: A safetensors file, or a folder as transformers writes it, with one file or several shards.
         run: Where to publish.
-        step: The trainer's step, which logs and reports show.
-        resume: Publish a checkpoint that does not continue the run, too: one whose step is not above that of the last
+        step: The trainer's step, which logs and reports show; if not given, the one after the run's last.
+        resume: Publish a checkpoint that does not continue the run, too: one whose --step is not above that of the last
             version, and of which over half of the weights differ.
         cast: Publish FP32 tensors in this dtype, which should be the dtype that workers use.
         codec: How changes are coded; auto picks the smallest.
@@ -49,12 +50,16 @@ def publish(
         PulseError: the checkpoint cannot be read, or cannot be published.
     """
     opened = open_checkpoint(checkpoint)
+    store, signing_key = open_place(run), read_key(key)
+    if step is None:
+        last = RunReader(store, {signing_key.public} if signing_key else None).newest()
+        step = 0 if last is None else last.step + 1
     publisher = Publisher(
-        open_place(run),
+        store,
         resume=resume,
         codec=codec,
         cast=cast,
-        signing_key=read_key(key),
+        signing_key=signing_key,
         files=opened.files,
         spool=spool,
         anchor_every=anchor_every,

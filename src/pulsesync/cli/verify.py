@@ -77,7 +77,7 @@ def verify_run(run: str, *, trust: str | None, trust_pointers: str | None, as_js
     counts = ", ".join(f"{count} {kind if count == 1 else _PLURALS[kind]}" for kind, count in counted.items())
     text = f"{counts}: " + ("all good" if not bad else f"{bad} bad")
     if blocked:
-        text += f", and {blocked} that could not be checked, because a record before them is bad"
+        text += f", and {blocked} that could not be checked, because something that they need is bad"
     good = counted.total() - bad - blocked
     printer.tell("summary", text, records=counted.total(), bad=bad, blocked=blocked, good=good, **counted)
     if bad and not as_json:

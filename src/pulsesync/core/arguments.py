@@ -5,6 +5,7 @@ A wrong type is a TypeError and a wrong value a ValueError. Numbers of numpy and
 
 import math
 import operator
+import os
 from collections.abc import Collection, Mapping
 from os import PathLike
 from pathlib import Path
@@ -69,10 +70,8 @@ def folder(name: str, value: Any) -> Path:
         raise TypeError(f"{name} must be the path of a folder; got {shown(value)}")
     if value == "":
         raise ValueError(f"{name} must be the path of a folder; got an empty text")
-    if not isinstance(value, str):
-        return Path(value)
     try:
-        return parse_path(value)
+        return parse_path(os.fspath(value))
     except ValueError as e:
         raise ValueError(f"{name} must be the path of a folder: {e}") from e
 

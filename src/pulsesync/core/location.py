@@ -22,6 +22,7 @@ _FORBIDDEN: Final = frozenset("%?#\\")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _SERVER = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?", re.ASCII)
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
+_HOST = re.compile(r"[A-Za-z0-9.-]+:[0-9]{4,5}(/|$)", re.ASCII)
 _MISTYPED = re.compile(rf"({'|'.join(_SCHEMES)}):(?!//)", re.IGNORECASE)
 _IN_SEGMENT = "!$&'()*+,;=:@"  # what `quote` need not encode in a path, by RFC 3986
 
@@ -185,6 +186,8 @@ def parse_path(text: str) -> Path:
             f"{redacted(text)} is no path and no URL: write {redacted(f'{scheme}://{rest}')}, or ./{redacted(text)} "
             "for a folder of that name"
         )
+    if _HOST.match(text):
+        raise ValueError(f"{text} is no path and no URL: write http://{text}, or ./{text} for a folder of that name")
     if _WINDOWS.match(text):
         raise ValueError(f"{text} is a path of Windows, where pulsesync does not run; give a path of this machine")
     if text.startswith("~"):

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 from pulsesync.core import digest
+from pulsesync.core.arguments import is_whole
 from pulsesync.core.types import BLOCK, DTYPES, TensorSpec, Tile
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import versions
@@ -244,14 +245,17 @@ def cut(spec: TensorSpec, grid: Grid, min_tile: int) -> TensorSpec:
     """Cut a tensor as the grid says; even pieces get at least min_tile weights."""
     for pattern, (rows, columns) in grid.items():
         if fnmatchcase(spec.name, pattern):
-            pieces = [cuts if isinstance(cuts, int) else 1 for cuts in (rows, columns)]
-            even = cut_evenly(spec, pieces[0], pieces[1], min_tile)
+            even = cut_evenly(spec, _pieces(rows), _pieces(columns), min_tile)
             return replace(
                 even,
-                row_cuts=even.row_cuts if isinstance(rows, int) else tuple(rows),
-                column_cuts=even.column_cuts if isinstance(columns, int) else tuple(columns),
+                row_cuts=even.row_cuts if is_whole(rows) else tuple(map(int, cast("Sequence[int]", rows))),
+                column_cuts=even.column_cuts if is_whole(columns) else tuple(map(int, cast("Sequence[int]", columns))),
             )
     return spec
+
+
+def _pieces(cuts: Cuts) -> int:
+    return int(cast("int", cuts)) if is_whole(cuts) else 1
 
 
 def cut_evenly(spec: TensorSpec, rows: int, columns: int, min_tile: int) -> TensorSpec:

@@ -158,6 +158,9 @@ def trusted_for_pointers(keys: str | Collection[str] | None, trust: str | Collec
 
 def _public_keys(argument: str, keys: str | Collection[str]) -> frozenset[str]:
     given = list(keys) if isinstance(keys, Collection) and not isinstance(keys, str | bytes) else [keys]
+    given = [key.strip() if isinstance(key, str) else key for key in given]
+    if any(isinstance(key, SigningKey) for key in given):
+        raise TypeError(f"{argument} must be public keys; got a signing key: pass key.public")
     if not given or not all(isinstance(key, str) and _KEY.fullmatch(key.lower()) for key in given):
         found = ", ".join(sorted(map(shown, given))) or "none"
         raise ValueError(

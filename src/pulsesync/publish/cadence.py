@@ -33,8 +33,8 @@ class Cadence:
     """
 
     def __init__(self, every: Every = 1, longest: int = 16) -> None:
-        if every != "auto" and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise ValueError(f"publish_every must be a number of steps, at least 1, or 'auto'; got {every!r}")
+        if every != "auto":
+            every = whole("publish_every", every, 1, what="'auto' or a number of steps")
         self.every, self.longest = every, whole("max_behind", longest, 1, what="a number of steps")
         self.waiting = 0  # steps since the last version
         self._sent: deque[SentVersion] = deque(maxlen=WINDOW)

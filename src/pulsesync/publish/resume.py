@@ -68,11 +68,11 @@ def grafted(store: Store, last: Manifest, step: int, changed: int, total: int) -
         why = f"weights were refused by this publisher before, whose step was not above its step {last.step}"
     else:
         why = f"their step {step} is not above its step {last.step}"
-    unset = "" if step else "If no step was passed, pass that of the training: step= (pulse publish: --step). "
+    unset = "" if step else "If no step was passed, pass that of the training to a new Publisher: step=. "
     return StateError(
         f"these weights do not continue the run at {location_of(store)}: {changed:,} of {total:,} differ from its "
         f"version {last.version}, and {why}. Nothing was published. To continue a training, load its checkpoint: the "
-        "model's weights, and those of publisher.state_dict() with load_state_dict(). "
+        "model's weights, and those of publisher.state_dict() with load_state_dict() of a new Publisher. "
         f"{unset}For a training that begins anew, give a new location. To publish these weights to the workers of this "
         "run nevertheless, pass resume=True (pulse publish: --resume)"
     )

@@ -46,7 +46,7 @@ from pulsesync.publish.resume import PublisherState, check_continues, grafted, s
 from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
 from pulsesync.run import keys
 from pulsesync.run.bodies import inline_share, keep_body, put_body
-from pulsesync.run.reader import RunReader
+from pulsesync.run.reader import RunReader, location_of
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import (
@@ -424,9 +424,18 @@ class RunWriter:
 
         def check() -> CoordinatorMessage:
             changed, total = sum(report.changed for report in reports), base.state.layout.size
-            if 2 * changed > total and self._may_be_grafted(base.last, version.step):
-                self._was_refused = True
-                raise grafted(self.store, base.last, version.step, changed, total)
+            if 2 * changed > total and not self._is_declared:
+                if self._may_be_grafted(base.last, version.step):
+                    self._was_refused = True
+                    raise grafted(self.store, base.last, version.step, changed, total)
+                logger.warning(
+                    "%s of %s weights differ from version %d, the last one of the run at %s. If they are of another "
+                    "model or training, publish them to another location.",
+                    f"{changed:,}",
+                    f"{total:,}",
+                    base.last.version,
+                    location_of(self.store),
+                )
             self.lease.hold()  # not before: a publisher that is refused must not keep the right one waiting
             self._refs = put_companions(self.store, self.options.files, version.source, base.last)
             return CoordinatorMessage()
@@ -436,9 +445,12 @@ class RunWriter:
 
     def _may_be_grafted(self, last: Manifest, step: int) -> bool:
         """Return whether nothing says that the first version of this publisher continues a run."""
-        if self.options.resume or self.options.continues or self.last is not None:
-            return False
-        return step <= last.step or self._was_refused
+        return not self._is_declared and (step <= last.step or self._was_refused)
+
+    @property
+    def _is_declared(self) -> bool:
+        """Whether the trainer has said that its weights belong to the run."""
+        return self.options.resume or bool(self.options.continues) or self.last is not None
 
     def _resume(self, plan: _TeamPlan, last: Manifest, shards: Shards) -> tuple[RankBase, bool] | None:
         """Rebuild the last version, each rank its own tiles; return it, and whether an anchor of it is due.

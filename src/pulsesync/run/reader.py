@@ -326,7 +326,8 @@ def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
         with forgetting(store, key):
             return read()
     except FormatError as e:
-        logger.warning("Reading an object once more, in case it was damaged in transit: %s.", e.reason)
+        if not isinstance(e, SignatureError):  # which is rarely a matter of transit
+            logger.warning("Reading an object once more, in case it was damaged in transit: %s.", e.reason)
     with forgetting(store, key):
         return read()
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
+from glob import escape
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -274,18 +275,18 @@ def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str
     """The dtypes to which FP32 tensors are cast, by the first pattern that matches the name.
 
     Raises:
-        StateError: a pattern asks for another dtype than that of a tensor of 16 or 64 bits, which is not cast.
+        StateError: a pattern asks for another dtype than that of a tensor of 16 bits, which is not cast.
     """
     dtypes = {}
     for spec in specs:
         fits = next((dtype for pattern, dtype in cast.items() if fnmatchcase(spec.name, pattern)), "")
         if fits and spec.dtype == "F32":
             dtypes[spec.name] = fits
-        elif fits and spec.dtype in ("BF16", "F16", "F64") and spec.dtype != fits:
+        elif fits and spec.dtype in ("BF16", "F16") and spec.dtype != fits:
             raise StateError(
                 f"tensor {spec.name!r} is {spec.dtype}, and cast={fits!r} converts FP32 only, so workers would get "
                 f"{spec.dtype}: convert the model before it is published, model.to(torch.{CASTS[fits]}), or exclude "
-                f"the tensor with cast={{{spec.name!r}: '', '*': {fits!r}}}",
+                f"the tensor with cast={{{escape(spec.name)!r}: '', '*': {fits!r}}}",
                 tensor=spec.name,
             )
     return dtypes
