@@ -471,11 +471,14 @@ def _end_while_a_request_hangs(upstream: "Upstream", cache: Path, number: int) -
 
 
 END_HANGS = """
-import time
+import threading, time
 from pulsesync.server import serve, serving
 from pulsesync.store import MemoryStore
 serving._see_off = lambda threads: time.sleep(60)
-serve(MemoryStore(), port=0, on_ready=lambda url: print(url, flush=True))
+def ready(url):
+    threading.Thread.start = None  # as if the system had no more threads
+    print(url, flush=True)
+serve(MemoryStore(), port=0, on_ready=ready)
 """
 
 
@@ -483,7 +486,7 @@ def test_the_process_ends_after_a_signal_whatever_keeps_it() -> None:
     with subprocess.Popen([sys.executable, "-c", END_HANGS], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert ask(process.stdout.readline().strip(), "/healthz").status == 200
+            assert process.stdout.readline().startswith("http://")
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 0
         finally:

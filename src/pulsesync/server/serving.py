@@ -98,25 +98,32 @@ def serve(
         except OSError as e:  # ssl.SSLError is one
             raise PulseError(f"cannot use the certificate {certificate} with the key {private_key}: {e}") from e
         watching = asyncio.create_task(connections.watch(port))
-        await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)), exiting)
+        await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)), ending)
         watching.cancel()
 
-    exiting = threading.Timer(_EXIT_S, os._exit, (0,))
-    exiting.daemon = True
+    ending, ended = threading.Event(), threading.Event()
+
+    def exit_late() -> None:
+        ending.wait()
+        if not ended.wait(_EXIT_S):
+            os._exit(0)
+
+    # Started now: when the signal comes, the system may have no thread left.
+    threading.Thread(target=exit_late, name="pulse-exit", daemon=True).start()
     try:
         asyncio.run(run())
     finally:
-        exiting.cancel()
+        ended.set()
+        ending.set()
 
 
-async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], exiting: threading.Timer) -> None:
+async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], ending: threading.Event) -> None:
     """Run a server until a signal stops it."""
     stop = asyncio.Event()
 
     def end() -> None:
-        if not stop.is_set():
-            exiting.start()
         stop.set()
+        ending.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end)
