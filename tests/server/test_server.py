@@ -33,7 +33,7 @@ from pulsesync.errors import NotFoundError, PulseError, StoreError
 from pulsesync.server import make_app, sending, serve
 from pulsesync.server import relay as make_relay
 from pulsesync.server.calls import SharedBytes, SharedPlaces
-from pulsesync.server.connections import close_excess, network
+from pulsesync.server.connections import Connections, close_excess, network
 from pulsesync.server.listings import PAGE, Listings
 from pulsesync.server.sending import send_piece
 from pulsesync.server.service import _Service
@@ -542,14 +542,37 @@ def test_of_the_connections_of_a_client_that_has_too_many_the_idle_ones_are_clos
             stack.enter_context(server.accept()[0])
         port = listener.getsockname()[1]
         busy = {client.getsockname() for client in clients[:2]}
-        assert close_excess(port, 3, busy) == 3
+        assert close_excess(port, 11, {client.getsockname() for client in clients}) == 0  # nine of eleven: there is room
+        assert close_excess(port, 6, busy) == 3
         closed = [client for client in clients if select.select([client], [], [], 0)[0]]
         assert set(closed) < set(clients[2:6])
-        close_excess(port, 1, busy)
-        assert (
-            sum(bool(select.select([client], [], [], 0)[0]) for client in clients[:2]) == 1
-        )  # then those with a request
+        close_excess(port, 2, busy)
+        closed = [client for client in clients[:2] if select.select([client], [], [], 0)[0]]
+        assert len(closed) == 1  # then those with a request
         assert not any(select.select([client], [], [], 0)[0] for client in clients[9:])
+
+
+def test_a_look_at_the_connections_that_fails_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pulsesync.server.connections._LOOK_EVERY_S", 0.001)
+    looks: list[int] = []
+
+    def fail() -> None:
+        looks.append(1)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("pulsesync.server.connections._descriptors", fail)
+
+    async def watch() -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(Connections(make_app(MemoryStore())).watch(1), 0.1)
+
+    asyncio.run(watch())
+    assert len(looks) > 2
+    assert [one.message for one in caplog.records] == [
+        "Connections beyond the limits could not be closed; this is tried again: can't start new thread"
+    ]
 
 
 @pytest.mark.parametrize(
