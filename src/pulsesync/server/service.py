@@ -178,7 +178,8 @@ class _Service:
         try:
             check_key(key)
             async with asyncio.timeout(_HEARTBEAT_S):
-                self._board.put(key, await _read_body(receive, MAX_BYTES), request.headers.get(WRITER_HEADER))
+                secret = request.headers.get(WRITER_HEADER)
+                self._board.put(key, await _read_body(receive, MAX_BYTES), secret, _client(request))
                 self._listings.forget(key)
         except TimeoutError:
             return _words(408, "the heartbeat did not arrive in time")
@@ -243,8 +244,7 @@ class _Service:
             words = _words(400, "the prefix to list must be a key that ends in a slash")
             await words(request.scope, receive, send)
             return
-        client = network(request.client.host).hex() if request.client is not None else ""
-        lines = self._send_lines(folder, prefix, request, client, answer, receive, send)
+        lines = self._send_lines(folder, prefix, request, _client(request), answer, receive, send)
         if not await while_connected(receive, lines):
             answer.status = answer.status or _LEFT
 
@@ -355,6 +355,11 @@ def _words(status: int, text: str, headers: dict[str, str] | None = None) -> "Re
     from starlette.responses import PlainTextResponse
 
     return PlainTextResponse(text + "\n", status, {"Cache-Control": "no-store", **(headers or {})})
+
+
+def _client(request: "Request") -> str:
+    """Return the network that a request comes from."""
+    return network(request.client.host).hex() if request.client is not None else ""
 
 
 async def _read_body(receive: "Receive", limit: int) -> bytes:
