@@ -1122,10 +1122,8 @@ def test_ranges_of_a_large_record_are_read_as_they_are_asked_for() -> None:
         assert shared.get("manifests/1", begin, end) == LARGE[begin:end]
 
 
-@pytest.mark.parametrize(("key", "seconds"), [("head", 1), ("parts/a", 10)])
-def test_absence_is_remembered_for_a_moment_and_no_longer(
-    key: str, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("key", ["head", "parts/a", "layouts/a", "files/a"])
+def test_absence_is_remembered_for_a_second_and_no_longer(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
     slow = Slow()
@@ -1135,11 +1133,31 @@ def test_absence_is_remembered_for_a_moment_and_no_longer(
             shared.get(key, begin, begin + 9)
         with pytest.raises(NotFoundError):
             shared.get(key)
-        now += seconds / 4
+        now += 1 / 4
     slow.put(key, SMALL)
     assert len(slow.asked) == 1
-    now += seconds / 3
+    now += 1 / 3
     assert shared.get(key) == SMALL
+
+
+def test_a_report_ends_the_absence_of_an_object_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
+    slow = Slow(seconds=0)
+    shared = CoalescingStore(slow)
+    for _ in range(4):
+        with suppress(NotFoundError):
+            shared.get("files/a")
+        shared.forget("files/a")
+        with pytest.raises(NotFoundError):
+            shared.get("files/a")
+        assert len(slow.asked) == 2
+    now += 10
+    with suppress(NotFoundError):
+        shared.get("files/a")
+    slow.put("files/a", SMALL)
+    shared.forget("files/a")
+    assert shared.get("files/a") == SMALL
 
 
 def test_what_is_remembered_is_bounded() -> None:
