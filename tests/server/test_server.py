@@ -597,6 +597,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     LocalStore(folder / "run").put("parts/a", SMALL)
     LocalStore(folder / "outside").put("secret", b"secret")
     os.mkfifo(folder / "run" / "parts" / "fifo")
+    (folder / "run" / "parts" / "Icon\r").touch()  # of a file manager; no reader could take a listing with this line
     (folder / "run" / "parts" / "link").symlink_to(folder / "outside" / "secret")
     (folder / "run" / "linked").symlink_to(folder / "outside")
     (folder / "run" / "parts" / "device").symlink_to("/dev/zero")

@@ -14,6 +14,7 @@ from functools import partial
 
 from pulsesync.server.calls import in_thread
 from pulsesync.store.base import ObjectEntry
+from pulsesync.store.keys import is_listed
 
 PAGE = 1000  # entries
 _THREADS = 2
@@ -35,6 +36,8 @@ class Listing:
         lines: list[bytes] = []
         for entry in entries:
             key = entry.key.removeprefix(folder)
+            if not is_listed(key):  # a reader would refuse the entire listing
+                continue
             line = f'{{"key": {json.dumps(key)}, "size": {entry.size_bytes}, "modified": {entry.modified_s!r}}}\n'
             self._keys.append(key)
             lines.append(line.encode())
