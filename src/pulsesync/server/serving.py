@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pulsesync.errors import PulseError
+from pulsesync.run.heartbeats import open_gate
 from pulsesync.server.connections import Connections
 from pulsesync.server.service import make_app, missing
 from pulsesync.store.base import Store
@@ -101,11 +102,13 @@ def serve(
         await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)), ending)
         watching.cancel()
 
-    ending, ended = threading.Event(), threading.Event()
+    ending, ended = threading.Lock(), threading.Lock()  # a signal handler can open these
+    ending.acquire()
+    ended.acquire()
 
     def exit_late() -> None:
-        ending.wait()
-        if not ended.wait(_EXIT_S):
+        ending.acquire()
+        if not ended.acquire(timeout=_EXIT_S):
             os._exit(0)
 
     # Started now: when the signal comes, the system may have no thread left.
@@ -113,20 +116,23 @@ def serve(
     try:
         asyncio.run(run())
     finally:
-        ended.set()
-        ending.set()
+        open_gate(ended)
+        open_gate(ending)
 
 
-async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], ending: threading.Event) -> None:
+async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], ending: threading.Lock) -> None:
     """Run a server until a signal stops it."""
-    stop = asyncio.Event()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def end() -> None:
-        stop.set()
-        ending.set()
+    def end(*_: object) -> None:
+        open_gate(ending)
+        loop.call_soon_threadsafe(stop.set)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, end)
+        loop.add_signal_handler(number, end)
+        # The loop gets signals through the pipe by which threads wake it, and loses them when that is full: with 300
+        # answers under way it often is.
+        signal.signal(number, end)
     before, started = _foreign_threads(), set[str]()
 
     def ready() -> None:
