@@ -321,6 +321,30 @@ def test_listings_that_nobody_reads_delay_neither_other_requests_nor_the_end(tmp
         assert time.monotonic() - begin < 5
 
 
+@pytest.mark.slow  # ten seconds
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_listing_that_nobody_reads_takes_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "manifests").mkdir()
+    for i in range(12_000):
+        (tmp_path / "manifests" / f"{i:0230d}").touch()
+
+    def memory_kb(pid: int) -> int:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+
+    with running("serve", tmp_path) as server, ExitStack() as unread:
+        assert len(ask(server.url, "/?list=manifests/").body) > 3_000_000
+        before = memory_kb(server.process.pid)
+        address = urlsplit(server.url)
+        for _ in range(100):
+            connection = socket.socket()
+            unread.enter_context(connection).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((address.hostname, address.port))
+            connection.sendall(b"GET /?list=manifests/ HTTP/1.1\r\nHost: a\r\n\r\n")
+        time.sleep(5)
+        assert memory_kb(server.process.pid) - before < 100 * 450
+
+
 class CountedListings:
     """Counts how often a store is listed, and how often at the same time."""
 
