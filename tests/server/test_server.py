@@ -371,7 +371,7 @@ def test_equal_listings_are_made_once_a_second_and_two_at_a_time(monkeypatch: py
     async def many() -> None:
         listings = Listings(counted)
         for _ in range(2):
-            found = await asyncio.gather(*(listings.get("", f"{i % 4}/") for i in range(100)))
+            found = await asyncio.gather(*(listings.get("", f"{i % 4}/", f"client {i}") for i in range(100)))
             assert {one.data for one in found} == {
                 b'{"key": "%d/a", "size": 1, "modified": 2.0}\n' % i for i in range(4)
             }
@@ -389,7 +389,7 @@ def test_a_listing_for_which_nobody_waits_any_more_is_not_begun(caplog: pytest.L
 
     async def leave() -> None:
         listings = Listings(counted)
-        tasks = [asyncio.create_task(listings.get("", f"{i}/")) for i in range(8)]
+        tasks = [asyncio.create_task(listings.get("", f"{i}/", f"client {i}")) for i in range(8)]
         await asyncio.sleep(0.01)
         for task in tasks:
             task.cancel()
@@ -401,6 +401,35 @@ def test_a_listing_for_which_nobody_waits_any_more_is_not_begun(caplog: pytest.L
     asyncio.run(leave())
     assert counted.made == ["0/", "1/", "0/"]
     assert not caplog.records
+
+
+def test_a_client_that_asks_for_many_listings_does_not_delay_those_of_others() -> None:
+    counted = CountedListings()
+
+    async def many() -> None:
+        listings = Listings(counted)
+        tasks = [asyncio.create_task(listings.get("", f"{i}/", "greedy")) for i in range(20)]
+        await asyncio.sleep(0.01)
+        await listings.get("", "mine/", "other")
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(many())
+    assert counted.made[:2] == ["0/", "mine/"]
+
+
+def test_a_listing_is_never_older_than_a_second_or_the_time_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.server.listings._KEEP_S", 0.04)  # it takes 0.05 s
+    counted = CountedListings()
+
+    async def twice() -> None:
+        listings = Listings(counted)
+        await listings.get("", "0/")
+        await asyncio.sleep(0.01)
+        await listings.get("", "0/")
+
+    asyncio.run(twice())
+    assert len(counted.made) == 2
 
 
 def test_a_client_takes_only_some_of_the_places() -> None:

@@ -2,9 +2,9 @@
 
 Any client that may read may also send one, so everything is bounded: how many there are, how long each is, how long it
 is kept, how many names are sent on, and how many of both come from one network. Only records that parse are kept, and
-only those of a run are sent on. A name belongs to the client that sent it first, by a secret that comes with each record
-and is never shown, until it has ended or was silent for a minute. So no client replaces or displaces the heartbeats of
-live workers.
+only those of a run are sent on. A name belongs to the client that sent it first, by a secret that comes with each
+record and is never shown, until it has ended or was silent for a minute. So no client replaces or displaces the
+heartbeats of live workers.
 """
 
 import hashlib

@@ -261,7 +261,7 @@ class _Service:
     ) -> None:
         async with self._sent_listings.taken(client):
             try:
-                listing = await self._listings.get(folder, prefix)
+                listing = await self._listings.get(folder, prefix, client)
             except (StoreError, LimitError) as e:
                 await self._failed(prefix, e, answer)(request.scope, receive, send)
                 return
