@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pulsesync.errors import LimitError, NotFoundError, StoreError
+from pulsesync.errors import LimitError, NotFoundError, PulseError, StoreError
 from pulsesync.store import RetryStore
 from pulsesync.store.base import ObjectEntry
 from pulsesync.store.http import HttpStore
@@ -655,7 +655,7 @@ def test_an_answer_without_a_length_that_does_not_end_is_given_up(
         thread = threading.Thread(target=serve, args=(listening,))
         thread.start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        caught: list[StoreError | LimitError] = []
+        caught: list[PulseError] = []
 
         def ask() -> None:
             with pytest.raises(error, match=r"did not end within the limit of 0\.3 s") as raised:

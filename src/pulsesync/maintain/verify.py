@@ -116,7 +116,7 @@ def _order(found: FoundRecord) -> tuple[int, bool, str]:
 
 
 def _listed(store: Store) -> list[str] | None:
-    """Return all keys of records, in order; None if the store cannot list. Raises: StoreError, if one listing failed."""
+    """Return all keys of records, in order; None if the store cannot list. Raises: StoreError, if a listing failed."""
     try:
         entries = [entry for prefix in ("manifests/", "anchors/", "squashes/") for entry in store.list(prefix)]
     except StoreError as e:

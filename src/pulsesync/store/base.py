@@ -88,7 +88,7 @@ def too_many(limit: str, prefix: str, address: str) -> LimitError:
 
 
 def too_slow(prefix: str, address: str, limit_s: float) -> LimitError:
-    """Return the error for a listing that takes too long: not of the store, because each repetition would take as long."""
+    """Return the error for a listing that takes too long: no StoreError, because each repetition would take as long."""
     return LimitError(
         f"the listing of {prefix} at {address} did not end within the limit of {limit_s:g} s; check the server, and "
         "prune the run if it is very large",
