@@ -1,6 +1,7 @@
 """Moving pointers: what is checked first, and who wins if two do it at once."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import pytest
 
 from pulsesync import Pointer, PointerMovedError, SigningKey, Subscriber, move_pointer, read_pointers
 from pulsesync.errors import ConflictError, MissingLinkError, NothingPublishedError, SignatureError, StoreError
+from pulsesync.maintain.verify import find_records
 from pulsesync.run import keys
 from pulsesync.run.reader import RunReader
-from pulsesync.store import LocalStore, MemoryStore
+from pulsesync.store import LocalStore, MemoryStore, ObjectEntry
 from tests.runs import Training, Watched, publish_steps, version, worker
 
 KEY, OTHER = SigningKey("11" * 32), SigningKey("22" * 32)
@@ -187,3 +189,20 @@ def test_an_operator_with_a_key_of_their_own_moves_pointers_for_workers_that_tru
     assert Subscriber(store, follow="stable", trust=both).sync(worker()).version == 1
     with pytest.raises(SignatureError):
         Subscriber(store, follow="stable", trust=KEY.public).sync(worker())
+
+
+def test_verify_takes_a_listing_that_failed_for_no_store_that_cannot_list() -> None:
+    """It would leave out the pointers, and call all that it has looked at good."""
+
+    class Failing(MemoryStore):
+        retryable = False
+
+        def list(self, prefix: str) -> Iterator[ObjectEntry]:
+            raise StoreError("on purpose", key=prefix, retryable=self.retryable)
+
+    store = Failing()
+    publish_steps(store, 2)
+    assert len(find_records(RunReader(store, None))) >= 2
+    store.retryable = True
+    with pytest.raises(StoreError, match="on purpose"):
+        find_records(RunReader(store, None))

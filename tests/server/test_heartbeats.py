@@ -4,7 +4,7 @@ import http.client
 import signal
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,16 +174,22 @@ def test_a_client_of_a_relay_adds_no_object_to_a_run_but_heartbeats() -> None:
 def test_a_client_that_makes_up_names_does_not_fill_the_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pulsesync.server.board._PASS_EVERY_S", 0.01)
     upstream = Upstream()
-    board = HeartbeatBoard(CoalescingStore(upstream), max_workers=3, keep_s=1.0)
-    for n in range(9):
+    board = HeartbeatBoard(CoalescingStore(upstream), max_workers=4, keep_s=0.5)
+    for n in range(18):
         ended = replace(RECORD, worker=f"w{n}", ended=n != 1).build()  # these make room for others here
-        board.put(f"heartbeats/w{n}", ended)
-        wait_until(lambda: not board._waiting)
-    board.put("heartbeats/w1", record("w1", 5))
-    wait_until(lambda: upstream.sent == [f"heartbeats/w{n}" for n in (0, 1, 2, 1)])
-    time.sleep(1.1)
-    board.put("heartbeats/w8", record("w8", 5))
-    wait_until(lambda: upstream.sent[4:] == ["heartbeats/w8"])
+        board.put(f"heartbeats/w{n}", ended, client="ab"[n % 2])
+    wait_until(lambda: not board._waiting)
+    board.put("heartbeats/w1", record("w1", 5), client="b")
+    wait_until(lambda: upstream.sent == [f"heartbeats/w{n}" for n in (*range(16), 1)])
+    time.sleep(0.55)
+    board.put("heartbeats/w17", record("w17", 5), client="a")
+    wait_until(lambda: upstream.sent[17:] == ["heartbeats/w17"])
+
+
+def test_one_network_does_not_take_all_names_that_are_passed_on() -> None:
+    board = HeartbeatBoard(CoalescingStore(Upstream()), max_workers=2)
+    assert [board._may_pass_on(f"heartbeats/x{n}", "other") for n in range(9)] == [True] * 4 + [False] * 5
+    assert board._may_pass_on("heartbeats/w", "")
 
 
 def test_relays_in_a_circle_pass_a_heartbeat_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,20 +271,75 @@ def test_a_relay_that_was_restarted_warns_of_no_other_process_for_a_minute(caplo
 def test_names_that_a_client_makes_up_displace_no_worker(caplog: pytest.LogCaptureFixture) -> None:
     board = HeartbeatBoard(MemoryStore(), max_workers=3)
     for n in range(3):
-        board.put(f"heartbeats/w{n}", record(f"w{n}"), f"secret {n}")
+        board.put(f"heartbeats/w{n}", record(f"w{n}"), f"secret {n}", f"network {n}")
     for n in range(100):
         with pytest.raises(StoreError, match="3 workers have sent heartbeats already") as caught:
-            board.put(f"heartbeats/x{n}", record(f"x{n}"), "other")
+            board.put(f"heartbeats/x{n}", record(f"x{n}"), "other", "other")
         assert caught.value.retryable
-    board.put("heartbeats/w1", record("w1", 5), "secret 1")
+    board.put("heartbeats/w1", record("w1", 5), "secret 1", "network 1")
     assert [entry.key[-2:] for entry in board.list("heartbeats/", [])] == ["w0", "w1", "w2"]
     assert [one.message for one in caplog.records] == [
-        "3 workers have sent heartbeats, the most that are kept: no other worker is shown until one of them has ended, "
-        "or was silent for 24 h."
+        "3 workers have sent heartbeats; 3 are kept, half of them from one network: another worker is not shown until "
+        "one of them has ended, or was silent for 5 minutes."
     ]
     board.put("heartbeats/w2", replace(RECORD, worker="w2", ended=True).build(), "secret 2")
-    board.put("heartbeats/x5", record("x5"), "other")
+    board.put("heartbeats/x5", record("x5"), "other", "other")
     assert [entry.key[-2:] for entry in board.list("heartbeats/", [])] == ["w0", "w1", "x5"]
+
+
+def test_workers_that_were_killed_make_room_for_those_that_replace_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods under generated names: each lives for two hours, and none of them ends in order."""
+    board, now_s = HeartbeatBoard(MemoryStore(), max_workers=8), time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    for generation in range(8):
+        for _ in range(2):
+            for n in range(3):
+                name = f"{generation}-{n}"
+                board.put(f"heartbeats/{name}", record(name), name, "the cluster")
+            now_s += 3600
+    listed = [entry.key for entry in board.list("heartbeats/", [])]
+    assert [f"heartbeats/7-{n}" for n in range(3)] == listed[-3:]
+
+
+def test_names_that_were_heard_once_make_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    board, now_s = HeartbeatBoard(MemoryStore(), max_workers=4), time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    for name in ("w", "w", "x1", "x2", "y"):
+        board.put(f"heartbeats/{name}", record(name), client="other" if name[0] == "x" else name)
+    now_s += 301
+    board.put("heartbeats/y", record("y"), client="y")
+    for new, listed in (("a", "a w x2 y"), ("b", "a b w y"), ("c", "a b c y")):
+        board.put(f"heartbeats/{new}", record(new), client=new)
+        assert [entry.key[11:] for entry in board.list("heartbeats/", [])] == listed.split()
+    with pytest.raises(StoreError):
+        board.put("heartbeats/d", record("d"), client="d")
+
+
+def test_one_network_does_not_take_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    board, now_s = HeartbeatBoard(MemoryStore(), max_workers=4), time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    for n in range(9):
+        with suppress(StoreError):
+            board.put(f"heartbeats/x{n}", record(f"x{n}"), client="other")
+    board.put("heartbeats/w1", record("w1"), client="w")
+    board.put("heartbeats/w2", record("w2"), client="w")
+    assert [entry.key[-2:] for entry in board.list("heartbeats/", [])] == ["w1", "w2", "x0", "x1"]
+    now_s += 301
+    board.put("heartbeats/x9", record("x9"), client="other")  # in the place of its own
+    assert [entry.key[-2:] for entry in board.list("heartbeats/", [])] == ["w1", "w2", "x1", "x9"]
+
+
+def test_a_relay_whose_clock_is_late_does_not_give_a_name_to_another_client() -> None:
+    board = HeartbeatBoard(CoalescingStore(MemoryStore()))
+    board.put("heartbeats/w", record("w"), "mine")
+    passed_on = ObjectEntry("heartbeats/w", 9, time.time() + 90)  # by the clock of the upstream
+    for _ in range(2):
+        assert board.list("heartbeats/", [passed_on]) == [passed_on]
+        assert board.get("heartbeats/w") is None
+        with pytest.raises(ConflictError):
+            board.put("heartbeats/w", record("w", 9), "other")
+        board.put("heartbeats/w", record("w", 5), "mine")
+        assert parse(board.get("heartbeats/w") or b"", "w").version == 5
 
 
 def test_a_name_belongs_to_the_client_that_sent_it_until_that_ends_or_is_silent() -> None:

@@ -116,10 +116,12 @@ def _order(found: FoundRecord) -> tuple[int, bool, str]:
 
 
 def _listed(store: Store) -> list[str] | None:
-    """Return all keys of records, in order; None if the store cannot list."""
+    """Return all keys of records, in order; None if the store cannot list. Raises: StoreError, if a listing failed."""
     try:
         entries = [entry for prefix in ("manifests/", "anchors/", "squashes/") for entry in store.list(prefix)]
-    except StoreError:
+    except StoreError as e:
+        if e.retryable:
+            raise  # what would be checked without a listing is less: no pointers
         return None
     return [entry.key for entry in entries if keys.is_record(entry.key)]
 

@@ -1,9 +1,10 @@
 """The heartbeats of workers that read a run over HTTP: kept in memory, listed with those of the store, sent upstream.
 
 Any client that may read may also send one, so everything is bounded: how many there are, how long each is, how long it
-is kept, how many names are sent on. Only records that parse are kept, and only those of a run are sent on. A name
-belongs to the client that sent it first, by a secret that comes with each record and is never shown, until it has ended
-or was silent for a minute. So no client replaces or displaces the heartbeats of others.
+is kept, how many names are sent on, and how many of both come from one network. Only records that parse are kept, and
+only those of a run are sent on. A name belongs to the client that sent it first, by a secret that comes with each
+record and is never shown, until it has ended or was silent for a minute. So no client replaces or displaces the
+heartbeats of live workers.
 """
 
 import hashlib
@@ -24,6 +25,8 @@ __all__ = ["MAX_BYTES", "HeartbeatBoard"]
 
 KEEP_S = 24 * 3600.0
 BOUND_S = 60.0  # two heartbeats: a worker that was killed and restarted is shown again before it counts as silent
+ROOM_S = 300.0  # ten heartbeats: when there is no room left, a worker that is silent for longer makes it
+_PASSED = 4  # times as many names as are kept are passed on in a day: workers under generated names are replaced
 _PASS_EVERY_S = 1.0  # between two rounds of sending heartbeats upstream: only the newest of each worker is sent
 _WARN_EVERY_S = 600.0
 
@@ -35,6 +38,9 @@ class _Kept(NamedTuple):
     came_s: float  # by this machine's clock
     owner: bytes | None  # hash of the secret of the client that sent it; None: of a release that sends none
     ended: bool
+    client: str  # the network that it came from
+    again: bool  # whether the name was heard before
+    shown: bool = True  # False: the store has a newer record of this name, which still belongs to its owner
 
 
 class HeartbeatBoard:
@@ -42,8 +48,10 @@ class HeartbeatBoard:
 
     Args:
         store: What is served. A relay's store passes heartbeats on to its upstream, in the background.
-        max_workers: How many are kept. When there are as many, no new name is accepted, unless a worker has ended. As
-            many names are passed on.
+        max_workers: How many are kept, and half as many from one network: a client that makes up names cannot take all
+            places. When there are as many, a new name takes the place of a worker that has ended, or was silent for
+            five minutes: first one that was heard once only, then the one that is silent longest. If there is none, no
+            new name is accepted. Four times as many names are passed on in `keep_s`.
         keep_s: For how long each is kept, and a name counts that is not heard from again.
         bound_s: How long a worker must be silent before another client may send records under its name.
     """
@@ -57,13 +65,14 @@ class HeartbeatBoard:
         self._kept: dict[str, _Kept] = {}  # by key; oldest first
         self._stored: dict[str, float] = {}  # keys that the store itself has, and when they were written there
         self._waiting: dict[str, bytes] = {}  # to be passed on
-        self._passed: dict[str, float] = {}  # keys that are passed on, by the monotonic time of the last; oldest first
+        # Keys that are passed on, by the monotonic time of the last record, and where it came from; oldest first.
+        self._passed: dict[str, tuple[float, str]] = {}
         self._sender: threading.Thread | None = None
         self._warned_at = self._full_at = -_WARN_EVERY_S
         self._began_s = time.monotonic()
 
-    def put(self, key: str, data: bytes, secret: str | None = None) -> None:
-        """Keep a heartbeat instead of the one before.
+    def put(self, key: str, data: bytes, secret: str | None = None, client: str = "") -> None:
+        """Keep a heartbeat instead of the one before. client: the network that it comes from.
 
         Raises:
             FormatError: it is malformed; ConflictError: the name belongs to another client; StoreError, retryable:
@@ -78,13 +87,14 @@ class HeartbeatBoard:
                 raise ConflictError(f"{key} was sent by another process less than {self._bound_s:.0f} s ago", key=key)
             if not self._passes_on and self._is_live(self._stored.get(key, 0.0)):
                 raise ConflictError(f"{key} is written to the store itself", key=key)
-            if before is None and len(self._kept) >= self._max_workers and not self._drop_ended():
+            if before is None and not self._has_room(client):
                 self._warn_full()
-                raise StoreError(f"{self._max_workers} workers have sent heartbeats already", key=key, retryable=True)
+                count = f"{len(self._kept)} workers have sent heartbeats already"
+                raise StoreError(f"{count}, of at most {self._max_workers}", key=key, retryable=True)
             self._kept.pop(key, None)
-            self._kept[key] = _Kept(data, now_s, owner, record.ended)
+            self._kept[key] = _Kept(data, now_s, owner, record.ended, client, before is not None)
             is_new = before is None or before.data != data  # the same bytes again come from relays that form a circle
-            if self._passes_on and is_new and self._may_pass_on(key):
+            if self._passes_on and is_new and self._may_pass_on(key, client):
                 self._waiting[key] = data
                 if self._sender is None:
                     sender = threading.Thread(target=self._send, name="pulse-heartbeats", daemon=True)
@@ -94,22 +104,31 @@ class HeartbeatBoard:
     def _is_live(self, came_s: float) -> bool:
         return abs(time.time() - came_s) < self._bound_s
 
-    def _drop_ended(self) -> bool:
-        """Make room by dropping the worker that ended longest ago; return whether there was one."""
-        ended = next((key for key, kept in self._kept.items() if kept.ended), None)
-        if ended is not None:
-            del self._kept[ended]
-        return ended is not None
+    def _has_room(self, client: str) -> bool:
+        """Return whether a new name of a client may be kept, after dropping the one that is missed least if needed."""
+        own = sum(kept.client == client for kept in self._kept.values()) >= max(1, self._max_workers // 2)
+        if not own and len(self._kept) < self._max_workers:
+            return True
+        silent = [
+            (not kept.ended, kept.again, number, key)
+            for number, (key, kept) in enumerate(self._kept.items())
+            if (kept.ended or abs(time.time() - kept.came_s) > ROOM_S) and (kept.client == client or not own)
+        ]
+        if silent:
+            del self._kept[min(silent)[-1]]
+        return bool(silent)
 
-    def _may_pass_on(self, key: str) -> bool:
+    def _may_pass_on(self, key: str, client: str) -> bool:
         """Whether the upstream may get a record under this key: a client that makes up names must not fill it."""
-        now = time.monotonic()
-        while self._passed and now - next(iter(self._passed.values())) > self._keep_s:
+        now, limit = time.monotonic(), _PASSED * self._max_workers
+        while self._passed and now - next(iter(self._passed.values()))[0] > self._keep_s:
             del self._passed[next(iter(self._passed))]
-        if key not in self._passed and len(self._passed) >= self._max_workers:
-            return False
+        if key not in self._passed:
+            own = sum(who == client for _, who in self._passed.values())
+            if len(self._passed) >= limit or own >= limit // 2:
+                return False
         self._passed.pop(key, None)
-        self._passed[key] = now
+        self._passed[key] = now, client
         return True
 
     def get(self, key: str) -> bytes | None:
@@ -119,7 +138,7 @@ class HeartbeatBoard:
         with self._lock:
             self._drop_old()
             kept = self._kept.get(key)
-        return kept.data if kept else None
+        return kept.data if kept and kept.shown else None
 
     def list(self, prefix: str, stored: Iterable[ObjectEntry]) -> list[ObjectEntry]:
         """Return a listing of the store with the heartbeats below the same prefix that are kept in memory.
@@ -141,8 +160,9 @@ class HeartbeatBoard:
                 if theirs is not None and (
                     theirs.modified_s > kept.came_s + newer_s or (key in live and not self._passes_on)
                 ):
-                    del self._kept[key]
-                elif key.startswith(prefix):
+                    # Not forgotten: to a relay whose clock is late, its own record that was passed on looks newer.
+                    self._kept[key] = kept._replace(shown=False)
+                elif kept.shown and key.startswith(prefix):
                     listed[key] = ObjectEntry(key, len(kept.data), kept.came_s)
         return sorted(listed.values(), key=lambda entry: entry.key)
 
@@ -181,10 +201,11 @@ class HeartbeatBoard:
         if time.monotonic() - self._full_at >= _WARN_EVERY_S:
             self._full_at = time.monotonic()
             logger.warning(
-                "%d workers have sent heartbeats, the most that are kept: no other worker is shown until one of them "
-                "has ended, or was silent for %.0f h.",
+                "%d workers have sent heartbeats; %d are kept, half of them from one network: another worker is not "
+                "shown until one of them has ended, or was silent for %.0f minutes.",
+                len(self._kept),
                 self._max_workers,
-                self._keep_s / 3600,
+                ROOM_S / 60,
             )
 
     def _warn(self, error: Exception) -> None:

@@ -1,12 +1,13 @@
 """The connections of a server: fewer than there are file descriptors, and half of them to one client at most.
 
-Those beyond that are closed, idle ones first: before a request, only the system knows who has connected. A client that
-finds its idle connection closed makes another.
+Those beyond that are closed if they are idle, and the others only when little room is left: before a request, only the
+system knows who has connected. A client that finds its idle connection closed makes another.
 """
 
 import asyncio
 import errno
 import ipaddress
+import logging
 import os
 import resource
 import socket
@@ -26,6 +27,8 @@ _LOOK_EVERY_S = 0.25
 _BACKLOG = 1 << 10  # connections that wait to be accepted
 _SPARE = 64  # descriptors beyond these, by which the limit is raised when none is left
 _DESCRIPTORS = "/dev/fd"
+
+logger = logging.getLogger(__name__)
 
 
 class Connections:
@@ -61,18 +64,27 @@ class Connections:
 
     async def watch(self, port: int) -> None:
         """Close connections to this port that are too many, four times a second, as long as this is not cancelled."""
+        warned = False
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            descriptors = _descriptors()
-            number = None if isinstance(descriptors, range) else len(list(descriptors))
-            if number is None or number > self.limit // 2:
-                await in_thread(lambda: close_excess(port, self.limit // 2, set(self._busy)))
-            # Without a descriptor to accept with, granian 2.8 tends no TLS handshake, not even one whose client has
-            # left, and so gets none back. It does so again when it has accepted all that wait.
-            if number is None:
-                self._let_open(self._all)
-            elif number < self._usual - _SPARE:
-                self._let_open(self._usual)
+            try:
+                await self._look(port)
+            except Exception as e:  # noqa: BLE001 - a look that fails, for instance for lack of a thread, is not the last
+                if not warned:
+                    logger.warning("Connections beyond the limits could not be closed; this is tried again: %s", e)
+                warned = True
+
+    async def _look(self, port: int) -> None:
+        descriptors = _descriptors()
+        number = None if isinstance(descriptors, range) else len(list(descriptors))
+        if number is None or number > self.limit // 2:
+            await in_thread(lambda: close_excess(port, self.limit, set(self._busy)))
+        # Without a descriptor to accept with, granian 2.8 tends no TLS handshake, not even one whose client has
+        # left, and so gets none back. It does so again when it has accepted all that wait.
+        if number is None:
+            self._let_open(self._all)
+        elif number < self._usual - _SPARE:
+            self._let_open(self._usual)
 
     def _let_open(self, files: int) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -87,21 +99,26 @@ def _permitted() -> int:
     return wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
 
 
-def close_excess(port: int, each: int, busy: Collection[tuple[str, int]]) -> int:
-    """Close the connections of this process to a port that a client has beyond a number; return how many these were.
+def close_excess(port: int, limit: int, busy: Collection[tuple[str, int]]) -> int:
+    """Close the connections of this process to a port that a client has beyond its share; return how many these were.
 
     Args:
         port: Of this process.
-        each: How many connections one client may have: one IPv4 address, or the 2^64 addresses of one IPv6 network.
-        busy: Addresses and ports of clients that wait for an answer; these are closed last.
+        limit: How many connections there may be. Half of them is the share of a client: of one IPv4 address, or the
+            2^64 addresses of one IPv6 network.
+        busy: Addresses and ports of clients that wait for an answer. Many of them may share an address, so these are
+            closed only to keep an eighth of the limit free for others.
     """
     by_client: defaultdict[bytes, list[tuple[bool, int]]] = defaultdict(list)
     closed = 0
     for number in _descriptors():
         if (peer := _peer(number, port)) is not None:
             by_client[network(peer[0])].append((peer in busy, number))
+    total = sum(map(len, by_client.values()))
     for connections in by_client.values():
-        for _, number in sorted(connections)[: max(0, len(connections) - each)]:
+        for is_busy, number in sorted(connections)[: max(0, len(connections) - limit // 2)]:
+            if is_busy and total - closed <= limit - limit // 8:
+                break
             closed += _peer(number, port, close=True) is not None  # looked at again: it may be another one meanwhile
     return closed
 

@@ -1,7 +1,7 @@
 """Listings for many clients at the cost of one: made once for all that ask for the same one, and kept for a second.
 
 A listing of 10,000 objects takes 0.3 s of a processor. Therefore at most two are made at a time, in threads, while the
-event loop answers other requests.
+event loop answers other requests; and one for a client, so that one that asks for many does not delay those of others.
 """
 
 import asyncio
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from pulsesync.server.calls import in_thread
+from pulsesync.server.calls import SharedPlaces, in_thread
 from pulsesync.store.base import ObjectEntry
+from pulsesync.store.keys import is_listed
 
 PAGE = 1000  # entries
 _THREADS = 2
@@ -35,6 +36,8 @@ class Listing:
         lines: list[bytes] = []
         for entry in entries:
             key = entry.key.removeprefix(folder)
+            if not is_listed(key):  # a reader would refuse the entire listing
+                continue
             line = f'{{"key": {json.dumps(key)}, "size": {entry.size_bytes}, "modified": {entry.modified_s!r}}}\n'
             self._keys.append(key)
             lines.append(line.encode())
@@ -89,18 +92,19 @@ class Listings:
 
     def __init__(self, list_: Callable[[str], Iterable[ObjectEntry]]) -> None:
         self._list = list_
-        self._threads = asyncio.Semaphore(_THREADS)
+        self._threads = SharedPlaces(_THREADS, 1)
         self._flights: dict[tuple[str, str], _Flight] = {}
 
-    async def get(self, folder: str, prefix: str) -> Listing:
+    async def get(self, folder: str, prefix: str, client: str = "") -> Listing:
         """Return the listing of a prefix of the run in a folder, as it was at most a second before, or is made now.
 
-        One that was not begun when all who asked for it have left is not made. Raises: StoreError.
+        It is made in the place of the client that asked first. One that was not begun when all who asked for it have
+        left is not made. Raises: StoreError.
         """
         flight = self._flights.get((folder, prefix))
         if flight is None:
             flight = self._flights[folder, prefix] = _Flight()
-            flight.task = asyncio.create_task(self._make(flight, folder, prefix))
+            flight.task = asyncio.create_task(self._make(flight, folder, prefix, client))
             flight.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # all may have left
         flight.waiting += 1
         try:
@@ -116,15 +120,16 @@ class Listings:
         for folder, prefix in [name for name in self._flights if "".join(name) == key[: key.rindex("/") + 1]]:
             del self._flights[folder, prefix]
 
-    async def _make(self, flight: _Flight, folder: str, prefix: str) -> Listing:
+    async def _make(self, flight: _Flight, folder: str, prefix: str, client: str) -> Listing:
         try:
-            async with self._threads:
-                flight.begun = True
+            async with self._threads.taken(client):
+                flight.begun, began_s = True, time.monotonic()
                 listing = await in_thread(lambda: Listing(self._list(folder + prefix), folder))
         except BaseException:
             self._drop(flight, folder, prefix)
             raise
-        asyncio.get_running_loop().call_later(_KEEP_S, partial(self._drop, flight, folder, prefix))
+        left_s = began_s + _KEEP_S - time.monotonic()  # it may be as old as it took
+        asyncio.get_running_loop().call_later(max(0.0, left_s), partial(self._drop, flight, folder, prefix))
         return listing
 
     def _drop(self, flight: _Flight, folder: str, prefix: str) -> None:

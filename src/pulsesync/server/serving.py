@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pulsesync.errors import PulseError
+from pulsesync.run.heartbeats import open_gate
 from pulsesync.server.connections import Connections
 from pulsesync.server.service import make_app, missing
 from pulsesync.store.base import Store
@@ -23,6 +24,7 @@ _HEADER_S = 10  # for a client to send the header of its first request, or of it
 _STOP_S = 0.3  # time for running answers to end after a signal, and again for those that are then cancelled
 _EXIT_S = 1.0  # after a signal, until the process is ended, whatever keeps it
 _START_S = 10.0
+_BUFFER_BYTES = 1 << 16  # of an answer that the client does not read, and of a request's header; granian's own: 400 KB
 
 
 def serve(
@@ -90,7 +92,7 @@ def serve(
                 websockets=False,
                 backlog=connections.backlog,
                 backpressure=connections.limit,
-                http1_settings=HTTP1Settings(header_read_timeout=_HEADER_S * 1000),
+                http1_settings=HTTP1Settings(header_read_timeout=_HEADER_S * 1000, max_buffer_size=_BUFFER_BYTES),
                 log_level=LogLevels.critical,
                 ssl_cert=certificate,
                 ssl_key=private_key,
@@ -98,28 +100,40 @@ def serve(
         except OSError as e:  # ssl.SSLError is one
             raise PulseError(f"cannot use the certificate {certificate} with the key {private_key}: {e}") from e
         watching = asyncio.create_task(connections.watch(port))
-        await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)), exiting)
+        await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)), ending)
         watching.cancel()
 
-    exiting = threading.Timer(_EXIT_S, os._exit, (0,))
-    exiting.daemon = True
+    ending, ended = threading.Lock(), threading.Lock()  # a signal handler can open these
+    ending.acquire()
+    ended.acquire()
+
+    def exit_late() -> None:
+        ending.acquire()
+        if not ended.acquire(timeout=_EXIT_S):
+            os._exit(0)
+
+    # Started now: when the signal comes, the system may have no thread left.
+    threading.Thread(target=exit_late, name="pulse-exit", daemon=True).start()
     try:
         asyncio.run(run())
     finally:
-        exiting.cancel()
+        open_gate(ended)
+        open_gate(ending)
 
 
-async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], exiting: threading.Timer) -> None:
+async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], ending: threading.Lock) -> None:
     """Run a server until a signal stops it."""
-    stop = asyncio.Event()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def end() -> None:
-        if not stop.is_set():
-            exiting.start()
-        stop.set()
+    def end(*_: object) -> None:
+        open_gate(ending)
+        loop.call_soon_threadsafe(stop.set)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, end)
+        loop.add_signal_handler(number, end)
+        # The loop gets signals through the pipe by which threads wake it, and loses them when that is full: with 300
+        # answers under way it often is.
+        signal.signal(number, end)
     before, started = _foreign_threads(), set[str]()
 
     def ready() -> None:

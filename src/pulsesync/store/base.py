@@ -11,7 +11,6 @@ _CONTENT_ADDRESSED = ("parts", "layouts", "files")
 
 # Limits of a listing that comes over a network, because its reader may keep all: 500 MB for keys of 80 characters.
 MAX_ENTRIES = 1 << 21
-MAX_KEY = 1024  # characters; S3 and Google Cloud allow no more bytes
 WINDOW_BYTES = 1 << 22  # bytes of an object that a server reads at once; also to measure an object by reading it
 
 
@@ -84,6 +83,15 @@ def too_many(limit: str, prefix: str, address: str) -> LimitError:
     return LimitError(
         f"the listing of {prefix} at {address} has more than {limit}, the most that is read; check that a run is "
         "stored there, and prune it if it is this large",
+        key=prefix,
+    )
+
+
+def too_slow(prefix: str, address: str, limit_s: float) -> LimitError:
+    """Return the error for a listing that takes too long: no StoreError, because each repetition would take as long."""
+    return LimitError(
+        f"the listing of {prefix} at {address} did not end within the limit of {limit_s:g} s; check the server, and "
+        "prune the run if it is very large",
         key=prefix,
     )
 

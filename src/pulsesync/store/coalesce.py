@@ -18,11 +18,10 @@ from pulsesync.store.keys import check_key, check_prefix
 _REMEMBER_S = 1.0
 _FORGET_S = 10.0  # between two reports about one object that are forwarded: each may cost a fetch from the upstream
 _WHOLE_BYTES = 1 << 22  # records below this size are fetched entirely, so that any ranges of them are one request
-_ABSENT_S = 10.0  # that a content-addressed object is absent: it is written before anything names it
 _MAX_ABSENT = 1 << 14
 _MAX_REMEMBERED = 1024
 _MAX_REMEMBERED_BYTES = 1 << 26
-_MAX_REPORTED = 4096  # objects whose reports are forwarded in the same ten seconds
+_MAX_REPORTED = 4096  # objects whose reports are forwarded in the same ten seconds; as many that are absent
 _ENTRY_BYTES = 256  # memory of an outcome that is no object
 
 T = TypeVar("T")
@@ -34,8 +33,7 @@ class CoalescingStore(ReadOnlyStore):
 
     The outcome of reading content-addressed objects is not remembered, nor are listings, which the server keeps. That
     of all other reads and of failures (there is no such object, the store does not answer) is remembered for a second:
-    so an answer may be older by a second and the time of one call. That there is no such content-addressed object is
-    remembered for ten seconds.
+    so an answer may be older by a second and the time of one call.
     """
 
     def __init__(self, store: Store) -> None:
@@ -45,6 +43,7 @@ class CoalescingStore(ReadOnlyStore):
         self._remembered: dict[_Call, _HeldAnswer] = {}  # oldest first
         self._absent: dict[str, float] = {}  # by key, when it was asked for; oldest first
         self._reported: dict[str, float] = {}  # by key, when its last report was forwarded; oldest first
+        self._absent_reported: dict[str, float] = {}  # the same, of objects that were absent
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         check_key(key)
@@ -69,7 +68,8 @@ class CoalescingStore(ReadOnlyStore):
     def forget(self, key: str) -> None:
         """Forward a report about an object, at most once in ten seconds: any client of a relay can make one.
 
-        The times of reports are kept separately, so that other requests cannot displace them.
+        That the object was absent is forgotten then. The times of reports are kept separately, so that other requests
+        cannot displace them, and those of absent objects apart, because there can be any number of these.
         """
         self._once(("forget", key), lambda: self._forget(key))
 
@@ -83,14 +83,16 @@ class CoalescingStore(ReadOnlyStore):
     def _forget(self, key: str) -> None:
         now = time.monotonic()
         with self._lock:
-            while self._reported and now - self._reported[oldest := next(iter(self._reported))] >= _FORGET_S:
-                del self._reported[oldest]
-            if key in self._reported or len(self._reported) >= _MAX_REPORTED:
+            reported = self._absent_reported if key in self._absent else self._reported
+            _drop_before(now - _FORGET_S, reported)
+            if key in reported or len(reported) >= _MAX_REPORTED:
                 return
-            self._reported[key] = now
+            reported[key] = now
         forget(self.store, key)
         with self._lock:
-            self._remembered.pop(("size", key), None)
+            self._absent.pop(key, None)
+            for name in [name for name in self._remembered if key in name[:2]]:
+                del self._remembered[name]
 
     def _found(self, key: str, call: Callable[[], T]) -> T:
         """Make a call about an object, unless it was absent a moment ago. Raises: NotFoundError."""
@@ -98,8 +100,7 @@ class CoalescingStore(ReadOnlyStore):
             return call()
         now = time.monotonic()
         with self._lock:
-            while self._absent and now - self._absent[oldest := next(iter(self._absent))] >= _ABSENT_S:
-                del self._absent[oldest]
+            _drop_before(now - _REMEMBER_S, self._absent)
             if key in self._absent:
                 raise NotFoundError(f"there was no {key} a moment ago; it is asked for again later", key=key)
         try:
@@ -152,6 +153,12 @@ class _HeldAnswer(NamedTuple):
     until: float
     weight: int
     future: Future[Any]
+
+
+def _drop_before(than_s: float, times: dict[str, float]) -> None:
+    """Drop what is as old as a time or older; the oldest come first."""
+    while times and times[oldest := next(iter(times))] <= than_s:
+        del times[oldest]
 
 
 def _weigh(future: Future[Any]) -> int:

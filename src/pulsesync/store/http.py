@@ -25,15 +25,15 @@ from pulsesync.core.text import printable
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.store.base import (
     MAX_ENTRIES,
-    MAX_KEY,
     ObjectEntry,
     ReadOnlyStore,
     is_content_addressed,
     too_many,
+    too_slow,
     unreachable,
 )
 from pulsesync.store.deadlines import PIECE_BYTES, Response
-from pulsesync.store.keys import check_key, check_prefix, is_heartbeat
+from pulsesync.store.keys import check_key, check_prefix, is_heartbeat, is_listed
 from pulsesync.store.tokens import IN_CLEAR, advise_token
 from pulsesync.store.transport import (
     ENDLESS_TIMEOUTS,
@@ -188,29 +188,37 @@ class HttpStore(ReadOnlyStore):
         """Yield the objects below a prefix. A server that offers pages is asked for one after the other.
 
         Raises:
-            StoreError: the server cannot list, or its listing is malformed. LimitError: it lists too many objects.
+            StoreError: the server cannot list; retryable: it does not answer, or its listing is malformed. LimitError:
+            it lists too many objects, or takes too long.
         """
         check_prefix(prefix)
         last, count, left_bytes, left_s, has_more = "", 0, _MAX_LISTING, self._listing_s, True
         while has_more:
             began_s = time.monotonic()
-            data, has_more = self._page(prefix, last, left_s)
+            try:
+                data, has_more = self._page(prefix, last, left_s)
+            except StoreError as e:
+                if time.monotonic() - began_s >= left_s:
+                    raise too_slow(prefix, self.url, self._listing_s) from e
+                raise
             left_s, left_bytes = left_s - (time.monotonic() - began_s), left_bytes - len(data)
             if has_more and left_s <= 0:  # each page may have been in time
-                limit = f"the listing of {prefix} at {self.url} did not end within the limit of {self._listing_s:g} s"
-                raise StoreError(limit, key=prefix, retryable=True)
+                raise too_slow(prefix, self.url, self._listing_s)
             if left_bytes < 0:
                 raise too_many(f"{_MAX_LISTING:,} bytes", prefix, self.url)
             for line in io.BytesIO(data):
                 entry = _entry(line, prefix)
                 if entry is None or entry.key <= last:
-                    raise StoreError(f"the listing of {prefix} has a malformed line: {line[:80]!r}", key=prefix)
+                    # Retryable, because it may have been damaged in transit, and does not show that nothing is there.
+                    malformed = f"the listing of {prefix} has a malformed line: {line[:80]!r}"
+                    raise StoreError(malformed, key=prefix, retryable=True)
                 if (count := count + 1) > MAX_ENTRIES:
                     raise too_many(f"{MAX_ENTRIES:,} objects", prefix, self.url)
                 last = entry.key
                 yield entry
             if has_more and not data:
-                raise StoreError(f"{self.url} sends an empty page of the listing of {prefix}", key=prefix)
+                empty = f"{self.url} sends an empty page of the listing of {prefix}"
+                raise StoreError(empty, key=prefix, retryable=True)
 
     def _page(self, prefix: str, after: str, left_s: float) -> tuple[bytes, bool]:
         """Return the lines of a listing after a key, and whether there are more; a server without pages sends all."""
@@ -383,10 +391,9 @@ def _entry(line: bytes, prefix: str) -> ObjectEntry | None:
     try:
         fields: Any = json.loads(line)
         key, size, modified = fields["key"], fields["size"], fields["modified"]
-        check_key(key)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, StoreError):
-        return None
-    if len(key) > MAX_KEY or not key.isprintable():  # half a surrogate pair cannot be encoded in a request
+        if not is_listed(key):
+            return None
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
     numbers = type(size) is int and type(modified) in (int, float)
     if numbers and key.startswith(prefix) and 0 <= size <= _MAX_NUMBER and 0 <= modified <= _MAX_NUMBER:

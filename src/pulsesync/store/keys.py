@@ -5,6 +5,7 @@ import re
 from pulsesync.errors import StoreError
 
 WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # the name of a worker, in the key of its heartbeat
+MAX_KEY = 1024  # characters; S3 and Google Cloud allow no more bytes
 _HEARTBEAT = re.compile(rf"(?:.+/)?heartbeats/{WORKER.pattern}", re.DOTALL)
 
 
@@ -19,6 +20,18 @@ def check_prefix(prefix: str) -> None:
     if not prefix.endswith("/"):
         raise StoreError(f"a prefix must be a key followed by a slash, such as parts/; got {prefix!r}", key=prefix)
     check_key(prefix.removesuffix("/"))
+
+
+def is_listed(key: str) -> bool:
+    """Return whether a listing over HTTP may have a key: one that can be asked for, and cannot disturb a terminal.
+
+    Other programs leave files of any name in a folder, such as `Icon` with a carriage return.
+    """
+    try:
+        check_key(key)
+    except StoreError:
+        return False
+    return len(key) <= MAX_KEY and key.isprintable()  # half a surrogate pair cannot be encoded in a request
 
 
 def is_heartbeat(key: str) -> bool:

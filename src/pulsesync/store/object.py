@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import ConflictError, MissingBucketError, NotFoundError, PulseError, StoreError
 from pulsesync.store.aws import ENDPOINT_VARIABLES, find_credentials
-from pulsesync.store.base import MAX_ENTRIES, ObjectEntry, refused, too_many, unreachable
+from pulsesync.store.base import MAX_ENTRIES, ObjectEntry, refused, too_many, too_slow, unreachable
 from pulsesync.store.keys import check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class ObjectStore:
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
         check_prefix(prefix)
         with self._translated(prefix, "list"):
-            found = _end_within(_LISTING_S, _entries(self._store, prefix, self.url), prefix)
+            found = _end_within(_LISTING_S, _entries(self._store, prefix, self.url), prefix, self.url)
         return iter(sorted(found, key=lambda entry: entry.key))
 
     def delete(self, key: str) -> None:
@@ -209,11 +209,11 @@ async def _entries(store: "_AnyStore", prefix: str, url: str) -> list[ObjectEntr
     return found
 
 
-def _end_within(seconds: float, work: Coroutine[Any, Any, T], key: str) -> T:
+def _end_within(seconds: float, work: Coroutine[Any, Any, T], prefix: str, url: str) -> T:
     """Run a coroutine in a thread of its own, and give it up after some time: a blocking call of obstore cannot be.
 
     Raises:
-        StoreError: it did not end in time; retryable. What else it raises.
+        LimitError: it did not end in time. What else it raises.
     """
     import asyncio
 
@@ -233,7 +233,7 @@ def _end_within(seconds: float, work: Coroutine[Any, Any, T], key: str) -> T:
     try:
         return ended.result()
     except TimeoutError as e:
-        raise StoreError(f"the listing of {key} did not end within {seconds:g} s", key=key, retryable=True) from e
+        raise too_slow(prefix, url, seconds) from e
 
 
 def _collect(result: "GetResult", limit: int, key: str) -> bytes:
