@@ -400,6 +400,6 @@ def test_each_link_that_leads_out_of_a_served_folder_is_logged_once(
             served.get(key)
     assert [entry.key for prefix in ("parts/", "files/") for entry in served.list(prefix)] == ["files/c"]
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
-        f"Not served: {tmp_path}/run/parts is a link to {tmp_path}/disk",
-        f"Not served: {tmp_path}/run/files/a is a link to {tmp_path}/disk/a",
+        f"Not read: {tmp_path}/run/parts is a link to {tmp_path}/disk",
+        f"Not read: {tmp_path}/run/files/a is a link to {tmp_path}/disk/a",
     ]
