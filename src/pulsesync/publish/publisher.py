@@ -100,8 +100,9 @@ class Publisher:
         epoch_patches: As for a `Subscriber`.
         team: The processes that publish together, each with its shards; None: this process alone. `ShardedPublisher`
             is a publisher with a team.
-        take_over: Continue the run although another publisher has its lease. Otherwise the first publish waits until
-            that lease ends, for 60 s at most, and raises if the other publisher turns out to be alive.
+        take_over: Continue the run although another publisher has its lease: the first publish makes that publisher
+            stop, and waits up to 10 s for its answer. Otherwise the first publish waits until that lease ends, for 60 s
+            at most, and raises if the other publisher turns out to be alive.
 
     Raises:
         ValueError: an argument is not one of its choices, or there is no store for the location.
