@@ -123,24 +123,15 @@ class GatedFuture(Future[Result]):
         return super().exception()
 
 
-class Task:
-    """Work for an executor; `dropped` is called if the executor, or an interrupted caller, drops it without doing it.
+def if_cancelled(future: Future[Any], call: Callable[[], None]) -> None:
+    """Call something if an executor cancels a future that it was given work for; perhaps twice.
 
-    A callback of the executor's future would do that, too, but the caller cannot add one without taking the Condition
-    which the executor's thread needs (see `GatedFuture`).
+    `add_done_callback` would do that, but with the Condition that the executor's thread needs, see `GatedFuture`. Its
+    list and the state are private; Python 3.2 to 3.14 have them.
     """
-
-    def __init__(self, work: Callable[[], None], dropped: Callable[[], None]) -> None:
-        self._work, self._dropped = work, dropped
-        self.has_begun = False
-
-    def __call__(self) -> None:
-        self.has_begun = True
-        self._work()
-
-    def __del__(self) -> None:
-        if not self.has_begun:
-            self._dropped()
+    future._done_callbacks.append(lambda ended: call() if ended.cancelled() else None)  # type: ignore[attr-defined]
+    if future._state.startswith("CANCELLED"):
+        call()
 
 
 def submit(executor: Executor, work: Callable[..., Result], *args: Any) -> "Future[Result]":

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from pulsesync.core.threads import GatedFuture, Task, submit
+from pulsesync.core.threads import submit
 from pulsesync.core.types import Tile
 from pulsesync.errors import ChainError, ConflictError, FormatError, NotFoundError, PulseError, StoreError
 from pulsesync.format import manifest as manifests
@@ -73,13 +73,13 @@ class AnchorWriter:
         self._executor, self._give_way, self._alone = executor, give_way, ranks == 1
         self._ranks, self._created = ranks, created
         self._began_s = 0.0  # when the last anchor was
-        self._current: GatedFuture[None] | None = None
+        self._current: Future[None] | None = None
         self._failures = 0  # consecutive uploads that failed and are tried again later
         self._pause: float = 0  # versions to wait for before the anchor is tried again
 
     @property
     def busy(self) -> bool:
-        return self._current is not None and not self._current.has_ended
+        return self._current is not None and not self._current.done()
 
     def begin(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
         """Write the anchor of a version with this state, unless an anchor is being written.
@@ -171,15 +171,14 @@ class AnchorWriter:
             self.share, self.owed = None, False
         self.outbox.discard_before(epoch + 1)
 
-    def _start(self, epoch: int, work: Callable[..., None], *args: Any) -> GatedFuture[None]:
+    def _start(self, epoch: int, work: Callable[..., None], *args: Any) -> "Future[None]":
         """Run work in the background; an error is logged, and raised by `wait`."""
         self._began_s = time.monotonic()
-        ended: GatedFuture[None] = GatedFuture()
 
         def run() -> None:
             try:
                 work(*args)
-            except BaseException as e:  # noqa: BLE001 - raised by `wait`
+            except BaseException as e:
                 retried = _may_pass(e)
                 self._pause = 2**self._failures if retried else math.inf
                 if not retried:
@@ -194,24 +193,21 @@ class AnchorWriter:
                     if retried
                     else "An anchor of the next epoch is written instead.",
                 )
-                ended.set_exception(e)
-            else:
-                self._failures = 0
-                ended.set_result(None)
+                raise
+            self._failures = 0
 
-        task = Task(run, dropped=lambda: ended.set_exception(CancelledError()))
         try:
-            submit(self._executor, task)
+            return submit(self._executor, run)
         except RuntimeError as e:
-            task.has_begun = True
             logger.warning("The anchor of epoch %d was not started and is tried with a later version: %s.", epoch, e)
-            ended.set_exception(
+            waits: Future[None] = Future()
+            waits.set_exception(
                 StoreError(
                     f"the anchor of epoch {epoch} was not started and is tried with a later version: {e}",
                     retryable=True,
                 )
             )
-        return ended
+            return waits
 
     def _write(self, version: Manifest) -> None:
         with ThreadPoolExecutor(2, thread_name_prefix="pulse-anchor") as executor:

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args, overload
 
 from pulsesync.core import arguments
 from pulsesync.core.scratch import ScratchFolder
-from pulsesync.core.threads import Task, outlives_threads, start, submit
+from pulsesync.core.threads import if_cancelled, outlives_threads, start, submit
 from pulsesync.errors import AnotherPublisherError, ClosedError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
@@ -330,11 +330,10 @@ class Publisher:
         if inline:
             self._send()
             return
-        task = Task(self._send, self._revive)
         try:
-            submit(self._sender, task)
+            if_cancelled(submit(self._sender, self._send), self._revive)
         except RuntimeError:  # no thread can be started: the caller sends, and waits for it
-            task()
+            self._send()
 
     def _send(self) -> None:
         """Send queued versions until there are none. Raises nothing: an exception of this thread would be lost."""
