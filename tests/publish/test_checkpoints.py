@@ -594,8 +594,18 @@ def test_a_state_cannot_be_loaded_after_the_first_publish() -> None:
     state = checkpoint_at(1, store, training, to=2)
     with Publisher(store) as pub:
         pub.publish(training.weights, step=2)
-        with pytest.raises(RuntimeError, match="after the first publish; create a new Publisher"):
+        with pytest.raises(RuntimeError, match="after this publisher had published or resumed the run"):
             pub.load_state_dict(state)
+
+
+def test_a_state_can_be_loaded_after_a_first_publish_that_was_refused() -> None:
+    store, training = MemoryStore(), Training()
+    state = checkpoint_at(1, store, training, to=2)
+    with Publisher(store) as pub:
+        with pytest.raises(StateError, match="do not continue the run"):
+            pub.publish(Training(seed=1).weights, step=0)
+        pub.load_state_dict(state)
+        assert pub.publish(training.weights, step=2).version == 3
 
 
 # Teams

@@ -34,6 +34,7 @@ assert fleet  # a fixture
 def train(pipes: str, run: str, times: tuple[float, float], options: dict[str, Any]) -> None:
     """A process that publishes a version for each step that it is sent, and ends as Python does."""
     lease.LEASE_S, lease.RENEW_S = times
+    lease.WATCH_S = lease.LOOK_S = times[1]
     with open(f"{pipes}/steps") as steps, open(f"{pipes}/outcomes", "w", buffering=1) as outcomes:
         publisher = Publisher(run, **options)
         for step in steps:
@@ -90,7 +91,7 @@ def trainers(tmp_path: Path, fleet: Fleet) -> Iterator[Callable[..., Trainer]]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("LEASE_S", 1.0), ("RENEW_S", 0.05), ("LOOK_S", 0.05)):
+    for name, seconds in (("LEASE_S", 1.0), ("ANSWER_S", 1.0), ("RENEW_S", 0.05), ("WATCH_S", 0.05), ("LOOK_S", 0.05)):
         monkeypatch.setattr(lease, name, seconds)
 
 
@@ -138,15 +139,26 @@ def test_after_a_kill_or_an_end_on_this_host_a_restart_begins_at_once(tmp_path: 
     assert time.monotonic() - began < 5
 
 
-def test_who_takes_over_goes_ahead_and_the_other_one_stops(trainers: Any) -> None:
+def test_who_takes_over_goes_ahead_and_the_other_one_which_publishes_all_the_time_stops(trainers: Any) -> None:
     first, second = trainers(), trainers(take_over=True)
     assert first.publish(1) == "published 0"
-    assert second.publish(2) == "published 1"
-    time.sleep(0.5)
-    outcome = first.publish(3)
-    assert outcome.startswith(f"AnotherPublisherError another publisher, process {second.pid} on host "), outcome
-    assert "has taken this run over" in outcome
-    assert second.publish(4) == "published 2"
+    outcomes: list[str] = []
+
+    def publish() -> None:
+        while not outcomes or outcomes[-1].startswith("published"):
+            outcomes.append(first.publish(len(outcomes) + 2))
+
+    publishing = threading.Thread(target=publish)
+    publishing.start()
+    try:
+        outcome = second.publish(2)
+    finally:
+        publishing.join(20)
+    assert outcome == f"published {len(outcomes)}"
+    expected = f"AnotherPublisherError another publisher, process {second.pid} on host "
+    assert outcomes[-1].startswith(expected), outcomes[-1]
+    assert "has taken this run over" in outcomes[-1]
+    assert second.publish(4) == f"published {len(outcomes) + 1}"
 
 
 def test_a_trainer_that_was_stopped_for_longer_than_its_lease_loses_the_run(trainers: Any) -> None:
@@ -180,6 +192,164 @@ def test_of_two_leases_the_later_one_stays_although_the_earlier_is_written_over_
     time.sleep(0.3)
     with pytest.raises(AnotherPublisherError, match="another publisher, process 7 on host far, has taken this run"):
         mine.check()
+
+
+# Taking over
+
+
+class Trained:
+    """A trainer in this process that publishes all the time, until something ends that."""
+
+    def __init__(self, store: Any) -> None:
+        self.publisher = Publisher(store)
+        self.publisher.publish(weights(0))
+        self.ended: Exception | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        step = 0
+        while self.ended is None:
+            step += 1
+            try:
+                self.publisher.publish(weights(step), step=step)
+            except PulseError as e:
+                self.ended = e
+            time.sleep(0.002)
+
+    def end(self) -> Exception | None:
+        """Why it ended, or None if it published until now."""
+        self._thread.join(0.3)
+        ended, self.ended = self.ended, self.ended or Exception("the test is over")
+        self._thread.join()
+        with suppress(PulseError):
+            self.publisher.close()
+        return ended
+
+
+@pytest.fixture
+def strangers(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every publisher counts as one of another process."""
+    monkeypatch.setattr(LeaseRecord, "is_ours", False)
+
+
+def slow(verb: str, seconds: float) -> Callable[[str, str], None]:
+    return lambda done, key: time.sleep(seconds) if done == verb and key.startswith("manifests/") else None
+
+
+@pytest.mark.parametrize("slows", ["none", "the new one", "the new one's store", "the old one"])
+def test_one_that_takes_over_wins_although_the_other_publishes_every_few_milliseconds(
+    strangers: None, slows: str
+) -> None:
+    """Not both stop, and not the one that was started to take over."""
+    memory = MemoryStore()
+    for number in range(3):
+        ours, theirs = Shared(memory), Shared(memory)
+        first = Trained(ours)
+        if slows == "the old one":
+            ours.before = slow("create", 1.3)  # longer than it may take to answer
+        elif slows == "the new one":
+            theirs.before = slow("create", 0.3)
+        elif slows == "the new one's store":
+            theirs.before = lambda verb, key: time.sleep(0.02)
+        second = Publisher(theirs, take_over=True, resume=True)
+        try:
+            report = second.publish(weights(1000), step=1000 * (number + 1))
+            ended = first.end()
+            assert isinstance(ended, AnotherPublisherError), ended
+            assert "has taken this run over" in str(ended)
+            assert second.publish(weights(1001), step=1000 * (number + 1)).version == (report.version or 0) + 1
+        finally:
+            first.end()
+            second.close()
+
+
+def test_one_that_took_over_from_a_live_publisher_and_lost_gives_the_lease_back(strangers: None) -> None:
+    memory = MemoryStore()
+    ours, theirs = Shared(memory), Shared(memory)
+    first = Publisher(ours)
+    first.publish(weights(0))
+
+    def unreachable(verb: str, key: str) -> None:
+        if (verb, key) == ("get", LEASE):
+            raise StoreError("it does not answer", key=key, retryable=True)
+
+    def publish(verb: str, key: str) -> None:
+        if verb == "create":
+            first.publish(weights(1), step=1)
+
+    ours.before, theirs.before = unreachable, publish
+    time.sleep(0.2)
+    record = first._lease._record
+    assert record
+    second = Publisher(theirs, take_over=True)
+    with pytest.raises(AnotherPublisherError, match="version 1 already exists"):
+        second.publish(weights(9), step=9)
+    with suppress(AnotherPublisherError):
+        second.close()
+    found = parse(memory.get(LEASE))
+    assert found
+    assert (found.token, found.ended) == (record.token, False)
+    ours.before = lambda verb, key: None
+    with Publisher(Shared(memory)) as third, pytest.raises(AnotherPublisherError, match="has just renewed its lease"):
+        third.publish(weights(8), step=8)
+    assert first.publish(weights(2), step=2).version == 2
+    first.close()
+
+
+def test_of_two_that_take_over_at_once_one_wins(strangers: None) -> None:
+    memory = MemoryStore()
+    first = Trained(Shared(memory))
+    outcomes: list[Any] = []
+    both = threading.Barrier(2)
+
+    def take_over() -> None:
+        store = Shared(memory)
+        store.before = lambda verb, key: (
+            both.wait(5) if (verb, key) == ("put", LEASE) and not store.writes[:-1] else None
+        )
+        publisher = Publisher(store, take_over=True)
+        try:
+            outcomes.append(publisher.publish(weights(1000), step=1000))
+        except AnotherPublisherError as e:
+            outcomes.append(e)
+        time.sleep(0.5)
+        with suppress(PulseError):
+            publisher.close()
+
+    threads = [threading.Thread(target=take_over) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert isinstance(first.end(), AnotherPublisherError)
+    lost = [one for one in outcomes if isinstance(one, AnotherPublisherError)]
+    assert len(outcomes) == 2
+    assert len(lost) == 1
+    assert "was also started with take_over=True" in str(lost[0])
+
+
+@pytest.mark.parametrize("why", ["closed", "asked"])
+def test_one_that_ends_or_does_not_answer_is_waited_for_no_longer(strangers: None, why: str) -> None:
+    store = Shared()
+    store.put(LEASE, stranger().build())
+    publisher = Publisher(store, take_over=True)
+    began = time.monotonic()
+    if why == "closed":
+        threading.Timer(0.3, publisher.close).start()
+        with pytest.raises(ClosedError, match="waited for the lease of another one, process 7 on host far"):
+            publisher.publish(weights(0))
+        publisher._lease.join()
+        assert parse(store.get(LEASE)) == stranger()
+    else:
+        publisher.publish(weights(0))
+        assert time.monotonic() - began >= 1.0
+        time.sleep(0.2)
+        found = parse(store.get(LEASE))
+        assert found
+        assert (found.term, found.asks, found.ended) == (2, False, False)
+        publisher.close()
+    assert time.monotonic() - began < 5
 
 
 # One process
@@ -227,7 +397,8 @@ def test_a_lease_of_an_older_publisher_of_this_process_is_not_renewed_over_the_n
     newer.join()
 
 
-def test_a_publish_costs_no_further_call_of_the_store() -> None:
+def test_a_publish_costs_no_further_call_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "WATCH_S", 60.0)
     counts = {}
     for kind in (Watched, Shared):
         store, training = kind(), Training()
@@ -241,6 +412,32 @@ def test_a_publish_costs_no_further_call_of_the_store() -> None:
                 publisher.publish(training.weights, step=step)
             counts[kind] = len(store.gets), len(store.writes)
     assert counts[Shared] == counts[Watched]
+
+
+def test_a_lease_that_was_deleted_is_put_again_unless_the_run_was_removed(quick: None) -> None:
+    store = Shared()
+    with Publisher(store) as publisher:
+        publisher.publish(weights(0))
+        store.delete(LEASE)
+        time.sleep(0.3)
+        found = parse(store.get(LEASE))
+        assert found
+        assert not found.ended
+        store.delete(keys.HEAD)
+        store.delete(LEASE)
+        time.sleep(0.3)
+    assert list(store.list(keys.LEASES)) == []
+
+
+def test_a_junk_term_does_not_switch_leases_off(quick: None) -> None:
+    store = Shared()
+    for term, next_term in ((lease.MAX_TERM, 1), (lease.MAX_TERM - 1, lease.MAX_TERM), (1 << 60, 1)):
+        store.put(LEASE, stranger(term=term, ended=True).build())
+        with Publisher(store) as publisher:
+            publisher.publish(weights(0), step=0)
+            found = parse(store.get(LEASE))
+            assert found
+            assert (found.term, found.ended) == (next_term, False)
 
 
 def test_a_store_of_this_process_alone_gets_no_lease() -> None:

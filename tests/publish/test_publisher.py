@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 
 from pulsesync import Publisher, PublishReport, SigningKey, Subscriber
+from pulsesync.core.threads import GatedFuture
 from pulsesync.errors import (
     AnotherPublisherError,
     ChecksumError,
@@ -1177,7 +1178,7 @@ def test_a_failure_after_an_interrupted_wait_is_logged_and_raised(
     pub.publish(training.weights)
     gate.close()
     training.step()
-    monkeypatch.setattr(Future, "exception", lambda future, timeout=None: raise_interrupt())
+    monkeypatch.setattr(GatedFuture, "wait", lambda future, timeout=None: raise_interrupt())
     with pytest.raises(KeyboardInterrupt):
         pub.publish(training.weights)
     monkeypatch.undo()
@@ -1333,6 +1334,74 @@ def test_without_any_thread_versions_are_sent_and_anchors_wait(
         pub.flush()
     assert anchored(store) == [0, 2]
     assert equal(synced(store, epoch_patches=short_epochs), training.weights)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_an_interrupt_while_a_condition_is_entered_does_not_stop_the_sender(
+    wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller is interrupted in each Condition.__enter__ of a publish in turn, which leaves the Condition locked."""
+    training, enter = Training(), threading.Condition.__enter__
+    for number in range(20):
+        store, left = MemoryStore(), [number]
+        pub = Publisher(store)
+        pub.publish(training.weights, step=0)
+        training.step()
+        pub.publish(training.weights, step=1)  # starts the thread
+
+        def interrupted(condition: threading.Condition, left: list[int] = left) -> bool:
+            entered = enter(condition)
+            name = sys._getframe(1).f_code.co_filename
+            if threading.current_thread() is threading.main_thread() and name.endswith("futures/_base.py") and left:
+                left[0] -= 1
+                if left[0] < 0:
+                    left.clear()
+                    raise KeyboardInterrupt
+            return entered
+
+        training.step()
+        monkeypatch.setattr(threading.Condition, "__enter__", interrupted)
+        try:
+            if wait:
+                pub.publish(training.weights, step=2)
+            else:
+                pub.publish(training.weights, step=2, wait=False)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            monkeypatch.setattr(threading.Condition, "__enter__", enter)
+
+        def publish_and_close(pub: Publisher = pub) -> None:
+            pub.publish(training.weights, step=3)
+            pub.close()
+
+        closing = threading.Thread(target=publish_and_close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive(), f"it hangs after an interrupt in Condition number {number}"
+        assert equal(synced(store), training.weights)
+        if left:  # the call had no more of them
+            break
+    else:
+        pytest.fail("every publish was interrupted")
+
+
+def test_what_an_interrupted_publish_has_queued_without_a_sender_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, store = Training(), MemoryStore()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Publisher(store) as pub:
+        pub.publish(training.weights, step=0)
+        for step, repair in ((1, lambda: pub.flush()), (2, lambda: pub.publish(training.weights, step=3))):
+            training.step()
+            with monkeypatch.context() as patch:
+                patch.setattr(pub, "_start_sender", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    pub.publish(training.weights, step=step)
+            repair()
+            assert equal(synced(store), training.weights)
 
 
 def test_what_an_executor_cancels_is_sent() -> None:

@@ -3,8 +3,10 @@
 The kernels release the GIL; nothing else here is parallel.
 """
 
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -13,6 +15,8 @@ from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+LOOK_S = 1.0  # between two looks whether a future has ended, after a wait for it was interrupted
 
 
 def default_threads() -> int:
@@ -79,6 +83,55 @@ def begin(work: Callable[[], Result]) -> Callable[[], Result]:
     except RuntimeError:
         done = work()
         return lambda: done
+
+
+class GatedFuture(Future[Result]):
+    """A future whose callers wait without its Condition, which the thread that completes it needs.
+
+    `Condition.__enter__` is Python code: Ctrl-C in the middle of it, or what a signal handler raises, leaves the
+    Condition locked for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_ended = False  # as `done`, without the Condition
+        self._gate = threading.Lock()  # taken until then
+        self._gate.acquire()
+        self.add_done_callback(GatedFuture._open)  # the first: those of the caller may call `result`
+
+    @staticmethod
+    def _open(future: Future[Any]) -> None:  # no bound method: that would be a reference cycle
+        assert isinstance(future, GatedFuture)
+        future.has_ended = True
+        future._gate.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, or the time has passed; return whether it has ended."""
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.has_ended and (left_s := until_s - time.monotonic()) > 0:
+            if self._gate.acquire(timeout=min(left_s, LOOK_S)):  # an interrupt may keep it: the others look again
+                self._gate.release()
+        return self.has_ended
+
+    def result(self, timeout: float | None = None) -> Result:
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.wait(timeout):
+            raise TimeoutError
+        return super().exception()
+
+
+def if_cancelled(future: Future[Any], call: Callable[[], None]) -> None:
+    """Call something if an executor cancels a future that it was given work for; perhaps twice.
+
+    `add_done_callback` would do that, but with the Condition that the executor's thread needs, see `GatedFuture`. Its
+    list and the state are private; Python 3.2 to 3.14 have them.
+    """
+    future._done_callbacks.append(lambda ended: call() if ended.cancelled() else None)  # type: ignore[attr-defined]
+    if future._state.startswith("CANCELLED"):
+        call()
 
 
 def submit(executor: Executor, work: Callable[..., Result], *args: Any) -> "Future[Result]":

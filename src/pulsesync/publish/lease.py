@@ -4,6 +4,10 @@ The publisher of a run writes `publisher/lease` when it begins, and again every 
 publisher waits until that ends: because it was released, because the process is gone from this host, or because it was
 not renewed for 60 s. If it is renewed meanwhile, the other publisher raises.
 
+A publisher with take_over=True writes its lease before it reads the run, and waits until the other one has seen that,
+creates no more versions and has answered, or until there is no answer: otherwise the other one could create the next
+version first, or both could stop.
+
 A lease is a hint. What keeps two publishers apart is that a version is created only if it is absent: a store that
 refuses leases, a publisher of an earlier release that has none, and clocks of any error cost nothing but the hint.
 """
@@ -16,8 +20,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,7 @@ from pulsesync.errors import AnotherPublisherError, ClosedError, FormatError, No
 from pulsesync.format.json_reader import load_json
 from pulsesync.run.clock import store_time
 from pulsesync.run.heartbeats import EXIT_S, close_at_exit, open_gate
-from pulsesync.run.keys import LEASE, LEASES
+from pulsesync.run.keys import HEAD, LEASE, LEASES
 from pulsesync.store import Store
 from pulsesync.store.base import is_private
 
@@ -36,8 +40,11 @@ FORMAT = "pulse-lease/1"
 MAX_BYTES = 1 << 11
 LEASE_S = 60.0  # without a renewal, after which a lease has ended
 RENEW_S = 15.0  # between two renewals: a lease outlives three that are lost
+WATCH_S = 2.0  # between two looks at one's own lease: another publisher that takes the run over waits for that
+ANSWER_S = 10.0  # without an answer, after which a publisher takes the run over from one that may be alive
 LOOK_S = 0.5  # between two looks at a lease that is waited for
 SAY_S = 15.0  # between two lines of the log that say so
+MAX_TERM = (1 << 53) - 1
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +63,7 @@ class LeaseRecord:
     term: int = 1  # one more than that of the lease before it: of two publishers, the later one has the run
     renewals: int = 0  # so that every renewal has other bytes
     ended: bool = False
+    asks: bool = False  # the publisher before this one, to store the record again with False when it has stopped
 
     def build(self) -> bytes:
         return json.dumps({"format": FORMAT, **asdict(self)}, separators=(",", ":")).encode()
@@ -96,9 +104,14 @@ def parse(data: bytes) -> LeaseRecord | None:
     found: dict[str, Any] = {one.name: table.get(one.name) for one in fields(LeaseRecord)}
     if any(type(value) is not LeaseRecord.__annotations__[name] for name, value in found.items()):
         return None
-    if not (0 < found["pid"] < 1 << 31 and 0 < found["term"] < 1 << 53):
+    if not (0 < found["pid"] < 1 << 31 and 0 < found["term"] <= MAX_TERM):
         return None
     return LeaseRecord(**found | {"host": printable(found["host"], 64)})
+
+
+def _term_after(found: LeaseRecord) -> int:
+    """The term of the next lease. No publisher reaches the highest one, so a lease that has it is no publisher's."""
+    return found.term % MAX_TERM + 1
 
 
 _processes: dict[int, str] = {}
@@ -141,40 +154,50 @@ class PublisherLease:
 
     Args:
         store: The store of the run. One that only this process can reach needs no lease, and gets none.
-        take_over: Do not wait for the lease of another publisher.
+        take_over: Do not wait for the end of another publisher's lease: make that publisher stop.
     """
 
     def __init__(self, store: Store, take_over: bool = False) -> None:
         self._store, self._take_over = store, take_over
         self._record: LeaseRecord | None = None  # None: this publisher has no lease
         self._lost_to: LeaseRecord | None = None  # who took it over
+        self._taken: LeaseRecord | None = None  # from a publisher that may be alive, until this one creates a version
+        self._asks = False  # whether that publisher has yet to answer
         self._term = 1
+        self._due_s = 0.0  # when the next renewal is
+        self._is_creating = False
         self._end = threading.Lock()  # taken until `close`
         self._end.acquire()
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._is_refused, self._is_stored = is_private(store), False
+        self._is_refused = is_private(store)
 
     def wait(self, is_closed: Callable[[], bool]) -> None:
-        """Before the run is read, wait until no other publisher has its lease. It writes the store's clock at most.
+        """Before the run is read, wait until no other publisher has its lease. With take_over, take it before that.
 
         Signals reach the caller, and a publisher that is closed meanwhile ends the wait.
 
         Raises:
-            AnotherPublisherError: another publisher has renewed its lease meanwhile: it is alive. ClosedError: this
-            publisher was closed. StoreError: the store does not answer.
+            AnotherPublisherError: another publisher has renewed its lease meanwhile, or takes the run over too: it is
+            alive. ClosedError: this publisher was closed. StoreError: the store does not answer.
         """
-        if self._record is not None or self._is_refused:
-            return
-        found = self._look()
-        if found is None:
-            return
-        self._term = found.term + 1
-        if found.is_over or found.is_ours:
-            return
-        if self._take_over:
-            logger.warning("This publisher takes the run over from another one, %s.", found)
-            return
+        if self._record is None and not self._is_refused and (found := self._look()) is not None:
+            self._term = _term_after(found)
+            if not (found.is_over or found.is_ours):
+                if not self._take_over:
+                    self._wait_for_end(found, is_closed)
+                    return
+                logger.warning(
+                    "This publisher takes the run over from another one, %s, and waits %.0f s for it to stop.",
+                    found,
+                    ANSWER_S,
+                )
+                self._taken, self._asks = found, True
+                self.hold()
+        if self._record is not None and self._asks:
+            self._wait_for_answer(self._record, is_closed)
+
+    def _wait_for_end(self, found: LeaseRecord, is_closed: Callable[[], bool]) -> None:
         now_s, said_s = time.monotonic(), -SAY_S
         until_s = now_s + LEASE_S - self._age_s()
         while now_s < until_s:
@@ -186,15 +209,10 @@ class PublisherLease:
                     found,
                     until_s - now_s,
                 )
-            time.sleep(min(LOOK_S, until_s - now_s))
-            if is_closed():
-                raise ClosedError(
-                    f"this Publisher was closed while it waited for the lease of another one, {found}; nothing was "
-                    "published"
-                )
-            newer = self._look(found)
+            newer = self._look_later(found, until_s, is_closed)
             if newer is None or newer.is_over:
-                self._term += newer is not None and newer.term >= self._term
+                if newer is not None:
+                    self._term = _term_after(newer)
                 return
             if newer != found:
                 raise AnotherPublisherError(
@@ -204,6 +222,41 @@ class PublisherLease:
                     key=LEASE,
                 )
             now_s = time.monotonic()
+
+    def _wait_for_answer(self, mine: LeaseRecord, is_closed: Callable[[], bool]) -> None:
+        """Wait until the publisher before this one has stopped; or has not answered for so long that it has ended."""
+        newest, until_s = mine, time.monotonic() + ANSWER_S
+        while time.monotonic() < until_s:
+            found = self._look_later(newest, until_s, is_closed)
+            if found is None:
+                continue  # `_renew` puts it again
+            if found.token != mine.token:
+                if found.term >= mine.term and not found.is_over:
+                    raise AnotherPublisherError(
+                        f"another publisher, {found}, was also started with take_over=True and has taken this run "
+                        "over. Nothing was published here. Decide which of the two is to continue, and end the other",
+                        key=LEASE,
+                    )
+            elif not found.asks:
+                self._taken = None  # it creates no more versions
+                break
+            elif found != newest:  # it has seen this lease, and is creating a version
+                newest, until_s = found, time.monotonic() + ANSWER_S
+        self._asks = False
+
+    def _look_later(self, found: LeaseRecord, until_s: float, is_closed: Callable[[], bool]) -> LeaseRecord | None:
+        """Wait a moment, and return the lease that is stored then.
+
+        Raises:
+            ClosedError: this publisher was closed.
+        """
+        time.sleep(max(0.0, min(LOOK_S, until_s - time.monotonic())))
+        if is_closed():
+            raise ClosedError(
+                f"this Publisher was closed while it waited for the lease of another one, {self._taken or found}; "
+                "nothing was published"
+            )
+        return self._look(found)
 
     def hold(self) -> None:
         """Take the lease, and renew it in the background until `close`. A store that refuses is logged; no error."""
@@ -219,6 +272,7 @@ class PublisherLease:
             place=_place() if _started(pid) else "",
             package=__version__,
             term=self._term,
+            asks=self._asks,
         )
         if not self._attempt(self._put):
             self._is_refused, self._record = True, None
@@ -227,6 +281,20 @@ class PublisherLease:
         with suppress(RuntimeError):  # the system has no more threads: then the lease ends by time
             self._thread.start()
             close_at_exit(self)
+
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        """Create a version within this, so that a publisher which takes the run over can wait for its end.
+
+        Raises: AnotherPublisherError, as `check`.
+        """
+        try:
+            self._is_creating = True  # before the check: `_stop` looks in the other order
+            self.check()
+            yield
+            self._taken = None
+        finally:
+            self._is_creating = False
 
     def check(self) -> None:
         """Raises: AnotherPublisherError, if another publisher has taken the lease over. The store is not asked."""
@@ -278,44 +346,70 @@ class PublisherLease:
         return 0.0
 
     def _run(self) -> None:
-        while not self._end.acquire(timeout=RENEW_S):
+        while not self._end.acquire(timeout=RENEW_S if self._is_refused else WATCH_S):
             self._attempt(self._renew)
             if self._lost_to is not None:
                 return
         self._attempt(lambda: self._renew(ended=True))
 
     def _renew(self, ended: bool = False) -> None:
+        """Look who has the lease, and renew it if that is due and nobody has taken it over."""
         assert self._record is not None
+        mine, found = self._record, None
         try:
             found = parse(self._store.get(LEASE, 0, MAX_BYTES + 1))
         except NotFoundError:
-            if self._is_stored:
+            if ended or not self._has_run():
                 return  # the run was removed: nothing is left where it was
-            found = None
-        mine = self._record
-        if found is None or found.token == mine.token:
+        if found is None:
             pass
-        elif ended or found.is_ours:
+        elif found.token == mine.token:
+            if not ended and (self._asks or time.monotonic() < self._due_s):
+                return  # a renewal could be stored over an answer
+        elif found.is_ours:
             return  # a later publisher of this process has it
         elif found.is_over or found.term < mine.term:
-            pass  # the lower term is that of a process that was stopped in the middle of a renewal
+            if ended:
+                return
+            # The lower term is that of a process that was stopped in the middle of a renewal.
         else:
             # With the same term both began at once, and the first to create a version has the run.
             if found.term > mine.term:
-                self._lost_to = found
-                logger.error(
-                    "Another publisher, %s, has taken this run over. The next publish here raises "
-                    "AnotherPublisherError.",
-                    found,
-                )
+                self._stop(found)
             return
-        self._record = replace(mine, renewals=mine.renewals + 1, ended=ended)
+        if ended and self._taken is not None:
+            self._store.put(LEASE, self._taken.build())  # nothing came of taking it: its publisher may go on
+            return
+        self._record = replace(mine, renewals=mine.renewals + 1, ended=ended, asks=self._asks)
         self._put()
+
+    def _stop(self, taken_by: LeaseRecord) -> None:
+        """Create no more versions, because another publisher has taken the run over; answer it if it waits for that."""
+        self._lost_to = taken_by
+        if not self._is_closed:
+            logger.error(
+                "Another publisher, %s, has taken this run over. The next publish here raises AnotherPublisherError.",
+                taken_by,
+            )
+        while self._is_creating:
+            if taken_by.asks:  # the new record shows that this publisher is alive, and still creates a version
+                taken_by = replace(taken_by, renewals=taken_by.renewals + 1)
+                self._store.put(LEASE, taken_by.build())
+            time.sleep(LOOK_S)
+        if taken_by.asks:
+            self._store.put(LEASE, replace(taken_by, asks=False).build())
+
+    def _has_run(self) -> bool:
+        try:
+            self._store.get(HEAD, 0, 1)
+        except NotFoundError:
+            return False
+        return True
 
     def _put(self) -> None:
         assert self._record is not None
         self._store.put(LEASE, self._record.build())
-        self._is_stored = True
+        self._due_s = time.monotonic() + RENEW_S
 
     def _attempt(self, work: Callable[[], None]) -> bool:
         """Do something with the store; return False if it refuses for good. An error is logged: a lease is a hint."""

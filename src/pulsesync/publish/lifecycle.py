@@ -11,14 +11,13 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
 from typing import Any, Literal
 
+from pulsesync.core.threads import GatedFuture
 from pulsesync.errors import AnotherPublisherError, ClosedError, GroupError, PulseError, StateError, StoreError
 from pulsesync.publish.baseline import Difference
 from pulsesync.publish.costs import CodecChoice
@@ -93,7 +92,7 @@ class PublishReport:
         )
 
 
-class PublishFuture(Future[PublishReport]):
+class PublishFuture(GatedFuture[PublishReport]):
     """A future that knows whether its caller has read how the publish ended."""
 
     def __init__(self, awaited: bool) -> None:
@@ -101,10 +100,6 @@ class PublishFuture(Future[PublishReport]):
         self.awaited = awaited  # whether the caller waits for it within publish
         self.was_read = False
         self.set_running_or_notify_cancel()  # it cannot be cancelled, because the base advances with it
-
-    def result(self, timeout: float | None = None) -> PublishReport:
-        self.exception(timeout)
-        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
@@ -279,10 +274,9 @@ class SendQueue:
         if self.pending is not None:
             version.absorb(self.pending)
         self.pending = version
-        if self.stage != Stage.IDLE:
-            return future, False
-        self._move(Stage.QUEUED)
-        return future, True
+        if self.stage == Stage.IDLE:
+            self._move(Stage.QUEUED)
+        return future, self.stage == Stage.QUEUED  # if an interrupted call has queued a version, it may have no sender
 
     def refuse(self, last_call: int, error: BaseException) -> None:
         """Publish none of the calls up to this one, because the ranks failed before all of them had made it.
@@ -298,8 +292,8 @@ class SendQueue:
 
     def wait(self) -> None:
         """Wait until every queued version is committed or has failed."""
-        while (latest := self._latest) is not None and not latest.done():
-            wait_for([latest])
+        while (latest := self._latest) is not None and not latest.has_ended:
+            latest.wait()
 
     def wait_until_idle(self) -> None:
         with self.lock:
@@ -320,11 +314,16 @@ class SendQueue:
     # For the sender's thread
 
     def take(self) -> PendingVersion | None:
-        """Offer the version that waits; if there is none, return None, and the sender ends."""
+        """Offer the version that waits; if there is none, or another thread sends, return None, and the sender ends.
+
+        So a further sender does no harm.
+        """
         with self.lock:
-            self._sender = threading.get_ident() if self.pending is not None else None
-            if self.pending is None:
+            if self.is_sender:
+                self._sender = None
+            if self.stage != Stage.QUEUED:
                 return None
+            self._sender = threading.get_ident()
             self.current, self.pending = self.pending, None
             self._move(Stage.OFFERED)
             return self.current
@@ -375,12 +374,13 @@ class SendQueue:
     def start_failed(self, error: BaseException) -> None:
         """Fail the version that waits, because no sender can be started for it."""
         with self.lock:
+            if self.stage != Stage.QUEUED:
+                return
             version, self.pending = self.pending, None
-            if version is not None:
-                self._fail(version, error)
-                self._move(Stage.IDLE)
-        if version is not None:
-            self._complete(version, error)
+            assert version is not None
+            self._fail(version, error)
+            self._move(Stage.IDLE)
+        self._complete(version, error)
 
     def completed(self, report: PublishReport) -> None:
         """Finish the current version: its callers get the report."""

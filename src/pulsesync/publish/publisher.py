@@ -19,14 +19,13 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
 from pulsesync.core import arguments
 from pulsesync.core.scratch import ScratchFolder
-from pulsesync.core.threads import outlives_threads, start, submit
+from pulsesync.core.threads import if_cancelled, outlives_threads, start, submit
 from pulsesync.errors import AnotherPublisherError, ClosedError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
@@ -100,8 +99,9 @@ class Publisher:
         epoch_patches: As for a `Subscriber`.
         team: The processes that publish together, each with its shards; None: this process alone. `ShardedPublisher`
             is a publisher with a team.
-        take_over: Continue the run although another publisher has its lease. Otherwise the first publish waits until
-            that lease ends, for 60 s at most, and raises if the other publisher turns out to be alive.
+        take_over: Continue the run although another publisher has its lease: the first publish makes that publisher
+            stop, and waits up to 10 s for its answer. Otherwise the first publish waits until that lease ends, for 60 s
+            at most, and raises if the other publisher turns out to be alive.
 
     Raises:
         ValueError: an argument is not one of its choices, or there is no store for the location.
@@ -293,7 +293,7 @@ class Publisher:
             future.was_read = True  # by this exception
             raise version.fault
         if hands_over and at_start:
-            wait_for([future])  # an anchor may be due, which reads the source
+            future.wait()  # an anchor may be due, which reads the source
         if not (wait or inline):
             return future
         try:
@@ -331,7 +331,7 @@ class Publisher:
             self._send()
             return
         try:
-            submit(self._sender, self._send).add_done_callback(self._revive)
+            if_cancelled(submit(self._sender, self._send), self._revive)
         except RuntimeError:  # no thread can be started: the caller sends, and waits for it
             self._send()
 
@@ -349,13 +349,11 @@ class Publisher:
                 self._queue.completed(report)
             del version  # an exception's traceback refers to this frame, for as long as the future is kept
 
-    def _revive(self, sender: "Future[None]") -> None:
-        """If an executor was shut down with cancel_futures=True before it ran the sender, run it in a new thread.
+    def _revive(self) -> None:
+        """Run the sender in a new thread: an executor was shut down with cancel_futures=True before it ran it.
 
         If no thread can be started, what is queued fails, and the next publish tries again.
         """
-        if not sender.cancelled():
-            return
         try:
             start(self._send)  # not with submit: the thread that shuts an executor down has its lock
         except RuntimeError as e:
@@ -484,11 +482,12 @@ class Publisher:
 
         Raises:
             ValueError: this is not a state that `state_dict` returned; RuntimeError: this publisher has published
-            already.
+            already, or resumed the run. After a first publish that was refused it may be called.
         """
-        if self._process is not None:
+        if self._last is not None:
             raise RuntimeError(
-                "load_state_dict was called after the first publish; create a new Publisher and call it before publish"
+                "load_state_dict was called after this publisher had published or resumed the run; create a new "
+                "Publisher and call it before publish"
             )
         if not isinstance(state, dict) or {name: type(value) for name, value in state.items()} not in (
             {},
@@ -595,6 +594,7 @@ class Publisher:
             logger.warning("Closing the publisher failed as well: %s: %s", type(e).__name__, e)
 
     def _finish(self, caller: Raiser) -> None:
+        self._send()  # what an interrupted publish has queued, and started no sender for
         self._queue.wait()
         try:
             self._finish_anchor()

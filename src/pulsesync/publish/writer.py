@@ -555,7 +555,8 @@ class RunWriter:
         record = root_record(plan.last, version.step, plan.layout.id, digest, newest, self._refs, options.epoch_patches)
         data = self._sign(record)
         self.store.put(keys.layout_key(plan.layout.id), plan.layout.data)
-        written = len(plan.layout.data) + create(self.store, record, data, plan.last)
+        with self.lease.creating():
+            written = len(plan.layout.data) + create(self.store, record, data, plan.last)
         if plan.last is not None and self._may_be_grafted(plan.last, version.step):
             logger.warning(
                 "Version %d (step %d) is published in full, and its weights were not compared with version %d (step "
@@ -652,7 +653,8 @@ class RunWriter:
         self._draft = replace(draft, record=data, tables=tables, report=report)
         self._path_bytes += record.path_bytes
         try:
-            create(self.store, record, data, base.last)
+            with self.lease.creating():
+                create(self.store, record, data, base.last)
         except AnotherPublisherError:
             self._draft = None
             raise
