@@ -191,7 +191,7 @@ class QuantizedSubscriber:
     def _find_repairs(self, derived: DerivedWeights) -> None:
         if derived.is_made and (damaged := self._find_damaged(derived)):
             logger.warning(
-                "Something other than a sync has written to %d tensors, the first of which is %r; all weights are "
+                "Something other than a sync has written to %d of the tensors, first to %r; all weights are "
                 "quantised again.",
                 len(damaged),
                 damaged[0],
