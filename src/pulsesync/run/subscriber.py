@@ -566,7 +566,7 @@ class Subscriber:
         if not damaged:
             return None
         logger.warning(
-            "%s has written to %d of the tensors of version %d, first to %r. All weights are loaded again from an anchor.",
+            "%s has written to %d of the tensors of version %d, first %r. All weights are loaded again from an anchor.",
             "Another Subscriber of this process" if was_superseded else "Something other than a sync",
             len(damaged),
             version,
