@@ -275,12 +275,12 @@ def test_nan_stays_nan_and_infinity_infinity() -> None:
 
 
 def test_what_is_not_fp32_is_never_cast() -> None:
-    for array in (np.ones(3, ml_dtypes.bfloat16), np.ones(3, np.int32), np.ones(3, ml_dtypes.float8_e4m3fn)):
-        assert read_published({"w": array}, {"*": "BF16"})[0].dtypes == {}
-    for array in (np.ones(3, np.float64), np.ones(3, np.float16)):  # a worker that expects BF16 would refuse them
-        with pytest.raises(StateError, match="converts FP32 only"):
-            read_published({"w": array}, {"*": "BF16"})
-        assert read_published({"w": array}, {"w": "", "*": "BF16"})[0].dtypes == {}
+    for dtype in (ml_dtypes.bfloat16, np.int32, ml_dtypes.float8_e4m3fn, np.float64):
+        assert read_published({"w": np.ones(3, dtype)}, {"*": "BF16"})[0].dtypes == {}
+    halves = np.ones(3, np.float16)  # a worker that expects BF16 would refuse them
+    with pytest.raises(StateError, match="converts FP32 only"):
+        read_published({"w": halves}, {"*": "BF16"})
+    assert read_published({"w": halves}, {"w": "", "*": "BF16"})[0].dtypes == {}
 
 
 def test_the_first_pattern_that_fits_says_what_a_tensor_is_cast_to() -> None:
