@@ -31,7 +31,7 @@ demo: $(VENV)/.torch  ## watch a policy learn in one process while workers follo
 smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smollm2
 	@$(BIN)/python -m pulsesync.lab.demo.smollm2 .models/smollm2
 
-test: $(VENV)/.dev  ## run the fast tests, which cover every module: about seven minutes
+test: $(VENV)/.dev  ## run the fast tests, which cover every module: about twelve minutes
 	$(TESTS) -m "not slow" --hypothesis-profile=quick
 
 test-slow: $(VENV)/.dev  ## run the tests that make test leaves out
