@@ -175,6 +175,16 @@ def test_a_worker_that_jumps_over_a_rewind_is_told(
     assert (report.went_back, report.rewound_at) == (False, 7)
 
 
+def test_a_rewind_within_steps_that_are_skipped_is_recorded() -> None:
+    store, training = MemoryStore(), Training()
+    with Publisher(store, publish_every=4) as pub:
+        for step in (*range(9), *range(5, 13)):  # versions of steps 0, 4 and 8, of 8 again, and of 12
+            training.step()
+            pub.publish(training.weights, step=step)
+    records = [reader.RunReader(store, None).version(number) for number in range(5)]
+    assert [(one.step, one.rewound_at) for one in records if one] == [(0, None), (4, None), (8, None), (8, 3), (12, 3)]
+
+
 def test_records_without_rewinds_are_those_of_the_first_release_and_their_steps_decide() -> None:
     """A run that pulsesync 0.1.0 has written for a time has no record of the rewinds in it."""
     store, training = MemoryStore(), Training()
