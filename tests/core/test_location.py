@@ -131,6 +131,7 @@ def test_a_file_of_this_machine_may_be_named_as_other_programs_write_it() -> Non
         ("https:/host/run", "write https://host/run"),
         ("file:/a/run", "write file:///a/run"),
         ("localhost:8765/run", r"write http://localhost:8765/run, or \./localhost:8765/run"),
+        ("localhost:8765/run?token=a", r"write http://localhost:8765/run, or \./localhost:8765/run for a"),
         ("C:\\run", r"C:\\run is a path of Windows"),
         ("c:/run", "is a path of Windows"),
         ("\\\\host\\share", "is a path of Windows"),

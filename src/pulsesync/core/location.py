@@ -187,7 +187,8 @@ def parse_path(text: str) -> Path:
             "for a folder of that name"
         )
     if _HOST.match(text):
-        raise ValueError(f"{text} is no path and no URL: write http://{text}, or ./{text} for a folder of that name")
+        shown = redacted(text)
+        raise ValueError(f"{shown} is no path and no URL: write http://{shown}, or ./{shown} for a folder of that name")
     if _WINDOWS.match(text):
         raise ValueError(f"{text} is a path of Windows, where pulsesync does not run; give a path of this machine")
     if text.startswith("~"):
