@@ -106,13 +106,13 @@ class HeartbeatBoard:
 
     def _has_room(self, client: str) -> bool:
         """Return whether a new name of a client may be kept, after dropping the one that is missed least if needed."""
-        own = sum(kept.client == client for kept in self._kept.values()) >= max(1, self._max_workers // 2)
-        if not own and len(self._kept) < self._max_workers:
+        has_its_half = sum(kept.client == client for kept in self._kept.values()) >= max(1, self._max_workers // 2)
+        if not has_its_half and len(self._kept) < self._max_workers:
             return True
         silent = [
             (not kept.ended, kept.again, number, key)
             for number, (key, kept) in enumerate(self._kept.items())
-            if (kept.ended or abs(time.time() - kept.came_s) > ROOM_S) and (kept.client == client or not own)
+            if (kept.ended or abs(time.time() - kept.came_s) > ROOM_S) and (kept.client == client or not has_its_half)
         ]
         if silent:
             del self._kept[min(silent)[-1]]
