@@ -206,10 +206,14 @@ def test_a_folder_fits_only_its_own_plan(tmp_path: Path) -> None:
     assert folder.in_place
     TensorFolder.create(tmp_path, plans[0])
     assert not folder.in_place
-    damaged = TensorFolder(tmp_path, plans[0])
-    (shard,) = plans[0].shards
+
+
+def test_a_file_that_was_truncated_is_not_in_place(tmp_path: Path) -> None:
+    plan = plan_files(layouts.make([TensorSpec("x", "F32", (4,))]))
+    TensorFolder.create(tmp_path, plan)
+    folder, (shard,) = TensorFolder(tmp_path, plan), plan.shards
     os.truncate(tmp_path / shard.name, shard.size - 1)  # the same file, but to write to its last page is a bus error
-    assert not damaged.in_place
+    assert not folder.in_place
 
 
 @pytest.mark.parametrize(
