@@ -25,7 +25,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("granian")
 from tests.commands import pulse, start
 from tests.runs import publish_steps
-from tests.server.test_server import running
+from tests.serving import running
 
 RECORD = Heartbeat(worker="w", host="node", pid=7, package="0.1", time_s=1e9, version=4)
 

@@ -20,7 +20,7 @@ from pulsesync.server import ServedFolder, make_app, relay
 from pulsesync.server.calls import RememberedCall
 from pulsesync.store import LocalStore, MemoryStore, Store
 from tests.metrics.scraping import Scraped, scrape
-from tests.server.test_server import ask, running
+from tests.serving import ask, running
 
 pytest.importorskip("starlette")
 pytest.importorskip("granian")

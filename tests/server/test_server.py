@@ -18,8 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,6 +41,7 @@ from pulsesync.store.base import too_many
 from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.http import HttpStore
 from tests.identity import make_identity
+from tests.serving import ask, running
 
 pytest.importorskip("starlette")
 pytest.importorskip("granian")
@@ -51,54 +51,6 @@ SMALL = b"0123456789"
 PIECE = 1 << 22  # what a server reads at once
 LARGE = random.Random(1).randbytes(5 * PIECE + 5)  # more than it reads ahead
 RUN = {"parts/small": SMALL, "parts/large": LARGE, "parts/empty": b"", "layouts/a": b"layout", "head": b"41"}
-
-# What the command line calls, with its options as JSON.
-START = """
-import json, resource, sys
-from pathlib import Path
-from pulsesync.cli import serve
-options = dict(host="127.0.0.1", port=0, token_file=None, certificate=None, private_key=None, as_json=True)
-if sys.argv[1] == "relay":
-    options.update(max_cache=None, cafile=None)
-given = json.loads(sys.argv[3])
-if "descriptors" in given:
-    resource.setrlimit(resource.RLIMIT_NOFILE, given.pop("descriptors"))
-plain = ("max_cache", "token_in_clear", "upstream_token_in_clear", "without_token", "open_metrics")
-options.update({name: value if name in plain else Path(value) for name, value in given.items()})
-place = sys.argv[2] if sys.argv[1] == "relay" else Path(sys.argv[2])
-sys.exit(getattr(serve, sys.argv[1])(place, **options))
-"""
-
-
-@dataclass
-class Running:
-    url: str
-    process: subprocess.Popen[str]
-
-    def stop(self, number: int = signal.SIGINT) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(10)
-
-    def printed(self) -> str:
-        """All that a stopped server has printed after its address."""
-        assert self.process.stdout is not None
-        return self.process.stdout.read()
-
-
-@contextmanager
-def running(
-    verb: str, place: str | Path, environment: dict[str, str] | None = None, **options: object
-) -> Iterator[Running]:
-    """`pulse serve` or `pulse relay` in a process of its own, for as long as the block lasts."""
-    command = [sys.executable, "-c", START, verb, str(place), json.dumps(options, default=str)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (environment or {})
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield Running(json.loads(process.stdout.readline())["url"], process)
-        finally:
-            process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -121,21 +73,6 @@ def url(folder: Path) -> Iterator[str]:
 def store(url: str) -> Iterator[HttpStore]:
     with closing(HttpStore(url)) as store:
         yield store
-
-
-@dataclass
-class Answer:
-    status: int
-    headers: http.client.HTTPMessage
-    body: bytes
-
-
-def ask(url: str, path: str, method: str = "GET", **headers: str) -> Answer:
-    parts = urlsplit(url)
-    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)) as connection:
-        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
-        response = connection.getresponse()
-        return Answer(response.status, response.headers, response.read())
 
 
 @pytest.mark.parametrize("key", RUN)
@@ -517,8 +454,7 @@ def _end_while_a_request_hangs(upstream: "Upstream", cache: Path, number: int) -
         begin = time.monotonic()
         assert server.stop(number) == 0
         took = time.monotonic() - begin
-        assert server.process.stdout is not None
-        assert server.process.stdout.read() == ""  # nothing to complain about
+        assert server.printed() == ""  # nothing to complain about
         assert isinstance(hanging.exception(10), OSError | http.client.HTTPException) or hanging.result().status >= 500
     return took
 
@@ -1084,8 +1020,7 @@ def test_a_store_that_fails_is_logged_now_and_then(tmp_path: Path) -> None:
         for _ in range(5):
             assert ask(relay.url, "/a%0db").status == 503
         relay.stop()
-        assert relay.process.stdout is not None
-        lines = relay.process.stdout.read().splitlines()
+        lines = relay.printed().splitlines()
     assert len(lines) == 1
     assert r"Answered 'a\rb' with 503, because the store failed: cannot read a b from" in lines[0]
 
