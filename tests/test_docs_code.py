@@ -206,7 +206,6 @@ COMPILED = {
 
 # Shell blocks whose `pulse` commands are parsed by the real parser and not run.
 PARSED = {
-    ("docs/doctor.md", "pulse doctor"): "checks the machine of the reader; tests/cli/test_doctor.py runs it",
     ("docs/usage.md", "pulse publish checkpoint/"): "an overview of the commands; tests/cli runs each of them",
     ("docs/experiments.md", "pulse study experiment list"): "trains for minutes to hours; tests/lab runs small ones",
     ("docs/fleet.md", "$ pulse status"): "shows a fleet of three workers; tests/cli/test_status.py has one",
