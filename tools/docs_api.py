@@ -75,7 +75,7 @@ def _docstring(module: str, name: str) -> str | None:
                     case [ast.Expr(ast.Constant(str() as text))]:
                         return text
                 return None
-    for node in ast.walk(_tree(module)):
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            return _docstring(node.module or "", name)
+    for found in ast.walk(_tree(module)):
+        if isinstance(found, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in found.names):
+            return _docstring(found.module or "", name)
     return None
