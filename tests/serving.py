@@ -13,7 +13,7 @@ from tests.forked import Forked
 
 # What the command line calls, with its options as JSON.
 START = """
-import json, resource, sys
+import importlib, json, resource, sys
 from pathlib import Path
 from pulsesync.cli import serve
 options = dict(host="127.0.0.1", port=0, token_file=None, certificate=None, private_key=None, as_json=True)
@@ -22,6 +22,10 @@ if sys.argv[1] == "relay":
 given = json.loads(sys.argv[3])
 if "descriptors" in given:
     resource.setrlimit(resource.RLIMIT_NOFILE, given.pop("descriptors"))
+for name, value in given.pop("constants", {}).items():
+    module, _, constant = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), constant)
+    setattr(importlib.import_module(module), constant, value)
 plain = ("max_cache", "token_in_clear", "upstream_token_in_clear", "without_token", "open_metrics")
 options.update({name: value if name in plain else Path(value) for name, value in given.items()})
 place = sys.argv[2] if sys.argv[1] == "relay" else Path(sys.argv[2])
@@ -47,7 +51,10 @@ class Running:
 def running(
     verb: str, place: str | Path, environment: dict[str, str] | None = None, **options: object
 ) -> Iterator[Running]:
-    """`pulse serve` or `pulse relay` in a process of its own, for as long as the block lasts."""
+    """`pulse serve` or `pulse relay` in a process of its own, for as long as the block lasts.
+
+    Besides the options of the command: constants, by their full names, so that a test need not wait as long as a user.
+    """
     given = json.dumps(options, default=str)
     with Forked(START, verb, place, given, environment=environment, together=True) as process:
         yield Running(json.loads(process.stdout.readline())["url"], process)
