@@ -345,6 +345,8 @@ def test_shards_of_two_trainers_reach_a_rollout_of_another_layout(name: str) -> 
         published = at_once(*(partial(one.publish, step) for one in trainers))
         assert [one.result() for one in published] == [step] * 2
         check([rollout], [ACROSS], step)
+    for one in trainers:
+        one.pub.close()
     store = link.store()
     store.put("parts/large", bytes(BIG))
     assert store.get("parts/large") == bytes(BIG)
@@ -688,14 +690,34 @@ def test_the_callbacks_of_a_config_stay(name: str) -> None:
 # -- processes of their own ----------------------------------------------------------------------------------------
 
 
-def run(code: str, **more: str) -> str:
+def run(code: str, *arguments: str, **more: str) -> str:
     """Run a script in a process of its own."""
     env = {**os.environ, "RAY_ADDRESS": "local", **more}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=80, env=env, check=False
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=80, env=env, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.mark.slow
+def test_after_a_process_has_left_its_cluster_none_is_begun(name: str) -> None:
+    out = run(
+        "import sys, ray\n"
+        "from pulsesync.errors import PulseError\n"
+        "from pulsesync.integrations.ray import ActorTeam, RayStore\n"
+        "ray.init(log_to_driver=False)\n"
+        "store, team = RayStore(sys.argv[1]), ActorTeam(sys.argv[1], 0, 1)\n"
+        "store.put('head', b'1')\n"
+        "assert team.gather(b'1') == [b'1']\n"
+        "ray.shutdown()\n"
+        "for call in (lambda: store.get('head'), lambda: team.gather(b'2')):\n"
+        "    try: call()\n"
+        "    except PulseError as e: print(e, ray.is_initialized())\n",
+        name,
+        RAY_ADDRESS=ray.get_runtime_context().gcs_address,
+    )
+    assert out.splitlines() == ["this process is not connected to a Ray cluster: call ray.init first False"] * 2
 
 
 # -- the documentation, and several nodes --------------------------------------------------------------------------
