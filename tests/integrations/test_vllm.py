@@ -884,10 +884,13 @@ def test_a_server_is_brought_to_versions_over_http(training: Training) -> None:
         assert server.status()["version"] == 1
 
 
-def test_an_update_waits_for_a_version_that_comes_within_its_time(training: Training) -> None:
+def test_an_update_waits_for_a_version_that_comes_within_its_time(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulsesync.integrations.engine.server.AGAIN_S", 0.02)
     engine = TwoRanks(training.versions[0])
     with served(engine) as url:
-        later = threading.Timer(0.5, training.publish)
+        later = threading.Timer(0.2, training.publish)
         later.start()
         try:
             assert VllmServer(url).update(str(training.location), 1, wait_s=30).version == 1
@@ -895,7 +898,7 @@ def test_an_update_waits_for_a_version_that_comes_within_its_time(training: Trai
             later.join()
         assert engine.have(training.versions[1])
         with pytest.raises(NothingPublishedError, match="version 9"):
-            VllmServer(url).update(str(training.location), 9, wait_s=0.3)
+            VllmServer(url).update(str(training.location), 9, wait_s=0.1)
 
 
 def test_a_follower_brings_a_server_to_each_version_and_again_when_it_was_restarted(training: Training) -> None:
