@@ -86,11 +86,12 @@ gpu-bench:  ## measure the GPU path, with this machine's own torch and Triton
 docs: $(DOCS)/.made  ## build the documentation site into site/, warnings as errors; open site/index.html
 	$(DOCS)/bin/python -m tools.build_docs
 
-lint: $(VENV)/.dev  ## check style, types and the direction of imports
+lint: $(VENV)/.dev  ## check style, types, the direction of imports, words, pages and public names
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --config importlinter.toml
+	$(BIN)/python -m tools.lint
 
 format: $(VENV)/.dev  ## format the code with ruff
 	$(BIN)/ruff check --fix

@@ -15,7 +15,7 @@ import pytest
 import pulsesync
 from tests.code_blocks import blocks_of
 from tests.distributions import CLEAN, ROOT, new_environment, run
-from tests.test_api import MODULES
+from tools.lint.public_names import MODULES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
