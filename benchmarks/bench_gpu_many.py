@@ -116,8 +116,7 @@ def measure(sizes: dict[str, int], given: argparse.Namespace) -> dict[str, float
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", type=int, default=20_000)
     parser.add_argument("--size", type=int, default=5_000, help="weights of each of the --tensors")
     parser.add_argument("--few", type=int, default=100, help="large tensors, with as many weights in all")
@@ -128,7 +127,9 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=12)
     parser.add_argument("--codec", default="auto")
     parser.add_argument("--keep", choices=("device", "host"), default="device")
-    given = parser.parse_args()
+
+
+def main(given: argparse.Namespace) -> None:
     print(torch.cuda.get_device_name() if DEVICE.type == "cuda" else "Triton's interpreter: times mean nothing")
     few: dict[str, float] = {}
     with host_as_device(DEVICE.type == "cpu"):
@@ -144,7 +145,3 @@ def main() -> None:
             print(
                 json.dumps({"case": name, "tensors": len(sizes), "weights": sum(sizes.values()), **rounded}), flush=True
             )
-
-
-if __name__ == "__main__":
-    main()

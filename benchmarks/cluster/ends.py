@@ -1,0 +1,98 @@
+"""The processes of cluster.py: a source with new weights, and a receiver.
+
+    python benchmarks/cluster_roles.py '{"rank": 0, "store": "FILE"}'      # both ranks; gloo, two processes
+
+Each process reads JSON lines, answers with JSON lines, and ends when its standard input does.
+"""
+
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from cluster_ways import BASELINES, OURS, Ours, Way
+
+import pulsesync
+
+
+class Role:
+    """One of the two processes. The weights after each step are in a folder: start, and what each step changes."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        pulsesync.warm_up()
+        torch.set_num_threads(1)  # two ranks on few cores: torch's threads would wait for each other while spinning
+        self.source = given["rank"] == 0
+        store = dist.FileStore(given["store"], 2)
+        wait = timedelta(seconds=600)
+        dist.init_process_group("gloo", store=store, rank=given["rank"], world_size=2, timeout=wait)
+
+    def load(self, folder: str, shapes: str) -> dict[str, Any]:
+        self.folder = Path(folder)
+        self.flat = torch.from_numpy(np.load(self.folder / "start.npy").view(np.int16))
+        self.before = None if self.source else self.flat.numpy().copy()
+        table = json.loads((self.folder / shapes).read_text())
+        pieces = self.flat.view(torch.bfloat16).split([math.prod(shape) for _, shape in table])
+        self.model = {name: piece.view(shape) for (name, shape), piece in zip(table, pieces, strict=True)}
+        return {}
+
+    def begin(self) -> dict[str, Any]:
+        """Restore the initial weights."""
+        start = np.load(self.folder / "start.npy", mmap_mode="r").view(np.int16)
+        np.copyto(self.flat.numpy(), start)
+        if self.before is not None:
+            np.copyto(self.before, start)
+        self.ways: dict[str, Way] = {}
+        return {}
+
+    def join(self, ways: list[str], bucket_bytes: int) -> dict[str, Any]:
+        """Set up the methods that have their first sync at the next step."""
+        for name in ways:
+            if name in OURS:
+                self.ways[name] = Ours(self.model, self.source, OURS[name])
+            else:
+                self.ways[name] = BASELINES[name](self.model, self.source, bucket_bytes)
+        return {}
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Give the source its new weights; before every sync the receiver has those of the previous step."""
+        weights, number = (self.flat.numpy(), number) if self.source else (self.before, number - 1)
+        if number > 0:
+            changed = np.load(self.folder / f"positions{number}.npy")
+            weights[changed] = np.load(self.folder / f"values{number}.npy").view(np.int16)
+        return {}
+
+    def sync(self, way: str) -> dict[str, Any]:
+        if self.before is not None:
+            np.copyto(self.flat.numpy(), self.before)
+        dist.barrier()
+        began, used = time.monotonic(), time.process_time()
+        told = self.ways[way].sync()
+        return {"began": began, "done": time.monotonic(), "cpu_s": time.process_time() - used, **told}
+
+    def check(self) -> dict[str, Any]:
+        return {"sha256": hashlib.sha256(self.flat.numpy().data).hexdigest()}
+
+    def probe(self, size_bytes: int) -> dict[str, Any]:
+        """Time one broadcast of the given number of bytes, to measure the rate of the link."""
+        data = torch.zeros(size_bytes, dtype=torch.uint8)
+        dist.barrier()
+        began = time.monotonic()
+        dist.broadcast(data, 0)
+        return {"began": began, "done": time.monotonic()}
+
+
+def main(given: argparse.Namespace) -> None:
+    role = Role(json.loads(sys.argv[1]))
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(getattr(role, asked.pop("do"))(**asked)), flush=True)
+    os._exit(0)  # destroying the group would wait for the other
