@@ -4,18 +4,20 @@
     python -m benchmarks cluster --sweep recorded --trace DIR --gguf FILE # the recorded run (see recording.py)
     python -m benchmarks cluster --sweep density --links full 0.1 --weights 5e6 --rounds 3
 
-Two processes, a source and a receiver, exchange weights over gloo; each has the model as BF16 tensors (cluster_ways.py
+Two processes, a source and a receiver, exchange weights over gloo; each has the model as BF16 tensors (methods.py
 has the methods). `lo` is loopback; the other links are a veth pair between two network namespaces, at full speed
 (`full`) or shaped to the given number of Gbit/s. All methods sync the same steps, in rounds: every method syncs a step
 before any syncs the next one. Before each sync the receiver's weights are restored to the previous step. The clock runs
 from a barrier until both ranks are done. After each sync, when the clock has stopped, the SHA-256 digests of both
 ranks' weights are compared: a method that is not exact ends the benchmark.
 
-With --device the weights are on a GPU (see cluster_gpu.py): 7.6 B generated ones, or those of SmolLM2:
+With --device the weights are on a GPU (see gpu.py): 7.6 B generated ones, or those of SmolLM2:
 
     python -m benchmarks cluster --device cuda --links lo 1 0.1 --budget-s 240 --points cluster.jsonl
     python -m benchmarks cluster --device cuda --gguf FILE --links lo 1 0.1 --budget-s 90 --points cluster.jsonl
     python -m benchmarks cluster --device cpu --weights 2e7 --links lo 1            # the same in host memory
+
+With --report, it prints the report of the points that runs with --device have saved (see gpu_report.py).
 
 With --points FILE, each measured point is saved to that file and is not measured again, so that a benchmark can be run
 in several parts.
@@ -32,15 +34,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cluster_report
 import numpy as np
-from benchmarks.harness import recording
-from benchmarks.harness.processes import Pair, seconds_of
-from cluster_ways import BASELINES, OURS
-from benchmarks.harness.links import Link, Namespaces, Proxy, end_like_ctrl_c
 
+from benchmarks.cluster import gpu_report, report
+from benchmarks.cluster.methods import BASELINES, OURS
+from benchmarks.harness import recording
+from benchmarks.harness.links import Link, Namespaces, Proxy, end_like_ctrl_c
+from benchmarks.harness.processes import Pair, seconds_of
 from pulsesync.testing import AdamUpdates
 
+QUICK = ("--sweep", "links", "--links", "lo", "--weights", "1e6", "--rounds", "1", "--warm-ups", "1")
+ENDS = "benchmarks.cluster.ends"
+SWEEPS = ("links", "tensors", "density", "recorded")
 LINKS = ("lo", "full", "10", "1", "0.1")
 DENSITIES = {0.001: 3.42e-7, 0.003: 9.8e-7, 0.01: 3.05e-6, 0.03: 1.034e-5, 0.1: 3.95e-5, 0.4: 2.86e-4}  # learning rates
 COUNTS = (100, 1000, 5000, 20_000)
@@ -154,14 +159,14 @@ def pairs(cache: Path, wanted: list[str]) -> Iterator[dict[str, Pair]]:
     try:
         if "lo" in wanted:
             links.append(Proxy())  # only starts the processes: nothing goes through it
-            out["lo"] = Pair(links[-1], cache, ("lo", "lo"))
+            out["lo"] = Pair(links[-1], cache, ("lo", "lo"), ENDS)
         if shaped := [name for name in wanted if name != "lo"]:
             try:
                 links.append(Namespaces())
             except OSError as e:
                 print(f"No network namespaces here, so loopback alone: {e}\n")
             else:
-                out |= dict.fromkeys(shaped, Pair(links[-1], cache, ("pulse0", "pulse1")))
+                out |= dict.fromkeys(shaped, Pair(links[-1], cache, ("pulse0", "pulse1"), ENDS))
         yield out
     finally:
         for link in links:
@@ -238,7 +243,7 @@ def run(given: argparse.Namespace, cache: Path) -> list[dict[str, Any]]:
                     if file:
                         with file.open("a") as out:
                             out.write(json.dumps(points[-1]) + "\n")
-                    print(cluster_report.progress(points[-1]), flush=True)
+                    print(report.progress(points[-1]), flush=True)
     return points
 
 
@@ -262,11 +267,9 @@ def point_of(pair: Pair, link: str, case: Case, given: argparse.Namespace) -> di
     return about | {"ways": measure(pair, given.ways, case, given)}
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     recording.add_arguments(parser)
-    sweeps = ("links", "tensors", "density", "recorded")
-    parser.add_argument("--sweep", nargs="+", choices=sweeps, help="default: all; recorded only with --trace")
+    parser.add_argument("--sweep", nargs="+", choices=SWEEPS, help="default: all; recorded only with --trace")
     parser.add_argument("--links", nargs="+", default=list(LINKS), help="lo, full, or a number of Gbit/s")
     parser.add_argument("--ways", nargs="+", choices=[*BASELINES, *OURS], help="methods; default: all", metavar="WAY")
     weights = "generated weights; default: 50e6 for links, 20e6 elsewhere, 7.6e9 with --device"
@@ -282,24 +285,28 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=float, default=16, help="of the baselines; 8 and 64 are no faster")
     parser.add_argument("--cache", help="folder to keep the generated steps in")
     parser.add_argument("--points", metavar="FILE", help="save points to this file, and resume from it")
-    given = parser.parse_args()
+    files = "only print the report of these files of --points, with a GPU; see gpu_report.py"
+    parser.add_argument("--report", nargs="+", type=Path, metavar="POINTS", help=files)
+    parser.add_argument("--json", type=Path, help="with --report: write the points to this file")
+    parser.add_argument("--fill", type=Path, metavar="PAGE", help="with --report: replace names in braces by figures")
+
+
+def main(given: argparse.Namespace) -> None:
+    if given.report:
+        gpu_report.report_files(given.report, given.json, given.fill)
+        return
     if given.budget_s is None:
         given.budget_s = 240 if given.device else 20
     if given.ways is None and not given.device:
         given.ways = [*BASELINES, *OURS]
     if given.sweep is None:
-        given.sweep = [*sweeps[:3], *(["recorded"] if given.trace else [])]
-    return given
-
-
-def main(given: argparse.Namespace) -> None:
-    given = arguments()
+        given.sweep = [*SWEEPS[:3], *(["recorded"] if given.trace else [])]
     end_like_ctrl_c()
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as folder:
         if given.device:
-            import cluster_gpu  # which needs torch with its kernels, and Triton
+            from benchmarks.cluster import gpu  # which needs torch with its kernels, and Triton
 
-            cluster_gpu.run(given, Path(given.cache or folder))
+            gpu.run(given, Path(given.cache or folder))
             return
         points = run(given, Path(given.cache or folder))
-    cluster_report.report(points, given.warm_ups + 1, given.rounds)
+    report.report(points, given.warm_ups + 1, given.rounds)

@@ -19,20 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.harness.report import json_line, provenance, table
-from bench_gpu import PIECE, SPREAD, shapes
-from cluster_gpu_roles import chances_of, change_, describe, small_shapes
-from cluster_gpu_ways import ended_stages
 
+from benchmarks.cluster.gpu_methods import ended_stages
+from benchmarks.harness.device import DEVICE, chances_of, make, name_of, need_gpu, shapes, train_
+from benchmarks.harness.report import json_line, provenance, table
 from pulsesync.group.bundles import agree, describe_shards
 from pulsesync.group.cost_model import CostModel, Method
 from pulsesync.group.ends import LocalModel, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.group.messages import Bucket, SyncTimes
 from pulsesync.testing.backends import host_as_device
 
+QUICK = ("--weights", "3000", "--rounds", "1", "--densities", "0.01", "--device", "cpu")
 METHODS: tuple[Method, ...] = ("plain", "coded", "dense")
 SOURCE, RECEIVER = ("diff", "encode", "digest"), ("prepare", "undo", "digest", "apply")
-Model = dict[str, torch.Tensor]
 UNTIMED = 2  # syncs of each method
 
 
@@ -40,13 +39,7 @@ class Ends:
     """A source and a receiver with the same weights, on one device."""
 
     def __init__(self, weights: float, device: torch.device) -> None:
-        torch.manual_seed(0)
-        table_of = shapes(weights) if weights > 6e7 else small_shapes(int(weights))
-        self.device = device
-        self.sent: Model = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in table_of}
-        for tensor in self.sent.values():
-            for piece in tensor.view(-1).split(PIECE):
-                piece.copy_(torch.randn(piece.numel(), device=device) * SPREAD)
+        self.device, self.sent = device, make(dict(shapes(weights)), device)
         received = {name: tensor.clone() for name, tensor in self.sent.items()}
         models = [LocalModel.of(model, None, ()) for model in (self.sent, received)]
         self.wire = agree([describe_shards(model.shards) for model in models], [0])
@@ -92,7 +85,8 @@ def measure(ends: Ends, method: Method, density: float, rounds: int) -> dict[str
     """Medians over the rounds, after two that are not timed: the first sync may have to send all weights."""
     chance, taken = chances_of(ends.sent, density), []
     for n in range(rounds + UNTIMED):
-        changed = change_(ends.sent, chance, seed=n)
+        torch.manual_seed(n)
+        changed = train_(ends.sent, chance)
         with ended_stages(ends.device):
             stages = ends.sync(method)
         if n >= UNTIMED:
@@ -105,18 +99,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", type=float, default=7.6e9)
     parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.1])
     parser.add_argument("--rounds", type=int, default=3, help="timed syncs of each method")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default=DEVICE.type)
     parser.add_argument("--points", type=Path, help="append the measured points to this file")
 
 
 def main(given: argparse.Namespace) -> None:
+    need_gpu(given.weights)
     names = [f"source_{name}_s" for name in (*SOURCE, "apply")] + [f"receiver_{name}_s" for name in RECEIVER]
     rows, points = [], []
     with on(given.device) as device:
         ends = Ends(given.weights, device)
         ends.sync("plain")  # of all weights
         size = sum(tensor.numel() for tensor in ends.sent.values())
-        about = {"model": f"{size / 1e9:.2g} B", "weights": size, "device": describe(device)}
+        about = {"model": f"{size / 1e9:.2g} B", "weights": size, "device": name_of(device)}
         for density in given.densities:
             for method in METHODS:
                 point = about | measure(ends, method, density, given.rounds)

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cluster_gpu_report
 import numpy as np
-from benchmarks.harness.report import provenance
-from benchmarks.harness.processes import Pair, seconds_of
+
+from benchmarks.cluster import gpu_report
 from benchmarks.harness.links import Link, Namespaces, Proxy
+from benchmarks.harness.processes import Pair, seconds_of
+from benchmarks.harness.report import provenance
 
 TINY = 0.001  # density of the syncs in which ours learns a new link
 TINY_SYNCS = 3
@@ -96,7 +97,7 @@ class ShapedPair:
             self.how = self.link.name
         asked = {"device": "cpu" if given.device == "interpreter" else given.device}
         asked["interpreted"] = given.device == "interpreter"
-        self.pair = Pair(self.link, cache, interfaces, "cluster_gpu_roles.py", **asked)
+        self.pair = Pair(self.link, cache, interfaces, "benchmarks.cluster.gpu_ends", **asked)
         self.rates: dict[str, float] = {}
         self._now = ""
 
@@ -206,11 +207,11 @@ class Column:
         point = {**self.about, "way": stage.way, "density": stage.density, "link": stage.link, "rate": rate}
         point |= {"how": self.shaped.how, **summary(syncs), **more}
         self.save(point)
-        print(f"{self.spent_s:6.1f} s  {cluster_gpu_report.progress(point)}", flush=True)
+        print(f"{self.spent_s:6.1f} s  {gpu_report.progress(point)}", flush=True)
 
     def _keep_choices(self, changed: dict[float, float]) -> None:
         """What the cost model would choose on other links, with the costs that it has learnt in this run."""
-        links = dict(cluster_gpu_report.LINKS)
+        links = dict(gpu_report.LINKS)
         for density, count in changed.items():
             found = self.pair.tell("choices", changed=count, links=links)[0]["choices"]
             self.save({**self.about, "way": "choices", "density": density, "link": "computed", "choices": found})
@@ -302,6 +303,6 @@ def run(given: argparse.Namespace, cache: Path) -> None:
     finally:
         column.shaped.close()
     save({"way": "about", **provenance("torch", "triton"), "missing": column.missing, "spent_s": column.spent_s})
-    cluster_gpu_report.report(points)
+    gpu_report.report(points)
     if column.failed:
         sys.exit("a method failed or was not exact: see the error above")

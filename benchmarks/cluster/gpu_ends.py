@@ -1,74 +1,39 @@
-"""The processes of cluster.py with --device: a source with new weights, and a receiver.
+"""The processes of cluster.py with --device: a source with new weights, and a receiver (see ends.py).
 
-    python benchmarks/cluster_gpu_roles.py '{"rank": 0, "store": "FILE", "device": "cuda"}'    # both ranks; gloo
-
-Each process reads JSON lines, answers with JSON lines, and ends when its standard input does. Both generate the same
-weights from the same seed; then the source's weights change step by step, and the receiver's follow only by syncs.
+Both generate the same weights from the same seed; then the source's weights change step by step, and the receiver's
+follow only by syncs.
 """
 
 import gc
 import hashlib
 import json
-import os
-import sys
 import time
-import traceback
-from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_gpu import PIECE, SPREAD, chances, shapes
-from cluster_gpu_ways import finish, make
-from benchmarks.harness.links import pace_sockets
 
+from benchmarks.cluster.ends import Rank, serve
+from benchmarks.cluster.gpu_methods import make
+from benchmarks.harness.device import PIECE, Model, chances_of, fill_, shapes, train_, wait
+from benchmarks.harness.device import name_of as describe
+from benchmarks.harness.links import pace_sockets
 from pulsesync.device.memory import copy_speed
 from pulsesync.group.cost_model import METHODS, CostModel, TransferLoad
-from pulsesync.testing.backends import host_as_device
 
 WAIT_S = 150  # for the other rank, at each message
-SMALLEST = 6e7  # weights of a model that gpu.py has shapes for
-SAMPLED = 1 << 22  # weights from which the probabilities of changes are estimated
 
 
-def chances_of(model: dict[str, torch.Tensor], density: float) -> torch.Tensor:
-    """For each exponent, the probability that a weight changes; zeros, which have no next value, never do."""
-    size = sum(tensor.numel() for tensor in model.values())
-    every = size // SAMPLED | 1  # odd: quantised checkpoints have blocks of 32 weights
-    sample = torch.cat([tensor.view(-1)[::every] for tensor in model.values()])
-    others = sample[(sample.view(torch.int16) & 0x7FFF) >= 0x80]
-    out = chances(density * sample.numel() / others.numel(), others)
-    out[0] = 0.0
-    return out
-
-
-def change_(model: dict[str, torch.Tensor], chance: torch.Tensor, seed: int) -> int:
-    """Change weights to the next value up or down, as training would choose them; return how many."""
-    torch.manual_seed(seed)
-    changed = torch.zeros((), dtype=torch.int64, device=chance.device)
-    for tensor in model.values():
-        for bits in tensor.view(-1).view(torch.int16).split(PIECE):
-            p = chance[((bits & 0x7FFF) >> 7).long()]
-            drawn = torch.rand(bits.numel(), device=bits.device)
-            moves, up = drawn < p, drawn < p / 2
-            changed += moves.sum()
-            bits += up.to(torch.int16) * 2 - moves.to(torch.int16)
-    return int(changed)
-
-
-class GpuRole:
-    """One of the two processes."""
+class DeviceRank(Rank):
+    """A rank with the weights on a GPU, or in host memory as if it were one."""
 
     def __init__(self, given: dict[str, Any]) -> None:
-        self.source, self.device = given["rank"] == 0, torch.device(given["device"])
+        self.device = torch.device(given["device"])
         if self.device.type == "cpu":
             torch.set_num_threads(1)  # two ranks on few cores: torch's threads would wait for each other while spinning
-        store = dist.FileStore(given["store"], 2)
-        wait = timedelta(seconds=WAIT_S)
-        dist.init_process_group("gloo", store=store, rank=given["rank"], world_size=2, timeout=wait)
+        super().__init__(given, WAIT_S)
         dist.barrier()
         self.way: Any = None
         self.chances: dict[float, torch.Tensor] = {}
@@ -80,27 +45,26 @@ class GpuRole:
 
     def load(self, weights: float, folder: str | None) -> dict[str, Any]:
         """Allocate a model: a generated one with about this number of weights, or the one in a folder."""
-        table: list[Any] = list(shapes(weights)) if weights > SMALLEST else small_shapes(int(weights))
+        table: list[Any] = list(shapes(weights))
         self.start = None
         if folder:
             table = json.loads((Path(folder) / "shapes.json").read_text())
             self.start = torch.from_numpy(np.load(Path(folder) / "start.npy"))
-        self.model = {name: torch.empty(shape, dtype=torch.bfloat16, device=self.device) for name, shape in table}
+        self.model: Model = {name: torch.empty(shape, dtype=torch.bfloat16, device=self.device) for name, shape in table}
         size = sum(tensor.numel() for tensor in self.model.values())
         return {"weights": size, "tensors": len(self.model), "device": describe(self.device)}
 
     def begin(self) -> dict[str, Any]:
         """Restore the initial weights."""
         torch.manual_seed(0)
+        if self.start is None:
+            fill_(self.model)
+            return self.check()
         at = 0
         for tensor in self.model.values():
             flat = tensor.view(-1)
-            if self.start is not None:
-                flat.view(torch.int16).copy_(self.start[at : at + flat.numel()])
-                at += flat.numel()
-                continue
-            for piece in flat.split(PIECE):
-                piece.copy_(torch.randn(piece.numel(), device=self.device) * SPREAD)
+            flat.view(torch.int16).copy_(self.start[at : at + flat.numel()])
+            at += flat.numel()
         return self.check()
 
     def step(self, density: float, seed: int) -> dict[str, Any]:
@@ -109,7 +73,8 @@ class GpuRole:
             return {}
         if density not in self.chances:
             self.chances[density] = chances_of(self.model, density)
-        return {"changed": change_(self.model, self.chances[density], 1000 + seed)}
+        torch.manual_seed(1000 + seed)
+        return {"changed": train_(self.model, self.chances[density])}
 
     def check(self) -> dict[str, Any]:
         """A checksum of all weights, made on the device: words times odd numbers, by tensor and piece, modulo 2^64."""
@@ -127,7 +92,7 @@ class GpuRole:
         """Set up a method with the current weights, in place of the previous one."""
         self.way = None
         gc.collect()
-        finish(self.device)
+        wait(self.device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the other rank is on the same device
         self.before_bytes = self._allocated()
@@ -135,13 +100,13 @@ class GpuRole:
         return {}
 
     def sync(self, **options: Any) -> dict[str, Any]:
-        finish(self.device)
+        wait(self.device)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         dist.barrier()
         began, used = time.monotonic(), time.process_time()
         told = self.way.sync(**options)
-        finish(self.device)
+        wait(self.device)
         ended = {"began": began, "done": time.monotonic(), "cpu_s": time.process_time() - used}
         return {**told, **ended, **self._memory()}
 
@@ -179,41 +144,6 @@ class GpuRole:
     def pace(self, bits_per_s: float | None) -> dict[str, Any]:
         return {"paced": pace_sockets(bits_per_s)}
 
-    def probe(self, size_bytes: int) -> dict[str, Any]:
-        """Time one broadcast of the given number of bytes, to measure the rate of the link."""
-        data = torch.zeros(size_bytes, dtype=torch.uint8)
-        dist.barrier()
-        began = time.monotonic()
-        dist.broadcast(data, 0)
-        return {"began": began, "done": time.monotonic()}
 
-
-def small_shapes(weights: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Tensors for a trial, one of them of an odd size; no model has so few weights."""
-    wide = weights // 8 // 64
-    return [("odd", (weights - 8 * wide * 64 + 65,)), *((f"layers.{n}", (wide - (n == 0), 64)) for n in range(8))]
-
-
-def describe(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "host memory"
-
-
-def serve(given: dict[str, Any]) -> None:
-    """Do what standard input asks for, until it ends."""
-    role = GpuRole(given)
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(getattr(role, asked.pop("do"))(**asked)), flush=True)
-
-
-def main(given: argparse.Namespace) -> None:
-    given = json.loads(sys.argv[1])
-    failed = False
-    try:
-        with host_as_device() if given.get("interpreted") else nullcontext():
-            serve(given)
-    except Exception:  # noqa: BLE001 - any error is printed here, and the other rank gets an error too
-        traceback.print_exc()
-        failed = True
-    os._exit(failed)  # destroying the group would wait for the other
+if __name__ == "__main__":
+    serve(DeviceRank)

@@ -1,6 +1,6 @@
 """The methods of cluster.py to sync one rank's weights to another where both have them on a GPU.
 
-As in cluster_ways.py, a method (a "way" in the code) is an object that both ranks make from the model; rank 0 is the
+As in methods.py, a method is an object that both ranks make from the model; rank 0 is the
 source, and both call `sync` at the same time. Messages over gloo go through pinned host memory. The baselines are plain
 torch: `!=` against a copy that the source keeps on the device, `nonzero`, `index_select`, `index_copy_`. They compare
 with kernels of torch and ours with its own, so the stages of both are measured separately: `sync(staged=True)` ends
@@ -17,8 +17,9 @@ from unittest import mock
 
 import numpy as np
 import torch
-from cluster_ways import Model, Sent, as_bytes
 
+from benchmarks.cluster.methods import Sent, as_bytes, buckets_of
+from benchmarks.harness.device import Model, wait
 from pulsesync.group import device_weights
 from pulsesync.group.broadcast import Broadcast
 from pulsesync.group.messages import SyncTimes
@@ -26,12 +27,6 @@ from pulsesync.group.messages import SyncTimes
 IN_FLIGHT = 3  # buckets that are being sent at a time
 BUCKETS, FEWEST, MOST = 32, 1 << 25, 1 << 28  # of index+value bucketed, and weights in each: few launches, much overlap
 BUCKET_BYTES = 1 << 26  # of dense bucketed
-
-
-def finish(device: torch.device) -> None:
-    """Wait for all work that was launched."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass
@@ -98,17 +93,7 @@ class DenseBucketed:
     def __init__(self, model: Model, source: bool) -> None:
         first = next(iter(model.values()))
         self.source, self.device = source, first.device
-        self.buckets: list[list[torch.Tensor]] = [[]]
-        room = BUCKET_BYTES
-        for tensor in model.values():
-            rest = as_bytes(tensor)
-            while rest.numel():
-                if not room:
-                    self.buckets.append([])
-                    room = BUCKET_BYTES
-                piece, rest = rest[:room], rest[room:]
-                self.buckets[-1].append(piece)
-                room -= piece.numel()
+        self.buckets = buckets_of(model, BUCKET_BYTES)
         self.sizes = [sum(piece.numel() for piece in bucket) for bucket in self.buckets]
         self.slots = [Slot(self.device) for _ in range(IN_FLIGHT)]
         self.packed = torch.empty(max(self.sizes), dtype=torch.uint8, device=self.device) if source else None
@@ -139,7 +124,7 @@ class DenseBucketed:
             expect(k + IN_FLIGHT - 1)
             packed = self.slots[k % IN_FLIGHT].upload(self.sizes[k])
             torch._foreach_copy_(bucket, list(packed.split([piece.numel() for piece in bucket])))
-        finish(self.device)
+        wait(self.device)
 
 
 @dataclass
@@ -240,7 +225,7 @@ class IndexValue:
     def _push_by_stages(self, sent: Sent) -> None:
         with sent.phase("diff_s"):
             found = [self._find(chunk) for chunk in self.chunks]
-            finish(self.device)
+            wait(self.device)
         for k, data in enumerate(found):
             slot = self.slots[k % IN_FLIGHT]
             slot.wait()
@@ -270,7 +255,7 @@ class IndexValue:
             arriving.append((chunk, slot, size))
         while arriving:
             self._write(*arriving.popleft())
-        finish(self.device)
+        wait(self.device)
 
     def _pull_by_stages(self, sent: Sent) -> None:
         number = torch.zeros(1, dtype=torch.int64)
@@ -284,12 +269,12 @@ class IndexValue:
                 slot.work.wait()
             with sent.phase("staging_s"):
                 data = slot.upload(int(number))
-                finish(self.device)
+                wait(self.device)
             got.append((chunk, data, self._borders(chunk, slot.memory, int(number))))
         with sent.phase("apply_s"):
             for chunk, data, borders in got:
                 write(chunk, data, borders)
-            finish(self.device)
+            wait(self.device)
 
     def _write(self, chunk: Chunk, slot: Slot, size: int) -> None:
         data = slot.upload(size)
@@ -388,19 +373,19 @@ def ended_stages(device: torch.device) -> Iterator[dict[str, float]]:
 
     @contextmanager
     def timed(self: SyncTimes, what: str) -> Iterator[None]:
-        finish(device)
+        wait(device)
         began = time.perf_counter()
         try:
             yield
         finally:
-            finish(device)
+            wait(device)
             self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
     def timed_bring(message: Any, there: torch.device) -> torch.Tensor:
-        finish(device)
+        wait(device)
         began = time.perf_counter()
         brought = bring(message, there)
-        finish(device)
+        wait(device)
         staging["staging_s"] += time.perf_counter() - began
         return brought
 

@@ -1,12 +1,12 @@
 """The report of cluster.py with --device: measurements, computed times of other links, and the goals.
 
-    python benchmarks/cluster_gpu_report.py POINTS... [--json FILE] [--fill PAGE]
+    python -m benchmarks cluster --report POINTS... [--json FILE] [--fill PAGE]
 
 prints the report of the points that one or more runs have saved, writes them as JSON, and fills in a page: {{name}} is
 replaced by the figure or table of that name; unknown names stay and are listed.
 
 The time of a link is computed from stages that each end on the device before the next begins. They are those of
-cluster_stages.py, where each end has the GPU to itself, if its points are given; otherwise those of one more sync
+cluster_stages, where each end has the GPU to itself, if its points are given; otherwise those of one more sync
 on loopback, in which both ranks share one GPU:
 
     ours          max(source, bytes / link, receiver) + (the other two) / buckets + write + meet + verdict
@@ -19,11 +19,10 @@ device, which messages over NCCL do not need. The others are computed with the s
 control messages (meet and verdict), and dense without packing.
 """
 
-import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +170,7 @@ def staged(points: Points, model: str) -> str:
 def ended(points: Points, one: Point) -> Point:
     """A point with the stages of its method, each ended on the device, where they are known; else as reported.
 
-    Stages of cluster_stages.py, which had the device to itself, are preferred.
+    Stages of cluster_stages, which had the device to itself, are preferred.
     """
     way = f"ours, {one['method']}" if one["way"] == "ours" else one["way"]
     if alone := points.alone.get((one["model"], way, one["density"])):
@@ -424,19 +423,14 @@ def fill(page: Path, known: dict[str, str]) -> list[str]:
     return re.findall(r"\{\{(.+?)\}\}", text)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("points", nargs="+", type=Path)
-    parser.add_argument("--json", type=Path, help="write the points to this file")
-    parser.add_argument("--fill", type=Path, metavar="PAGE", help="replace names in braces by their figures")
-
-
-def main(given: argparse.Namespace) -> None:
-    points = [json.loads(line) for path in given.points for line in path.read_text().splitlines()]
+def report_files(paths: Sequence[Path], json_file: Path | None, page: Path | None) -> None:
+    """Print the report of the points in some files; write them as JSON, and fill in a page."""
+    points = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     report(points)
     known = figures(Points(points))
-    if given.json:
-        write(given.json, [json.loads(json_line({"bench": "cluster, GPU", "points": points}))])
-        known["raw data"] = f"[{given.json.name}](data/{given.json.name})"
-    if given.fill:
-        left = fill(given.fill, known)
+    if json_file:
+        write(json_file, [json.loads(json_line({"bench": "cluster, GPU", "points": points}))])
+        known["raw data"] = f"[{json_file.name}](data/{json_file.name})"
+    if page:
+        left = fill(page, known)
         print("Still to be filled in: " + (", ".join(left) or "nothing"))

@@ -1,6 +1,6 @@
 """The methods of cluster.py to sync one rank's weights to another: four that others use, and ours.
 
-A method (a "way" in the code) is an object that both ranks make from the model, {name: BF16 tensor}; rank 0 is the
+A method is an object that both ranks make from the model, {name: BF16 tensor}; rank 0 is the
 source. Both call `sync` at the same time, and then the receiver has the source's weights. Counted are the bytes that a
 method passes to torch for one receiver, and its calls. All methods find changes with the same kernel, so that methods
 are compared and not kernels.
@@ -20,6 +20,7 @@ from pulsesync.core import digest
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Sum
 from pulsesync.format import patch
+from pulsesync.group.broadcast import Broadcast
 from pulsesync.group.bundles import Bundle
 
 Model = dict[str, torch.Tensor]
@@ -65,13 +66,29 @@ class Sent:
         return {"messages": self.messages, "sent_bytes": self.sent_bytes, **self.phases}
 
 
-class Way(Protocol):
+class Method(Protocol):
     """A method to sync, which is set up once on both ranks."""
 
     def sync(self) -> dict[str, Any]: ...
 
 
 # -- whole tensors -------------------------------------------------------------------------------------------------
+
+
+def buckets_of(model: Model, bucket_bytes: int) -> list[list[torch.Tensor]]:
+    """Cut the bytes of a model into buckets of this size."""
+    buckets: list[list[torch.Tensor]] = [[]]
+    room = bucket_bytes
+    for tensor in model.values():
+        rest = as_bytes(tensor)
+        while rest.numel():
+            if not room:
+                buckets.append([])
+                room = bucket_bytes
+            piece, rest = rest[:room], rest[room:]
+            buckets[-1].append(piece)
+            room -= piece.numel()
+    return buckets
 
 
 class DensePerTensor:
@@ -93,17 +110,7 @@ class DenseBucketed:
 
     def __init__(self, model: Model, source: bool, bucket_bytes: int) -> None:
         self.source = source
-        self.buckets: list[list[torch.Tensor]] = [[]]
-        room = bucket_bytes
-        for tensor in model.values():
-            rest = as_bytes(tensor)
-            while rest.numel():
-                if not room:
-                    self.buckets.append([])
-                    room = bucket_bytes
-                piece, rest = rest[:room], rest[room:]
-                self.buckets[-1].append(piece)
-                room -= piece.numel()
+        self.buckets = buckets_of(model, bucket_bytes)
         self.sizes = [sum(piece.numel() for piece in bucket) for bucket in self.buckets]
         self.buffers = [torch.empty(max(self.sizes), dtype=torch.uint8) for _ in range(2)]
 
@@ -269,8 +276,6 @@ class Ours:
     """Broadcast, with an automatic or a fixed method; or "bare", without its checks, to measure what they cost."""
 
     def __init__(self, model: Model, source: bool, method: str) -> None:
-        from pulsesync.group.broadcast import Broadcast
-
         self.model, self.source, self.bare = model, source, method == "bare"
         self.broadcast = Broadcast(None, 0, method="auto" if self.bare else method)
 

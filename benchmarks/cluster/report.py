@@ -18,7 +18,7 @@ WORK = tuple(f"source_{what}_s" for what in ("copy", "diff", "encode", "digest")
 )
 BILLIONS = 7.6
 # Milliseconds for 7.6 B weights on one H200, 1 % changed (results/gpu_h200_2026-11-17.md, run 7). Whole syncs of two
-# ranks on a GPU are measured with --device, and cluster_gpu_report.py computes other links from their stages.
+# ranks on a GPU are measured with --device, and gpu_report.py computes other links from their stages.
 GPU_DIFF_MS = 10.8
 GPU_ENCODE_MS = 39.6  # with the diff
 GPU_DECODE_MS = 27.7  # with applying and the digest

@@ -11,19 +11,17 @@ are on a local disk.
 """
 
 import argparse
-import json
-import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 from benchmarks.harness import recording
-
+from benchmarks.harness.report import json_line, provenance, spread, table
+from benchmarks.harness.timing import timed
+from benchmarks.harness.weights import Steps, as_bf16, recorded, recorded_slice
 from pulsesync import Publisher, Subscriber, open_store, warm_up
 from pulsesync.integrations.delta_folder import DeltaExporter, DeltaImporter, DeltaVersion
 from pulsesync.run import keys
@@ -31,32 +29,31 @@ from pulsesync.run.reader import RunReader
 from pulsesync.state.views import new_tensors
 from pulsesync.store import Store, size_of
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
+QUICK = ("--slice", "--steps", "3")
 
 
-def publish_trace(trace: str, gguf: str | None, location: Path, steps: int | None) -> list[dict[str, Any]]:
-    """Publish the recorded run, the weights before its first step as version 0."""
+def publish_steps(steps: Steps, location: Path, most: int | None) -> list[dict[str, Any]]:
+    """Publish a recorded run, the weights before its first step as version 0."""
     rows = []
     with Publisher(str(location)) as publisher:
-        for number, (step, old, new) in enumerate(recording.load(trace, gguf).steps()):
-            if number == steps:
+        for number, (step, old, new) in enumerate(steps):
+            if number == most:
                 break
             if not number:
-                publisher.publish({name: bits.view(BF16) for name, bits in old.items()}, step=step)
-            began = time.perf_counter()
-            report = publisher.publish({name: bits.view(BF16) for name, bits in new.items()}, step=step + 1)
-            rows.append({"changed": report.changed, "publish_s": time.perf_counter() - began})
+                publisher.publish(as_bf16(old), step=step)
+            report, publish_s = timed(partial(publisher.publish, as_bf16(new), step=step + 1))
+            rows.append({"changed": report.changed, "publish_s": publish_s})
     return rows
 
 
-def timed(advance: Callable[[], DeltaVersion | None]) -> list[tuple[DeltaVersion, float]]:
+def all_of(advance: Callable[[], DeltaVersion | None]) -> list[tuple[DeltaVersion, float]]:
+    """Every version, with the seconds that it took."""
     done = []
     while True:
-        began = time.perf_counter()
-        version = advance()
+        version, seconds = timed(advance)
         if version is None:
             return done
-        done.append((version, time.perf_counter() - began))
+        done.append((version, seconds))
 
 
 def folder_bytes(folder: Path) -> int:
@@ -77,9 +74,7 @@ def time_syncs(store: Store, versions: list[int]) -> tuple[dict[str, Any], list[
     weights = new_tensors(RunReader(store, None).layout(record.layout).tensors)
     seconds, worker = [], Subscriber(store, undo=0)
     for version in versions:
-        began = time.perf_counter()
-        worker.sync(weights, version=version)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(timed(partial(worker.sync, weights, version=version))[1])
     return weights, seconds
 
 
@@ -87,9 +82,9 @@ def measure(store: Store, scratch: Path, rows: list[dict[str, Any]]) -> dict[str
     exported = {}
     for encoding in ("overwrite", "xor"):
         with DeltaExporter(store, scratch / encoding, encoding=encoding) as exporter:  # type: ignore[arg-type]
-            exported[encoding] = timed(exporter.advance)
+            exported[encoding] = all_of(exporter.advance)
     with DeltaImporter(scratch / "xor", str(scratch / "imported")) as importer:
-        imported = timed(importer.advance)
+        imported = all_of(importer.advance)
     versions = [done.version for done, _ in exported["xor"]]
     weights, sync_s = time_syncs(store, versions)
     again, _ = time_syncs(open_store(str(scratch / "imported")), [imported[-1][0].version])
@@ -118,19 +113,22 @@ def measure(store: Store, scratch: Path, rows: list[dict[str, Any]]) -> dict[str
 
 def show(result: dict[str, Any]) -> None:
     steps = result["steps"]
-    print("| version | changed | patch, MB | xor folder, MB | overwrite folder, MB | xor / patch | overwrite / patch |")
-    print("|---:|---:|---:|---:|---:|---:|---:|")
+    rows = []
     for step in [*steps, {key: statistics.fmean(s[key] for s in steps) for key in steps[0]}]:
         sizes = [step[f"{name}_bytes"] for name in ("patch", "xor", "overwrite")]
-        version = step["version"] if isinstance(step["version"], int) else "mean"
+        version = str(step["version"]) if isinstance(step["version"], int) else "mean"
         changed = f"{round(step['changed']):,}" if "changed" in step else "-"
-        row = [version, changed, *(f"{size / 1e6:.3f}" for size in sizes)]
-        print("|", " | ".join(map(str, [*row, *(f"{size / sizes[0]:.2f}" for size in sizes[1:])])), "|")
-    print("\n| seconds a step | p20 | p50 | p80 |\n|---|---:|---:|---:|")
-    for key in ("publish_s", "sync_s", "export_xor_s", "export_overwrite_s", "import_xor_s"):
-        if key in steps[0]:
-            p20, p50, p80 = np.percentile([step[key] for step in steps], [20, 50, 80])
-            print(f"| {key.removesuffix('_s').replace('_', ', ')} | {p20:.2f} | {p50:.2f} | {p80:.2f} |")
+        times = [f"{size / sizes[0]:.2f}" for size in sizes[1:]]
+        rows.append([version, changed, *(f"{size / 1e6:.3f}" for size in sizes), *times])
+    head = ["version", "changed", "patch, MB", "xor folder, MB", "overwrite folder, MB", "xor / patch"]
+    print(table([*head, "overwrite / patch"], rows) + "\n")
+    names = ("publish_s", "sync_s", "export_xor_s", "export_overwrite_s", "import_xor_s")
+    rows = [
+        [name.removesuffix("_s").replace("_", ", "), *(f"{p:.2f}" for p in spread([s[name] for s in steps]).values())]
+        for name in names
+        if name in steps[0]
+    ]
+    print(table(["seconds a step", "p20", "p50", "p80"], rows))
     first = result["first"]
     print(f"\nThe first version, whole: export {first['export_s']:.2f} s, import {first['import_s']:.2f} s.\n")
 
@@ -138,17 +136,19 @@ def show(result: dict[str, Any]) -> None:
 def arguments(parser: argparse.ArgumentParser) -> None:
     recording.add_arguments(parser)
     parser.add_argument("--run", help="location of a run, in place of the recording")
+    parser.add_argument("--slice", action="store_true", help="the slice of the recording in pulsesync-lab")
     parser.add_argument("--steps", type=int, help="steps of the recording to use, at most")
 
 
 def main(given: argparse.Namespace) -> None:
-    if bool(given.run) == bool(given.trace):
-        parser.error("give either --trace or --run")
+    if sum(map(bool, (given.run, given.trace, given.slice))) != 1:
+        raise SystemExit("give one of --trace, --slice and --run")
     warm_up()
     with tempfile.TemporaryDirectory() as folder:
-        scratch, rows = Path(folder), []
-        if given.trace:
-            rows = publish_trace(given.trace, given.gguf, scratch / "run", given.steps)
+        scratch, rows = Path(folder), list[dict[str, Any]]()
+        if not given.run:
+            steps = (recorded_slice() if given.slice else recorded(given.trace, given.gguf))[1]
+            rows = publish_steps(steps, scratch / "run", given.steps)
         result = measure(open_store(given.run or str(scratch / "run")), scratch, rows)
     show(result)
-    print(json.dumps({"machine": platform.machine(), "python": platform.python_version(), **result}))
+    print(json_line({"bench": "delta_folders", **provenance(), **result}))

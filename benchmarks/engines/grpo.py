@@ -23,36 +23,33 @@ import copy
 import hashlib
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.harness.report import json_line, provenance, table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of rollout_func
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # both processes share the cores, and threads that wait for another spin
 
 import torch
-from grpo_vllm import Generator, even_numbers, largest_difference, make_model, numbers, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
+from benchmarks.engines.vllm_server import ANSWER_S, Server
+from benchmarks.harness.needs import MissingError
+from benchmarks.harness.report import json_line, provenance, shown, table
+from examples.grpo_vllm import Generator, even_numbers, largest_difference, make_model, numbers, settings
 from pulsesync.integrations.huggingface import PulseCallback
 from pulsesync.integrations.vllm import VllmServer
 
+QUICK = ("--steps", "3", "--seeds", "1", "--cases", "in place")
 BOUND = 5e-5  # of log-probabilities
-START_S, ANSWER_S = 300.0, 120.0
 PLAIN = {"PULSE_VLLM_PLAIN_WEIGHTS": "1"}
 RELOADS = {"VLLM_SERVER_DEV_MODE": "1"}
 WAYS = ("reload", "patches")
@@ -106,68 +103,17 @@ def say(text: str) -> None:
 # -- servers -------------------------------------------------------------------------------------------------------
 
 
-class Server:
-    """`vllm serve` in a process group of its own. As a context manager, it stops the whole group at its end."""
-
-    def __init__(self, python: str, model: Path, log: Path, environment: dict[str, str], *flags: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url, self.log = f"http://127.0.0.1:{port}", log
-        script = "from vllm.entrypoints.cli.main import main; main()"
-        engine = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--generation-config", "vllm")
-        address = ("--host", "127.0.0.1", "--port", str(port))
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [python, "-c", script, "serve", str(model), *address, *engine, *flags],
-                env={
-                    **os.environ,
-                    "HF_HUB_OFFLINE": "1",
-                    "VLLM_NO_USAGE_STATS": "1",
-                    "VLLM_CPU_KVCACHE_SPACE": "1",
-                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                    **environment,
-                },
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait(self) -> None:
-        until = time.monotonic() + START_S
-        while self._process.poll() is None and time.monotonic() < until:
-            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                return
-            time.sleep(0.5)
-        raise RuntimeError(f"the server did not start; the end of its log:\n{self.log.read_text()[-4000:]}")
-
-    def post(self, path: str, body: Any = None) -> None:
-        data = b"" if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method="POST")
-        with urllib.request.urlopen(request, timeout=ANSWER_S):
-            pass
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(30)
-
-
 @contextmanager
 def servers(case: Case, python: str, model: Path, folder: Path) -> Iterator[dict[str, Server]]:
     """Both servers of a case; the one that does not generate waits without work."""
     with ExitStack() as stack:
         found = {}
         for way in WAYS:
-            flags = ("--middleware", "pulsesync.integrations.vllm.Routes") if way == "patches" else ()
+            flags = ["--generation-config", "vllm"]
+            flags += ["--middleware", "pulsesync.integrations.vllm.Routes"] if way == "patches" else []
             log = folder / f"{case.name}_{way}.log".replace(" ", "_")
-            found[way] = stack.enter_context(Server(python, model, log, case.environment(way), *flags))
+            server = Server(model, log, flags, case.environment(way), name=None, python=python, wait=False)
+            found[way] = stack.enter_context(server)
         for server in found.values():
             server.wait()
         yield found
@@ -187,12 +133,11 @@ class Reload:
     def sync(self, trainer: GRPOTrainer) -> tuple[int, float]:
         model = trainer.model if self._dtype == "FP32" else copy.deepcopy(trainer.model).bfloat16()
         model.save_pretrained(self._folder)
-        self._server.post("/pause?mode=wait&clear_cache=true")
+        self._server.call("POST", "/pause?mode=wait&clear_cache=true", raw=True)
         began = time.perf_counter()
-        self._server.post(
-            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
-        )
-        self._server.post("/resume")
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
+        self._server.call("POST", "/collective_rpc", body, raw=True)
+        self._server.call("POST", "/resume", raw=True)
         pause_s = time.perf_counter() - began
         return sum(path.stat().st_size for path in self._folder.glob("*.safetensors")), pause_s
 
@@ -380,10 +325,7 @@ def costs(arms: list[Arm]) -> str:
         groups.setdefault((arm.case, arm.dtype, arm.way), []).append(arm)
 
     def milliseconds(some: list[Arm], what: str) -> str:
-        low, middle, high = np.percentile(
-            [1000 * value for arm in some for value in getattr(arm, what)[1:]], [20, 50, 80]
-        )
-        return f"{middle:.0f} ({low:.0f}–{high:.0f})"
+        return shown([value for arm in some for value in getattr(arm, what)[1:]], 1e3, 0)
 
     head = ["case, dtype", "sync", "bytes", "first sync, bytes", "weights changed", "pause ms", "sync ms", "publish ms"]
     rows = []
@@ -413,13 +355,15 @@ def curves(arms: list[Arm]) -> str:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--vllm", required=True, help="Python of an environment with vLLM and pulsesync")
+    parser.add_argument("--vllm", default=".venv-vllm/bin/python", help="Python of an environment with vLLM and pulsesync")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=2, help="seeds of the case in place; the others have one")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], default=[c.name for c in CASES])
 
 
 def main(given: argparse.Namespace) -> None:
+    if not Path(given.vllm).exists():
+        raise MissingError(f"the Python of an environment with vLLM at {given.vllm}, which `make test-vllm` makes")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         arms = [arm for case in CASES if case.name in given.cases for arm in run(case, given, Path(folder))]

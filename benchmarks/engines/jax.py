@@ -11,12 +11,9 @@ device.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import time
-from datetime import date
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +22,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs m
 
 import jax
 import jax.numpy as jnp
-from benchmarks.harness.save import write
 
+from benchmarks.harness.report import json_line, provenance
+from benchmarks.harness.report import table as lay_out
+from benchmarks.harness.save import write
+from benchmarks.harness.timing import timed
 from pulsesync.integrations.jax import JaxPublisher, JaxSubscriber
 from pulsesync.store import MemoryStore
 
+QUICK = ("--versions", "2")
 WARM_UP = 3  # versions that compile kernels, and are left out of the medians
 # layers, hidden, intermediate, keys and values, vocabulary; those of the large one are Qwen2.5-0.5B's
 SIZES = {"small": (4, 512, 2048, 128, 16384), "0.5b": (24, 896, 4864, 128, 151936)}
@@ -93,10 +94,9 @@ class Trainer:
         return self.structure.unflatten([one["w"] for one in self.states])
 
 
-def timed(work: Any) -> tuple[float, Any]:
-    began = time.perf_counter()
-    result = jax.block_until_ready(work())
-    return time.perf_counter() - began, result
+def ready(work: Callable[[Any], Any], tree: Any) -> Any:
+    """The result of a call, when all work that it launched has ended."""
+    return jax.block_until_ready(work(tree))
 
 
 def send_whole(half: Any) -> Any:
@@ -116,15 +116,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), trainer.masters())
     with JaxPublisher(store, cast="BF16") as publisher, JaxSubscriber(store) as subscriber:
         for _ in range(WARM_UP + options.versions):
-            began = time.perf_counter()
-            sent = publisher.publish(trainer.masters(), step=trainer.steps)
-            publish_s = time.perf_counter() - began
-            sync_s, params = timed(partial(subscriber.sync, params))
+            sent, publish_s = timed(partial(publisher.publish, trainer.masters(), step=trainer.steps))
+            params, sync_s = timed(partial(ready, subscriber.sync, params))
             assert subscriber.report is not None
             wrong = sum(map(int, jax.tree.leaves(jax.tree.map(differing, trainer.masters(), params))))
             assert wrong == 0, f"{wrong} weights differ"
             half = jax.block_until_ready(to_half(trainer.masters()))
-            whole_s, _ = timed(partial(send_whole, half))
+            _, whole_s = timed(partial(ready, send_whole, half))
             got = subscriber.report
             rows.append(
                 {
@@ -149,30 +147,28 @@ def median(rows: list[dict[str, Any]], key: str) -> float:
     return statistics.median(row[key] for row in rows[WARM_UP:])
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(found: dict[str, Any]) -> str:
     rows, full = found["rows"], found["full_bytes"]
     size, sync_s, publish_s, whole_s = (median(rows, key) for key in ("bytes", "sync_s", "publish_s", "whole_s"))
 
-    def on_link(gbit: float) -> str:
+    def on_link(gbit: float) -> list[str]:
         ours, whole = size * 8e-9 / gbit + publish_s + sync_s, full * 8e-9 / gbit + whole_s
-        return f"| with a link of {gbit:g} Gbit/s (computed) | {ours:.3g} s | {whole:.3g} s |"
+        return [f"with a link of {gbit:g} Gbit/s (computed)", f"{ours:.3g} s", f"{whole:.3g} s"]
 
-    return [
-        "",
-        f"| {found['weights'] / 1e6:.1f} M weights, medians of {len(rows) - WARM_UP} | pulsesync | whole tree |",
-        "|---|--:|--:|",
-        f"| weights changed | {median(rows, 'changed') / found['weights']:.2%} | |",
-        f"| bytes of a version | {size:,.0f} | {full:,} |",
-        "| pause of the worker | none | none |",
-        f"| publish: compared, coded and stored | {1e3 * publish_s:.1f} ms | |",
-        f"| sync: a new tree | {1e3 * sync_s:.1f} ms | |",
-        f"| … of which fetched, decoded, applied to the copy | {1e3 * median(rows, 'prepare_s'):.1f} ms | |",
-        f"| … of which copied into new arrays | {1e3 * median(rows, 'apply_s'):.1f} ms | |",
-        f"| device_get and device_put | | {1e3 * whole_s:.1f} ms |",
+    cells = [
+        ["weights changed", f"{median(rows, 'changed') / found['weights']:.2%}", ""],
+        ["bytes of a version", f"{size:,.0f}", f"{full:,}"],
+        ["pause of the worker", "none", "none"],
+        ["publish: compared, coded and stored", f"{1e3 * publish_s:.1f} ms", ""],
+        ["sync: a new tree", f"{1e3 * sync_s:.1f} ms", ""],
+        ["… of which fetched, decoded, applied to the copy", f"{1e3 * median(rows, 'prepare_s'):.1f} ms", ""],
+        ["… of which copied into new arrays", f"{1e3 * median(rows, 'apply_s'):.1f} ms", ""],
+        ["device_get and device_put", "", f"{1e3 * whole_s:.1f} ms"],
         *map(on_link, (10, 1, 0.1)),
-        f"| first version: all weights | {rows[0]['bytes']:,} bytes, {rows[0]['sync_s']:.2f} s | |",
-        "",
+        ["first version: all weights", f"{rows[0]['bytes']:,} bytes, {rows[0]['sync_s']:.2f} s", ""],
     ]
+    title = f"{found['weights'] / 1e6:.1f} M weights, medians of {len(rows) - WARM_UP}"
+    return f"\n{lay_out([title, 'pulsesync', 'whole tree'], cells)}\n"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,22 +183,14 @@ def main(given: argparse.Namespace) -> None:
     device = jax.devices({"cpu": "cpu", "cuda": "gpu"}[given.device])[0]
     with jax.default_device(device):
         found = run(given)
-    found |= {
-        "device": device.device_kind,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "size": given.size,
-        "date": date.today().isoformat(),
-    }
+    found |= {"bench": "jax", "device": device.device_kind, "size": given.size, **provenance("jax")}
     if given.device == "cuda":
         import torch
 
         memory = {"torch_peak_bytes": torch.cuda.max_memory_allocated(), "jax_memory": device.memory_stats()}
         found |= {"torch": torch.__version__, **memory}
-    print("\n".join(table(found)))
-    print(json.dumps(found))
+    print(table(found))
+    print(json_line(found))
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
         write(given.out / f"jax_{given.device}_{found['date']}.json", [found])

@@ -7,11 +7,10 @@ come from `pulsesync.testing.AdamUpdates`, which resemble a recorded GRPO run; t
 the time in which the worker's variables are written. After every sync all bits are compared.
 """
 
-import json
+import argparse
 import os
-import platform
 import statistics
-import time
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -20,12 +19,15 @@ import keras
 import ml_dtypes
 import numpy as np
 
+from benchmarks.harness.report import json_line, provenance, table
+from benchmarks.harness.timing import timed
 from pulsesync.integrations.keras import KerasPublisher, KerasSubscriber, KerasWeights
 from pulsesync.store import MemoryStore
 from pulsesync.testing import AdamUpdates
 from pulsesync.testing.frameworks import read
 
-WARM_UP, VERSIONS = 3, 8
+QUICK = ("--versions", "2")
+WARM_UP = 3  # versions
 LAYERS, HIDDEN = 6, 1024
 
 
@@ -35,30 +37,27 @@ def model(dtype: str) -> Any:
     return keras.Sequential([keras.Input((HIDDEN,)), *layers], name="policy")
 
 
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--versions", type=int, default=8, help="that are measured, after the warm-up")
+
+
 def main(given: argparse.Namespace) -> None:
     trainer, worker, store, rows = model("float32"), model("bfloat16"), MemoryStore(), []
     updates = AdamUpdates({variable.path: tuple(variable.shape) for variable in trainer.weights})
     new = updates.state()
     with KerasPublisher(store, cast="BF16") as publisher, KerasSubscriber(store) as subscriber:
-        for step in range(WARM_UP + VERSIONS):
+        for step in range(WARM_UP + given.versions):
             for variable in trainer.weights:
                 variable.assign(new[variable.path].view(ml_dtypes.bfloat16).astype(np.float32))
-            began = time.perf_counter()
-            sent = publisher.publish(trainer, step=step)
-            published = time.perf_counter()
-            report = subscriber.sync(worker)
-            ended = time.perf_counter()
+            sent, publish_s = timed(partial(publisher.publish, trainer, step=step))
+            report, sync_s = timed(partial(subscriber.sync, worker))
             assert all(np.array_equal(bits, new[name]) for name, bits in read(KerasWeights(worker)).items())
-            rows.append((sent.payload_bytes, published - began, ended - published, report.apply_s))
+            rows.append((sent.payload_bytes, publish_s, sync_s, report.apply_s))
             new = updates.step()
-    size, publish_s, sync_s, pause_s = (statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True))
+    size, *seconds = (statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True))
     backend = keras.backend.backend()
-    times = " | ".join(f"{1e3 * seconds:.1f} ms" for seconds in (publish_s, sync_s, pause_s))
-    print("| backend | bytes of a version | of all weights | publish | sync | pause |")
-    print("|---|--:|--:|--:|--:|--:|")
-    print(f"| {backend} | {size:,.0f} | {sent.full_bytes:,} | {times} |")
-    figures = {"backend": backend, "weights": sent.total, "full_bytes": sent.full_bytes, "keras": keras.__version__}
+    cells = [backend, f"{size:,.0f}", f"{sent.full_bytes:,}", *(f"{1e3 * one:.1f} ms" for one in seconds)]
+    print(table(["backend", "bytes of a version", "of all weights", "publish", "sync", "pause"], [cells]) + "\n")
     names = ("bytes", "publish_s", "sync_s", "pause_s")
-    print(
-        json.dumps({**figures, "machine": platform.machine(), "rows": [dict(zip(names, r, strict=True)) for r in rows]})
-    )
+    figures = {"backend": backend, "weights": sent.total, "full_bytes": sent.full_bytes, **provenance("keras", backend)}
+    print(json_line({"bench": "keras", **figures, "rows": [dict(zip(names, r, strict=True)) for r in rows]}))

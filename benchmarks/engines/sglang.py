@@ -1,6 +1,6 @@
 """What does it cost to update SGLang's ranks to the next version: bytes, seconds, and the pause?
 
-    .venv-sglang/bin/python -m benchmarks.bench_sglang [--versions 8]        # about three minutes on 2 cores
+    .venv-sglang/bin/python -m benchmarks sglang [--versions 8]        # about three minutes on 2 cores
 
 SGLang's own server, managers, weight updaters, models and weight loaders, on CPUs and without its kernels
 (tests/integrations/sglang/engine.py): nothing is generated, so that the pause is the time between the requests that
@@ -12,21 +12,24 @@ are compared with what SGLang loads of that version, bit for bit.
 """
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
-import torch
+import sglang  # noqa: F401 - it is what this needs
+
 from safetensors.torch import load_file
 
+from benchmarks.harness.report import json_line, provenance, table
+from benchmarks.harness.timing import timed
+from benchmarks.harness.weights import as_torch
 from pulsesync.integrations.sglang import SglangServer
 from pulsesync.testing import AdamUpdates
 from tests.integrations.sglang.serving import Training, make_checkpoint, serving
 
+QUICK = ("--versions", "3")
 SIZES = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 SIZES |= {"intermediate_size": 1536, "vocab_size": 16000}
 
@@ -43,17 +46,13 @@ def main(given: argparse.Namespace) -> None:
         weights = load_file(checkpoint / "model.safetensors")
         updates = AdamUpdates({name: tuple(tensor.shape) for name, tensor in weights.items()})
         with serving(checkpoint, folder / "log", 2) as server:
-            driver, rows = SglangServer(server.url), []
+            driver, rows = SglangServer(server.url), list[dict[str, float | str]]()
             for version in range(given.versions + 1):
                 state = updates.step() if version else updates.state()
-                training.publish({name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in state.items()})
-                began = time.perf_counter()
-                report = driver.update(str(training.location), version)
-                update_s = time.perf_counter() - began
+                training.publish(as_torch(state))
+                report, update_s = timed(partial(driver.update, str(training.location), version))
                 assert server.has(training, version), f"version {version} is not what SGLang loads"
-                began = time.perf_counter()
-                server.test(load=str(training.checkpoint(version)))
-                reload_s = time.perf_counter() - began
+                _, reload_s = timed(partial(server.test, load=str(training.checkpoint(version))))
                 rows.append(
                     {
                         "version": version,
@@ -67,8 +66,10 @@ def main(given: argparse.Namespace) -> None:
                 )
                 print(rows[-1], flush=True)
         training.publisher.close()
-    timed = [row for row in rows if row["path"] == "patch"]
-    summary = {key: statistics.median(row[key] for row in timed) for key in rows[0] if key not in ("version", "path")}  # type: ignore[type-var]
+    patches = [row for row in rows if row["path"] == "patch"]
+    names = [key for key in rows[0] if key not in ("version", "path")]
+    summary = {key: statistics.median(float(row[key]) for row in patches) for key in names}
     size = sum(tensor.numel() * 2 for tensor in weights.values())
-    facts = {"checkpoint_bytes": size, "machine": platform.machine(), "load": os.getloadavg()[0]}
-    print(json.dumps({"median": summary, **facts}))
+    print("\n" + table(["median of the patches", ""], [[key, f"{value:,.3f}"] for key, value in summary.items()]) + "\n")
+    facts = {"checkpoint_bytes": size, "load": os.getloadavg()[0], **provenance("sglang", "torch")}
+    print(json_line({"bench": "sglang", "median": summary, **facts}))

@@ -16,7 +16,6 @@ sends every weight, `delta_sharded` an int32 position and a BF16 value of each t
 import argparse
 import hashlib
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,10 +24,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from benchmarks.harness.report import json_line, provenance, table
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from omegaconf import OmegaConf
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.single_controller.base.decorator import Dispatch, register
@@ -36,15 +31,12 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import RolloutConfig
 
+from benchmarks.harness.report import json_line, provenance, table
 from pulsesync import warm_up
 from pulsesync.testing import AdamUpdates
-from tests.integrations.verl.actors import (
-    RolloutWorker,
-    ServerlessReplica,
-    ShardedEngine,
-    TrainerWorker,
-)
+from tests.integrations.verl.actors import RolloutWorker, ServerlessReplica, ShardedEngine, TrainerWorker
 
+QUICK = ("--tensors", "2", "--steps", "3")
 SHAPE = (2048, 1024)  # of every tensor
 WARM_UP = 12  # steps
 

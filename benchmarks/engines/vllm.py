@@ -38,11 +38,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import vllm_server
-from benchmarks.harness.report import json_line, provenance, table
-from vllm_server import ENGINE, ENVIRONMENT, GENERATED, NO_PLUGINS, PROMPTS, Answer, Answers, Server, TokenTimes
-from vllm_versions import STEPS, TIED, Replay, ensure
 
+from benchmarks.engines import vllm_server
+from benchmarks.engines.vllm_server import (
+    ENGINE,
+    ENVIRONMENT,
+    GENERATED,
+    NO_PLUGINS,
+    PROMPTS,
+    Answer,
+    Answers,
+    Server,
+    TokenTimes,
+)
+from benchmarks.engines.vllm_versions import STEPS, TIED, Replay, Weights, ensure
+from benchmarks.harness.links import ROOT
+from benchmarks.harness.needs import MissingError
+from benchmarks.harness.processes import command
+from benchmarks.harness.report import json_line, provenance, table
+
+QUICK = ("--versions", "2", "--fresh", "2")
 BOUND = 5e-5  # of log-probabilities
 MARK = "ANSWERS "
 WAYS = ("reload", "full", "in place", "mirror")
@@ -90,7 +105,7 @@ class TorchModel:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.parameters = dict(self.model.named_parameters())
 
-    def load(self, weights: dict[str, np.ndarray]) -> None:
+    def load(self, weights: Weights) -> None:
         with self._torch.no_grad():
             for name, array in weights.items():
                 if name != TIED:
@@ -125,8 +140,8 @@ def fresh_answers(checkpoints: list[Path], kinds: list[str], folder: Path) -> di
     with ExitStack() as stack:
         children = {}
         for kind, log in logs.items():
-            command = [sys.executable, __file__, "--answer", kind, *map(str, checkpoints)]
-            children[kind] = stack.enter_context(vllm_server.process(command, log, environment))
+            answers = command("benchmarks", "vllm", "--answer", kind, *checkpoints)
+            children[kind] = stack.enter_context(vllm_server.process(answers, log, environment))
         for kind, child in children.items():
             failed = child.wait(until - time.monotonic())
             assert not failed, f"a fresh engine failed:\n{logs[kind].read_text(errors='replace')[-4000:]}"
@@ -205,8 +220,7 @@ def http_server(folder: Path, log: Path) -> Iterator[str]:
         "import sys, uvicorn; from pathlib import Path; from pulsesync.server import ServedFolder, make_app; "
         "uvicorn.run(make_app(ServedFolder(Path(sys.argv[1]))), port=int(sys.argv[2]), log_level='warning')"
     )
-    command = [sys.executable, "-c", script, str(folder), str(port)]
-    with vllm_server.process(command, log, {}) as child:
+    with vllm_server.process([sys.executable, "-c", script, str(folder), str(port)], log, {}) as child:
         until = time.monotonic() + 60
         while True:
             assert child.poll() is None, f"the HTTP server failed: {log.read_text()}"
@@ -440,22 +454,30 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     report(bench, load)
 
 
-def main(given: argparse.Namespace) -> None:
-    if sys.argv[1:2] == ["--answer"]:
-        answer(sys.argv[2], sys.argv[3:])
-        return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="SmolLM2 as a Hugging Face folder, which `make smollm2` makes")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    default = ROOT / ".models" / "smollm2"
+    made = "SmolLM2 as a Hugging Face folder, which `make smollm2` makes; default: .models/smollm2"
+    parser.add_argument("model", type=Path, nargs="?", default=default, help=made)
     parser.add_argument("--folder", type=Path, help="folder that keeps the run; 6 GB (default: a temporary one)")
     parser.add_argument("--versions", type=int, default=STEPS, help="number of versions, from version 1 on")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--fresh", nargs="+", default=["all"], help="versions to compare with fresh engines, or all")
-    options = parser.parse_args()
+    parser.add_argument("--answer", nargs="+", help=argparse.SUPPRESS)  # for the processes that this one starts
+
+
+def main(given: argparse.Namespace) -> None:
+    if given.answer:
+        answer(given.answer[0], given.answer[1:])
+        return
+    import vllm  # noqa: F401 - it is what this needs
+
+    if not given.model.is_dir():
+        raise MissingError(f"SmolLM2 in {given.model}, which `make smollm2` writes to .models/smollm2")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that all servers are stopped
-    options.model = options.model.resolve()
-    if options.folder:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        measure(options, options.folder.resolve())
+    given.model = given.model.resolve()
+    if given.folder:
+        given.folder.mkdir(parents=True, exist_ok=True)
+        measure(given, given.folder.resolve())
     else:
         with tempfile.TemporaryDirectory(prefix="bench_vllm.") as folder:
-            measure(options, Path(folder))
+            measure(given, Path(folder))

@@ -9,20 +9,21 @@ After each update every parameter is compared with what was published.
 """
 
 import argparse
-import json
 import statistics
 import time
 from typing import Any
 
 import torch
-from bench_gpu import SPREAD, chances
 
+from benchmarks.harness.device import SPREAD, chances, name_of, need_gpu, train_
+from benchmarks.harness.report import json_line, provenance, table
 from pulsesync import Publisher
 from pulsesync.integrations.engine.adapter import EngineAdapter
 from pulsesync.integrations.engine.follower import EngineFollower, RunOptions
 from pulsesync.integrations.runtime import EngineRank, ModelShape, fused
 from pulsesync.store import open_store
 
+QUICK = ("--layers", "2", "--versions", "4")
 QWEN = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -88,49 +89,6 @@ class FusedEngine(EngineAdapter):
         raise NotImplementedError
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--versions", type=int, default=6)
-
-
-def main(given: argparse.Namespace) -> None:
-    config = {**QWEN, "num_hidden_layers": given.layers}
-
-    engine = FusedParameters(ModelShape.from_config(config))
-    weights = engine.checkpoint()
-    size = sum(tensor.numel() for tensor in weights.values())
-    print(f"{size / 1e9:.2f} B weights in {len(engine.tensors)} parameters, {len(weights)} tensors of the checkpoint")
-    publisher = Publisher(open_store(RUN), codec="auto", link=1e9)
-    began = time.perf_counter()
-    publisher.publish(weights, step=0)
-    print(f"published version 0 in {time.perf_counter() - began:.1f} s", flush=True)
-    follower = EngineFollower(FusedEngine(engine, config))
-    update(follower, 0)
-    rows, chance = [], chances(0.01)
-    for version in range(1, given.versions + 1):
-        for tensor in weights.values():
-            bits = tensor.view(torch.int16).view(-1)
-            moved = torch.rand(bits.shape, device="cuda") < chance[((bits & 0x7FFF) >> 7).long()]
-            bits += moved * torch.where(torch.rand(bits.shape, device="cuda") < 0.5, 1, -1).to(torch.int16)
-        report = publisher.publish(weights, step=version)
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        row = update(follower, version)
-        row["memory_bytes"] = torch.cuda.max_memory_allocated() - held
-        assert engine.equals(weights), "the engine has other weights than were published"
-        rows.append({**row, "version": version, "changed": report.changed / size, "bytes": report.payload_bytes})
-        print(rows[-1], flush=True)
-    publisher.close()
-    later = rows[2:]  # the first ones compile kernels
-    table = {
-        key: statistics.median(row[key] for row in later) for key in ("prepare_s", "pause_s", "bytes", "memory_bytes")
-    }
-    print(f"\n| | |\n|---|--:|\n| weights | {size / 1e9:.2f} B |\n| prepared in | {table['prepare_s'] * 1e3:.0f} ms |")
-    print(f"| pause | {table['pause_s'] * 1e3:.0f} ms |\n| bytes of a version | {table['bytes'] / 1e6:.1f} MB |")
-    print(f"| memory on the GPU, for the update | {table['memory_bytes'] / 1e9:.1f} GB |")
-    print(json.dumps({"bench": "vllm_gpu", "device": torch.cuda.get_device_name(), "weights": size, "rows": rows}))
-
-
 def update(follower: EngineFollower, version: int) -> dict[str, float]:
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -143,3 +101,47 @@ def update(follower: EngineFollower, version: int) -> dict[str, float]:
     done = time.perf_counter()
     assert report["mode"] == "in place", report
     return {"prepare_s": prepared - began, "pause_s": done - prepared}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--versions", type=int, default=6)
+
+
+def main(given: argparse.Namespace) -> None:
+    need_gpu(7.6e9)
+    config = {**QWEN, "num_hidden_layers": given.layers}
+    engine = FusedParameters(ModelShape.from_config(config))
+    weights = engine.checkpoint()
+    size = sum(tensor.numel() for tensor in weights.values())
+    print(f"{size / 1e9:.2f} B weights in {len(engine.tensors)} parameters, {len(weights)} tensors of the checkpoint")
+    publisher = Publisher(open_store(RUN), codec="auto", link=1e9)
+    began = time.perf_counter()
+    publisher.publish(weights, step=0)
+    print(f"published version 0 in {time.perf_counter() - began:.1f} s", flush=True)
+    follower = EngineFollower(FusedEngine(engine, config))
+    update(follower, 0)
+    rows, chance = [], chances(0.01)
+    for version in range(1, given.versions + 1):
+        train_(weights, chance)
+        report = publisher.publish(weights, step=version)
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        row = update(follower, version)
+        row["memory_bytes"] = torch.cuda.max_memory_allocated() - held
+        assert engine.equals(weights), "the engine has other weights than were published"
+        rows.append({**row, "version": version, "changed": report.changed / size, "bytes": report.payload_bytes})
+        print(rows[-1], flush=True)
+    publisher.close()
+    names = ("prepare_s", "pause_s", "bytes", "memory_bytes")
+    found = {key: statistics.median(row[key] for row in rows[2:]) for key in names}  # the first ones compile kernels
+    cells = [
+        ["weights", f"{size / 1e9:.2f} B"],
+        ["prepared in", f"{found['prepare_s'] * 1e3:.0f} ms"],
+        ["pause", f"{found['pause_s'] * 1e3:.0f} ms"],
+        ["bytes of a version", f"{found['bytes'] / 1e6:.1f} MB"],
+        ["memory on the GPU, for the update", f"{found['memory_bytes'] / 1e9:.1f} GB"],
+    ]
+    print("\n" + table(["", "median"], cells))
+    about = provenance("torch", "triton")
+    print(json_line({"bench": "vllm_fused", **about, "device": name_of(), "weights": size, "rows": rows}))

@@ -1,6 +1,6 @@
-"""A real vLLM server and what vllm.py asks of it: log-probabilities, and when each token of a stream came.
+"""A real vLLM server and what benchmarks ask of it: log-probabilities, and when each token of a stream came.
 
-    with Server(model, port, log) as server:
+    with Server(model, log) as server:
         before = server.answers()
         with TokenTimes(server) as times:
             ...                                                  # update the weights while it generates
@@ -104,25 +104,37 @@ def process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -
 
 
 class Server:
-    """`vllm serve`, from the environment of this Python."""
+    """`vllm serve`, from the environment of this Python or of another one.
+
+    As a context manager it starts, waits until it answers, and is stopped at the end with its whole process group. With
+    wait=False, the caller calls `wait` itself, as one does that starts several.
+    """
 
     def __init__(
-        self, model: Path, log: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
-    ) -> None:
-        self.port, self.log = free_port(), log
+        self, model: Path, log: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None,
+        *, name: str | None = NAME, python: str = sys.executable, wait: bool = True,
+    ) -> None:  # fmt: skip
+        self.port, self.log, self._waits = free_port(), log, wait
+        self.url = f"http://{HOST}:{self.port}"
         flags = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(ENGINE["max_model_len"])]
-        address = ["--host", HOST, "--port", str(self.port), "--served-model-name", NAME]
+        address = ["--host", HOST, "--port", str(self.port), *(["--served-model-name", name] if name else [])]
         script = "from vllm.entrypoints.cli.main import main; main()"
-        command = [sys.executable, "-c", script, "serve", str(model), *flags, *address, *arguments]
+        command = [python, "-c", script, "serve", str(model), *flags, *address, *arguments]
         self._process = process(command, log, {**ENVIRONMENT, **(environment or {})})
 
     def __enter__(self) -> "Server":
-        child = self._process.__enter__()
+        self._child = self._process.__enter__()
+        if self._waits:
+            self.wait()
+        return self
+
+    def wait(self) -> None:
+        """Wait until the server answers. Raises: AssertionError, if it ends or does not start; it is stopped then."""
         began = time.monotonic()
-        while time.monotonic() - began < START_S and child.poll() is None:
+        while time.monotonic() - began < START_S and self._child.poll() is None:
             try:
-                if self.call("GET", "/health", raw=True) is not None:
-                    return self
+                self.call("GET", "/health", raw=True)
+                return
             except OSError:
                 time.sleep(0.5)
         tail = self.log.read_text(errors="replace")[-4000:]
@@ -154,10 +166,8 @@ class Server:
         body = {"model": NAME, "prompt": prompt, "return_token_ids": True, **wanted}
         (choice,) = self.call("POST", "/v1/completions", body)["choices"]
         of_prompt = choice["prompt_token_ids"]
-        scores = [
-            entry[str(token)]["logprob"]
-            for token, entry in zip(of_prompt[1:], choice["prompt_logprobs"][1:], strict=True)
-        ]
+        each = zip(of_prompt[1:], choice["prompt_logprobs"][1:], strict=True)
+        scores = [entry[str(token)]["logprob"] for token, entry in each]
         return Answer(
             (*of_prompt, *choice["token_ids"]),
             (*scores, *choice["logprobs"]["token_logprobs"]),

@@ -1,16 +1,13 @@
-"""Train SmolLM2 for 20 steps on real text, and publish every step: the run of vllm.py.
-
-    python benchmarks/vllm_versions.py MODEL RUN           # MODEL: a Hugging Face folder; about 90 seconds on 2 cores
+"""Train SmolLM2 for 20 steps on real text, and publish every step: the run of vllm.py. About 90 seconds on 2 cores.
 
 The weights are trained in FP32 by AdamW with the loss of the next token, on this project's own pages, and published as
 BF16 with the model's configuration and tokenizer. Version 0 is the checkpoint. A line for each version gives the loss,
-which fraction of the weights changed, and the bytes; the script fails if one changed less than MIN_DENSITY. The last
-line is one JSON object, which is also kept next to the run, as RUN.json.
+which fraction of the weights changed, and the bytes; it fails if one changed less than MIN_DENSITY. The figures are kept
+next to the run, as RUN.json.
 
 `Replay` writes any version as a folder that every engine can load.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.numpy import save
 
@@ -31,9 +29,9 @@ MIN_DENSITY = 0.003  # of the weights, in every version after 0
 RATE = 3e-6  # of AdamW: a common one for reinforcement learning is 1e-6
 ROWS, LENGTH = 4, 128  # tokens of a step
 TIED = "lm_head.weight"  # which the checkpoint leaves out: it is the embedding
-TEXT = Path(__file__).parent.parent / "docs"
+TEXT = Path(__file__).parents[2] / "docs"
 
-Weights = dict[str, np.ndarray]
+Weights = dict[str, npt.NDArray[Any]]
 
 
 # -- training ------------------------------------------------------------------------------------------------------
@@ -145,12 +143,3 @@ class Replay:
             file.flush()
             os.fsync(file.fileno())
         return len(data)
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path)
-    parser.add_argument("run", type=Path)
-
-
-def main(given: argparse.Namespace) -> None:
-    print(json.dumps({"bench": "vllm_versions", **ensure(given.model, given.run)}))

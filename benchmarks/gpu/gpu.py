@@ -3,11 +3,10 @@
     python -m benchmarks gpu                                  # the table of one size and density: 7.6 B, 1 %
     python -m benchmarks gpu --sizes 0.1 1 7.6 30 --densities 0.1 1 10 --json gpu.json
     python -m benchmarks gpu --kernels                        # and where the time goes, kernel by kernel
+    python -m benchmarks gpu --others --json others.json      # next to full weights and to other codecs (others.py)
 
-The weights are normally distributed, with the standard deviation of SmolLM2's. Which of them change follows the shares,
-by magnitude, that changed in one step of a recorded GRPO run (0.8 % of all weights), as if enough of these steps were
-taken at once to reach the given density. Tensors have the shapes of models of that size, with as many layers as the
-size needs. Every time is a median of wall-clock times on an idle GPU, from a call to the end of all work it launched. A
+Tensors have the shapes of models of that size, with as many layers as the size needs; harness/device.py says which
+weights change. Every time is a median of wall-clock times on an idle GPU, from a call to the end of all work it launched. A
 floor is the time to move the bytes that must move, at the copy speed that was measured in the same run.
 """
 
@@ -15,14 +14,32 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from benchmarks.gpu import others, profile
+from benchmarks.harness.device import (
+    DEVICE,
+    Pair,
+    allocated,
+    as_device,
+    empty_cache,
+    equal,
+    make_pair,
+    median_ms,
+    name_of,
+    need_gpu,
+    peak_gb,
+    peak_since,
+    reset_peak,
+    timed_ms,
+    wait,
+)
+from benchmarks.harness.timing import timed
 from pulsesync import Publisher
 from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
@@ -37,126 +54,8 @@ from pulsesync.publish.commit import next_record, root_record
 from pulsesync.state.sharding import owner_of, share_of
 from pulsesync.store import MemoryStore
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SPREAD = 0.17  # standard deviation of the weights
-FIRST_CLASS = 100  # the exponent of the first share: which part of the weights with an exponent changed in the step
-SHARES = [
-    1,
-    1,
-    1,
-    1,
-    1,
-    1,
-    1,
-    0.9968,
-    0.9985,
-    0.9935,
-    0.989,
-    0.9827,
-    0.9651,
-    0.9335,
-    0.8732,
-    0.7555,
-    0.4633,
-    0.3086,
-    0.1244,
-    0.0156,
-    0.0361,
-    0.0001,
-    0,
-    0,
-    0,
-    0,
-    0,
-    0,
-]
-PIECE = 1 << 24  # weights made at a time
+QUICK = ("--sizes", "0.000003", "--densities", "10", "--repeats", "1")
 LARGE = 16e9  # weights from which the two ends are measured one after the other: both together need too much memory
-FAMILIES = [  # up to how many weights; width, inner width, width of keys and values, words: as models of that size have
-    (0.2e9, (576, 1536, 192, 49152)),
-    (0.9e9, (896, 4864, 128, 151936)),
-    (2e9, (2048, 8192, 512, 128256)),
-    (5e9, (3072, 8192, 1024, 128256)),
-    (12e9, (3584, 18944, 512, 152064)),
-    (float("inf"), (5120, 27648, 1024, 152064)),
-]
-
-
-def shapes(weights: float) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Tensors of a model of about this size: embeddings, and layers until there are enough weights."""
-    hidden, inner, kv, words = next(shape for most, shape in FAMILIES if weights <= most)
-    fixed = {"embed": (words, hidden), "head": (words, hidden), "norm": (hidden,)}
-    layer = {
-        "q": (hidden, hidden),
-        "q.bias": (hidden,),
-        "k": (kv, hidden),
-        "k.bias": (kv,),
-        "v": (kv, hidden),
-        "v.bias": (kv,),
-        "o": (hidden, hidden),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-        "norm1": (hidden,),
-        "norm2": (hidden,),
-    }
-    yield from fixed.items()
-    count = sum(int(np.prod(shape)) for shape in fixed.values())
-    per_layer = sum(int(np.prod(shape)) for shape in layer.values())
-    for n in range(max(1, round((weights - count) / per_layer))):
-        yield from ((f"layers.{n}.{name}", shape) for name, shape in layer.items())
-
-
-@dataclass
-class Model:
-    """A state and the one after it."""
-
-    old: dict[str, torch.Tensor]
-    new: dict[str, torch.Tensor]
-
-    @property
-    def size(self) -> int:
-        return sum(tensor.numel() for tensor in self.old.values())
-
-
-def chances(density: float, sample: torch.Tensor | None = None) -> torch.Tensor:
-    """For each exponent, the probability that a weight changes: scaled from the recorded step to the given density.
-
-    The density is that of `sample`, BF16 weights, on whose device the result is; the default is a sample of the weights
-    that are generated here.
-    """
-    if sample is None:
-        sample = (torch.randn(1 << 22, device=DEVICE) * SPREAD).bfloat16()
-    classes = ((sample.view(torch.int16) & 0x7FFF) >> 7).long()
-    recorded = np.interp(np.arange(256) - FIRST_CLASS, np.arange(len(SHARES)), SHARES, left=1.0, right=0.0)
-    stays = torch.tensor(1 - recorded, dtype=torch.float64, device=sample.device)
-    low, high = 1e-3, 1e6
-    for _ in range(60):
-        steps = (low * high) ** 0.5
-        if (1 - stays**steps)[classes].mean() < density:
-            low = steps
-        else:
-            high = steps
-    return (1 - stays**high).float()
-
-
-def make(weights: float, density: float) -> Model:
-    torch.manual_seed(0)
-    chance = chances(density)
-    old = {name: torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for name, shape in shapes(weights)}
-    new = {}
-    for name, tensor in old.items():
-        after = torch.empty_like(tensor)
-        flat, then = tensor.view(-1), after.view(-1).view(torch.int16)
-        for begin in range(0, flat.numel(), PIECE):
-            piece = flat[begin : begin + PIECE]
-            piece.copy_(torch.randn(piece.numel(), device=DEVICE) * SPREAD)
-            bits = piece.view(torch.int16)
-            moves_ = torch.rand(piece.numel(), device=DEVICE) < chance[((bits & 0x7FFF) >> 7).long()]
-            step = torch.where(torch.rand(piece.numel(), device=DEVICE) < 0.5, 1, -1).to(torch.int16)
-            then[begin : begin + PIECE] = torch.where(moves_, bits + step, bits)
-        new[name] = after
-    return Model(old, new)
 
 
 @dataclass
@@ -171,35 +70,10 @@ class Row:
     gigabytes: dict[str, float] = field(default_factory=dict)  # peak, in addition to the weights and the base
 
 
-def timed(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median milliseconds from a call to the end of all work it launched."""
-    work()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        result = work()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-        del result
-    return statistics.median(times)
-
-
-def peak(work: Callable[[], object]) -> float:
-    """The peak of the gigabytes that a call allocates, in addition to what was allocated before."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e9
-
-
 class Bench:
     """One model, with the state of a trainer and that of a worker."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Pair) -> None:
         self.model = model
         baseline = baseline_for(model.old, "device")
         assert isinstance(baseline, DeviceBaseline)
@@ -227,60 +101,54 @@ class Bench:
         return manifest, Body.of(self.data, self.state.layout), difference
 
 
-def measure(weights: float, density: float) -> Row:
-    model = make(weights, density)
+def measure(weights: float, density: float, repeats: int = 5) -> Row:
+    model = make_pair(weights, density)
     bench = Bench(model)
     state, layout = bench.state, bench.state.layout
     difference = bench.compare()
     changed = sum(run.count for run in difference.runs)
     row = Row(model.size, changed / model.size, 0.0, 0)
     some = max(model.old.values(), key=lambda tensor: tensor.numel())
-    speed = 2 * some.numel() * 2 / timed(lambda: some.clone())  # bytes a millisecond, read and written
+    speed = 2 * some.numel() * 2 / median_ms(lambda: some.clone(), repeats)  # bytes a millisecond, read and written
     row.ms["copy of all weights (floor of a diff)"] = model.size * 4 / speed
     row.ms["read of all weights (floor of a recount)"] = model.size * 2 / speed
-    row.ms["diff + compaction"] = timed(bench.compare)
+    row.ms["diff + compaction"] = median_ms(bench.compare, repeats)
     for codec in ("context", "history"):
-        row.ms[f"diff + {codec} encode + patch on the host"] = timed(partial(bench.encode, codec))
+        row.ms[f"diff + {codec} encode + patch on the host"] = median_ms(partial(bench.encode, codec), repeats)
         manifest, body, difference = bench.record(codec)
         if codec == "context":
             row.patch_bytes = len(bench.data)
-            row.gigabytes["diff + encode"] = peak(partial(bench.encode, "context"))
-            row.gigabytes["decode"] = peak(partial(state.prepare, manifest, [body]))
+            row.gigabytes["diff + encode"] = peak_gb(partial(bench.encode, "context"))
+            row.gigabytes["decode"] = peak_gb(partial(state.prepare, manifest, [body]))
         back = state.commit(state.prepare(manifest, [Body.of(bench.data, layout)]))
-        for name, tensor in model.new.items():
-            assert torch.equal(model.old[name].view(torch.int16), tensor.view(torch.int16)), name
+        assert equal(model.old, model.new), "the decoded weights are not the new ones"
         state.commit(back)
         times, applies = [], []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            transition = state.prepare(manifest, [Body.of(bench.data, layout)])
-            prepared = time.perf_counter()
-            back = state.commit(transition)
-            torch.cuda.synchronize()
-            ended = time.perf_counter()
-            times.append(1e3 * (ended - began))
-            applies.append(1e3 * (ended - prepared))
+        for _ in range(repeats):
+            transition, prepare_ms = timed_ms(partial(state.prepare, manifest, [Body.of(bench.data, layout)]))
+            back, apply_ms = timed_ms(partial(state.commit, transition))
+            times.append(prepare_ms + apply_ms)
+            applies.append(apply_ms)
             state.commit(back)
         row.ms[f"{codec} decode + apply with undo log"] = statistics.median(times)
         row.ms[f"of it the pause, {codec}"] = statistics.median(applies)
-    row.ms["incremental digest"] = timed(lambda: moves(block_moves(difference.runs)))
-    row.ms["full digest recount"] = timed(state.count)
+    row.ms["incremental digest"] = median_ms(lambda: moves(block_moves(difference.runs)), repeats)
+    row.ms["full digest recount"] = median_ms(state.count, repeats)
     row.hot = hot_share(difference)
     return row
 
 
-def measure_large(weights: float, density: float) -> Row:
+def measure_large(weights: float, density: float, repeats: int = 3) -> Row:
     """The same for a model of which only two copies fit on the GPU: publishing is measured first, and then syncing."""
-    model = make(weights, density)
+    model = make_pair(weights, density)
     bench = Bench(model)
     state, size = bench.state, model.size
     changed = sum(run.count for run in bench.compare().runs)
     row = Row(size, changed / size, 0.0, 0)
-    row.ms["diff + compaction"] = timed(bench.compare, 3)
+    row.ms["diff + compaction"] = median_ms(bench.compare, repeats)
     for codec in ("context", "history"):
-        row.ms[f"diff + {codec} encode + patch on the host"] = timed(partial(bench.encode, codec), 3)
-        row.gigabytes[f"diff + {codec} encode"] = peak(partial(bench.encode, codec))
+        row.ms[f"diff + {codec} encode + patch on the host"] = median_ms(partial(bench.encode, codec), repeats)
+        row.gigabytes[f"diff + {codec} encode"] = peak_gb(partial(bench.encode, codec))
     parts = {}
     for codec in ("context", "history"):
         manifest, _, _ = bench.record(codec)
@@ -288,20 +156,18 @@ def measure_large(weights: float, density: float) -> Row:
     row.patch_bytes = len(parts["context"][1])
     model.new.clear()
     del bench
-    torch.cuda.empty_cache()
+    empty_cache()
     for codec, (manifest, data) in parts.items():
-        row.gigabytes[f"{codec} decode + apply"] = peak(partial(sync_and_undo, state, manifest, data))
+        row.gigabytes[f"{codec} decode + apply"] = peak_gb(partial(sync_and_undo, state, manifest, data))
         times = []
-        for _ in range(3):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            back = state.commit(state.prepare(manifest, [Body.of(data, state.layout)]))
-            torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - began))
+        for _ in range(repeats):
+            body = [Body.of(data, state.layout)]
+            back, ms = timed_ms(lambda body=body, of=manifest: state.commit(state.prepare(of, body)))
+            times.append(ms)
             assert state.recount() == manifest.digest
             state.commit(back)
         row.ms[f"{codec} decode + apply with undo log"] = statistics.median(times)
-    row.ms["full digest recount"] = timed(state.count, 3)
+    row.ms["full digest recount"] = median_ms(state.count, repeats)
     return row
 
 
@@ -322,7 +188,7 @@ def hot_share(difference: DeviceDifference) -> float:
 def products(busy_ms: float) -> Callable[[], None]:
     """Matrix products that keep the GPU busy for about `busy_ms`, as a forward and backward pass do."""
     a, b, out = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-    count = max(1, round(busy_ms / timed(lambda: torch.mm(a, b, out=out))))
+    count = max(1, round(busy_ms / median_ms(lambda: torch.mm(a, b, out=out))))
 
     def work() -> None:
         for _ in range(count):
@@ -339,30 +205,30 @@ def held(weights: float, density: float, way: str, busy_ms: float) -> dict[str, 
     the time that the step waits is added to that of publish.
     """
     keep, _, hook = way.partition("+")
-    model = make(weights, density)
+    model = make_pair(weights, density)
     for name, tensor in model.new.items():
         tensor.view(torch.int16).bitwise_xor_(model.old[name].view(torch.int16))  # from one state to the other
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=DEVICE))], lr=0.0)
     work = products(busy_ms)
-    alone = timed(work)
-    before = torch.cuda.memory_allocated()
+    alone = median_ms(work)
+    before = allocated()
     found: dict[str, list[float]] = {}
     with Publisher(MemoryStore(), keep=keep) as publisher:
         if hook:
             publisher.hold(optimizer)
         publisher.publish(model.old)
-        kept = (torch.cuda.memory_allocated() - before) / 1e9
-        torch.cuda.reset_peak_memory_stats()
+        kept = (allocated() - before) / 1e9
+        reset_peak()
         for n in range(7):
             for name, tensor in model.old.items():
                 tensor.view(torch.int16).bitwise_xor_(model.new[name].view(torch.int16))
-            torch.cuda.synchronize()
+            wait()
             began = time.perf_counter()
             future = publisher.publish(model.old, step=n, wait=False)
             published = worked = time.perf_counter()
             if hook:
                 work()
-                torch.cuda.current_stream().synchronize()
+                wait()
                 worked = time.perf_counter()
                 optimizer.step()
             stepped = time.perf_counter()
@@ -373,100 +239,9 @@ def held(weights: float, density: float, way: str, busy_ms: float) -> dict[str, 
                 ms |= {"work meanwhile": worked - published, "work alone": alone / 1e3}
             for name, seconds in ms.items():
                 found.setdefault(f"{name}, ms", []).append(1e3 * seconds)
-        most = (torch.cuda.max_memory_allocated() - before) / 1e9
+        most = peak_since(before)
     medians = {name: statistics.median(times[1:]) for name, times in found.items()}
     return {**medians, "kept on the GPU, GB": kept, "at the most, GB": most}
-
-
-def kernels(weights: float, density: float) -> str:
-    """Where the time goes: kernels of one encode and one decode, by the profiler."""
-    from torch.profiler import ProfilerActivity, profile
-
-    bench = Bench(make(weights, density))
-    manifest, _, _ = bench.record("context")
-
-    def all_of_it() -> None:
-        encoded = bench.compare().encode(bench.last, "context")
-        state = bench.state
-        state.commit(state.commit(state.prepare(manifest, [Body.of(encoded[0].data, state.layout)])))
-        state.count()
-
-    all_of_it()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        all_of_it()
-        torch.cuda.synchronize()
-    return str(found.key_averages().table(sort_by="cuda_time_total", row_limit=32, max_name_column_width=48))
-
-
-LINES = {  # the functions to time, by module; where one calls another, the time of the inner one counts for both
-    "device.baseline": "_compare code_piles _diffs moves",
-    "device.encode": "begin_moves find_hot _choose_sizes _count_rows _launch build_cold build_many _packed to_host",
-    "device.encode._PileCoder": "_count_classes choose_cuts count _decide _build_cold write",
-    "device.hot": "_begin _by_tile",
-    "device.state": "find_hot begin_advance begin_moves moves",
-    "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload parse_cold _begin_cold"
-    " to_host",
-    "device.decode._StreamDecoder": "__init__ begin",
-    "format.patch": "finish choose _assemble",
-    "format.container": "build open_part",
-    "format.tables": "normalise choose_cuts choose_from",
-}
-
-
-def lines(weights: float, density: float, codec: str) -> str:
-    """Where the host's time goes: median milliseconds of functions in seven encodes and decodes, and how often each."""
-    import functools
-    import importlib
-
-    spent: dict[str, list[float]] = {}
-
-    def told(name: str, function: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(function)
-        def call(*args: object, **options: object) -> object:
-            began = time.perf_counter()
-            try:
-                return function(*args, **options)
-            finally:
-                spent.setdefault(name, []).append(1e3 * (time.perf_counter() - began))
-
-        return call
-
-    bench = Bench(make(weights, density))
-    state, layout = bench.state, bench.state.layout
-    if codec == "history":  # measure the second patch of an epoch: the first one has no history
-        manifest, body, _ = bench.record(codec)
-        state.commit(state.prepare(manifest, [body]))
-        bench.last = manifest
-        bench.shards = bench.baseline.read(make(weights, density).old, {})
-    manifest, _, _ = bench.record(codec)
-    for module, names in LINES.items():
-        at, _, inside = module.partition("._")
-        loaded = importlib.import_module(f"pulsesync.{at}")
-        loaded = getattr(loaded, f"_{inside}") if inside else loaded
-        for name in names.split():
-            setattr(loaded, name, told(f"{module}.{name}", getattr(loaded, name)))
-    out = []
-    for what in ("encode", "decode and commit"):
-        walls = []
-        for n in range(9):
-            if n == 2:  # warm
-                spent.clear()
-                walls.clear()
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            if what == "encode":
-                bench.encode(codec)
-            else:
-                back = state.commit(state.prepare(manifest, [Body.of(bench.data, layout)]))
-            torch.cuda.synchronize()
-            walls.append(1e3 * (time.perf_counter() - began))
-            if what != "encode":
-                state.commit(back)
-        out.append(f"{what}, {codec}: {statistics.median(walls):.2f} ms")
-        for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
-            out.append(f"  {statistics.median(times):8.2f} ms  {len(times) / 7:5.1f} ×  {name}")
-    return "\n".join(out)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -477,23 +252,30 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--busy", type=float, default=400, help="ms of matrix products after each publish of host+hook")
     parser.add_argument("--kernels", action="store_true", help="profile one encode and decode, first size and density")
     parser.add_argument("--lines", nargs="*", choices=["context", "history"], default=[], help="time host functions")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--others", action="store_true", help="also measure full weights and other codecs")
+    parser.add_argument("--repeats", type=int, help="of each time; default: 5, and 3 of the largest models")
+    parser.add_argument("--json", type=Path, help="write the rows, and those of --others, to this file")
 
 
 def main(given: argparse.Namespace) -> None:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    rows = []
-    for size in given.sizes:
-        for density in given.densities:
-            row = (measure_large if 1e9 * size > LARGE else measure)(1e9 * size, density / 100)
-            rows.append(row)
-            print(json.dumps(asdict(row)), flush=True)
-            torch.cuda.empty_cache()
-    if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    for way in given.held:
-        print(way, json.dumps(held(1e9 * given.sizes[0], given.densities[0] / 100, way, given.busy)), flush=True)
-    for codec in given.lines:
-        print(lines(1e9 * given.sizes[0], given.densities[0] / 100, codec))
-    if given.kernels:
-        print(kernels(1e9 * given.sizes[0], given.densities[0] / 100))
+    need_gpu(1e9 * max(given.sizes))
+    print(f"{name_of()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    repeats = {"repeats": given.repeats} if given.repeats else {}
+    rows, size, density = [], 1e9 * given.sizes[0], given.densities[0] / 100
+    with as_device():
+        for weights in given.sizes:
+            for percent in given.densities:
+                one = measure_large if 1e9 * weights > LARGE else measure
+                rows.append(one(1e9 * weights, percent / 100, **repeats))
+                print(json.dumps(asdict(rows[-1])), flush=True)
+                empty_cache()
+        found = others.measure(make_pair(size, density), rows[0]) if given.others else {}
+        if given.json:
+            listed = [asdict(row) for row in rows]
+            given.json.write_text(json.dumps(found | {"ours": listed} if found else listed, indent=1) + "\n")
+        for way in given.held:
+            print(way, json.dumps(held(size, density, way, given.busy)), flush=True)
+        for codec in given.lines:
+            print(profile.lines(Bench(make_pair(size, density)), codec))
+        if given.kernels:
+            print(profile.kernels(Bench(make_pair(size, density))))

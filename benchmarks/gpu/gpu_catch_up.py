@@ -2,7 +2,6 @@
 
     python -m benchmarks gpu_catch_up                                  # 7.6 B weights, 8 patches of 1 %
     python -m benchmarks gpu_catch_up --weights 1e9 --patches 4
-    TRITON_INTERPRET=1 python -m benchmarks gpu_catch_up --weights 3e3 --patches 2   # to its end, without a GPU
 
 A patch is decoded against the weights that the previous patch produces. On a GPU, kernels read these from memory, so
 the previous patch is committed first. To commit all patches at once, the weights in between would have to be kept in
@@ -20,57 +19,53 @@ allocated before. The weights are checked, bit for bit, after the sync, after th
 import argparse
 import functools
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
-from bench_gpu import DEVICE, SPREAD, chances, shapes
-from bench_gpu_versions import train_
 
+from benchmarks.harness.device import (
+    Model,
+    allocated,
+    as_device,
+    chances,
+    equal,
+    make,
+    name_of,
+    need_gpu,
+    peak_since,
+    reset_peak,
+    shapes,
+    timed_ms,
+    train_,
+)
+from benchmarks.harness.report import json_line, provenance
+from benchmarks.harness.timing import T
 from pulsesync import Publisher, Subscriber
-from pulsesync.device import decode, memory
+from pulsesync.device import decode
 from pulsesync.device.changes import Changes
 from pulsesync.device.pile import CHUNK
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format.body import Body
 from pulsesync.store import MemoryStore
-from pulsesync.testing.backends import host_as_device
 
-Model = dict[str, torch.Tensor]
+QUICK = ("--weights", "3e3", "--patches", "2", "--groups", "1", "2")
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
+def timed(work: Callable[[], T]) -> tuple[T, float, float]:
     """The result of a call, its milliseconds, and its peak memory in gigabytes."""
-    on_gpu = DEVICE.type == "cuda"
-    memory.wait(DEVICE)
-    before = torch.cuda.memory_allocated() if on_gpu else 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    out = work()
-    memory.wait(DEVICE)
-    took_ms = 1e3 * (time.perf_counter() - began)
-    return out, took_ms, (torch.cuda.max_memory_allocated() - before) / 1e9 if on_gpu else 0.0
-
-
-def make(weights: float) -> Model:
-    """A model of about this size; a very small one, for the interpreter, is one tensor."""
-    torch.manual_seed(0)
-    tensors = shapes(weights) if weights >= 1e8 else [("w", (int(weights),))]
-    return {name: (torch.randn(shape, device=DEVICE) * SPREAD).bfloat16() for name, shape in tensors}
-
-
-def assert_same(a: Model, b: Model) -> None:
-    assert all(torch.equal(a[name].view(torch.int16), b[name].view(torch.int16)) for name in a)
+    before = allocated()
+    reset_peak()
+    out, took_ms = timed_ms(work)
+    return out, took_ms, peak_since(before)
 
 
 class CatchUp:
     """A worker at the first version of a run, and the patches that it lacks."""
 
     def __init__(self, weights: float, patches: int, density: float) -> None:
-        self.model, self.store = make(weights), MemoryStore()
+        self.model, self.store = make(dict(shapes(weights))), MemoryStore()
         self.start = {name: tensor.clone() for name, tensor in self.model.items()}
         self.worker = {name: torch.zeros_like(tensor) for name, tensor in self.model.items()}
         self.subscriber = Subscriber(self.store)
@@ -104,7 +99,7 @@ class CatchUp:
 
         with mock.patch.object(state, "commit", timed_commit), mock.patch.object(state, "decode", seen):
             report, took_ms, peak = timed(lambda: self.subscriber.sync(self.worker))
-        assert_same(self.worker, self.model)
+        assert equal(self.worker, self.model)
         row = {
             "patches": len(report.path),
             "pauses_ms": [round(ms, 2) for ms in pauses_ms],
@@ -119,11 +114,11 @@ class CatchUp:
         """Undo the sync, and commit all its changes at once."""
         state = self.state
         self.subscriber.sync(self.worker, version=0)
-        assert_same(self.worker, self.start)
+        assert equal(self.worker, self.start)
         changes, compose_ms, peak = timed(lambda: functools.reduce(state.compose, [one.changes for one in done]))
         all_at_once = DeviceTransition(changes, done[-1].sums, done[-1].history)
         back, pause_ms, _ = timed(lambda: state.commit(all_at_once))
-        assert_same(self.worker, self.model)
+        assert equal(self.worker, self.model)
         state.commit(back)
         return {
             "changes_of_sum": round(all_at_once.changed / sum(one.changed for one in done), 3),
@@ -189,8 +184,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(given: argparse.Namespace) -> None:
-    print(torch.cuda.get_device_name() if DEVICE.type == "cuda" else "Triton's interpreter: times mean nothing")
-    with host_as_device(DEVICE.type == "cpu"):
+    need_gpu(given.weights)
+    print(name_of())
+    with as_device():
         for warm in (True, False):  # the first time compiles
             bench = CatchUp(given.weights, given.patches, given.density / 100)
             one_by_one, done, bodies = bench.one_by_one()
@@ -199,4 +195,5 @@ def main(given: argparse.Namespace) -> None:
             if not warm:
                 for name, row in rows.items():
                     print(f"{name}: {json.dumps(row)}", flush=True)
+                print(json_line({"bench": "gpu_catch_up", **provenance("torch", "triton"), "gpu": name_of(), **rows}))
             del bench, done, bodies

@@ -42,20 +42,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import save_results
 import torch
-from benchmarks.harness.report import json_line, provenance
-from gpu_rl_report import ARMS, Measured, Step, Version, report
 from torch import nn
 
+from benchmarks.gpu.rl_report import ARMS, Measured, Step, Version, report
+from benchmarks.harness.report import json_line, provenance
+from benchmarks.harness.save import write
 from pulsesync import Publisher, PublishReport, Subscriber
 from pulsesync_lab.demo import grpo
 from pulsesync_lab.demo.grpo import Rollouts
 from pulsesync_lab.demo.language import ANSWER, LanguageModel, transformers
 
+QUICK = ("--tiny", "--steps", "2", "--warm", "1", "--block", "1", "--prompts", "4", "--lessons", "30")
 SHARED_MEMORY = Path("/dev/shm")
 COMPILED: list[str] = []  # names of the kernels that Triton compiled or loaded from its cache, by its own hook
-LESSONS = 300  # steps of pretraining for --tiny: random weights never get a sum right, and never learn from GRPO
 LAUNCHES = 1000  # small operations that measure the host's speed before learning
 CONFIGURATIONS = {  # for --config
     "qwen2.5-1.5b": {
@@ -364,7 +364,7 @@ def run(options: argparse.Namespace, folder: str, store: str) -> Measured:
     game = open_game(options, folder)
     trainer = game.policy()
     if options.tiny:
-        teach(game, trainer)
+        teach(game, trainer, options.lessons)
     copied = Copied(trainer, in_bf16(game.policy()))
     worker = in_bf16(game.policy())
     training = Training(game, trainer, options.lr, options.prompts)
@@ -458,11 +458,11 @@ def write_tokenizer(folder: str) -> None:
     ).save_pretrained(folder)
 
 
-def teach(game: LanguageModel, policy: nn.Module) -> None:
-    """Train random weights on correct answers until some completions are right."""
+def teach(game: LanguageModel, policy: nn.Module, lessons: int) -> None:
+    """Train random weights on correct answers: they never get a sum right, and never learn from GRPO."""
     lr = 3e-3 * 64 / policy.config.hidden_size  # wide models learn at smaller steps
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
-    for lesson in range(LESSONS):
+    for lesson in range(lessons):
         shown = game.show(2, lesson)
         game.climb(policy, optimizer, shown, shown.rewards, lambda now, then, better: now * better)
 
@@ -480,8 +480,7 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint")
     model.add_argument(
@@ -490,6 +489,7 @@ def parse() -> argparse.Namespace:
     model.add_argument("--tiny", action="store_true", help="a small generated model, trained on sums first")
     parser.add_argument("--width", type=int, default=64, help="of the --tiny model, a multiple of 32")
     parser.add_argument("--layers", type=int, default=2, help="of --tiny; width 64 and 2 layers are 100,000 weights")
+    parser.add_argument("--lessons", type=int, default=300, help="of --tiny: steps on correct answers before")
     parser.add_argument("--steps", type=int, default=30, help="counted steps of each arm")
     parser.add_argument("--warm", type=int, default=5, help="steps of each arm before those, not counted")
     parser.add_argument("--block", type=int, default=5, help="steps of an arm in a row")
@@ -503,16 +503,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--store", metavar="FOLDER", help="where to publish; default: in shared memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step to this file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args()
-    if min(options.steps, options.warm, options.block) < 1:
-        parser.error("steps are counted from 1")
-    options.arms = sorted({"copy", *options.arms}, key=list(ARMS).index)
-    return options
 
 
 def main(given: argparse.Namespace) -> None:
-    options = parse()
-    options.command = f"python benchmarks/{Path(__file__).name} {' '.join(sys.argv[1:])}"
+    options = given
+    if min(options.steps, options.warm, options.block) < 1:
+        raise SystemExit("steps are counted from 1")
+    options.arms = sorted({"copy", *options.arms}, key=list(ARMS).index)
+    options.command = f"python -m benchmarks {' '.join(sys.argv[1:])}"
     origin = provenance("torch", "transformers", "triton")
     cuda = options.device == "cuda"
     if cuda:
@@ -531,4 +529,4 @@ def main(given: argparse.Namespace) -> None:
     if options.json:
         every = {"before": found.before, "steps": found.steps, "published_versions": found.versions}
         listed = {what: [asdict(one) for one in some] for what, some in every.items()}
-        save_results.write(options.json, [{**fields, **listed}])
+        write(options.json, [{**fields, **listed}])

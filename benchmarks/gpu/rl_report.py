@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from benchmarks.harness.report import table
+from benchmarks.harness.report import shown, spread, table
 
 ARMS = {  # and their column headings
     "copy": "without: copy_ on the device, the cheapest sync there is",
@@ -84,18 +84,6 @@ class Measured:
 
     def of(self, arm: str) -> list[Step]:
         return [step for step in self.steps if step.arm == arm]
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    p20, p50, p80 = np.percentile(values, (20, 50, 80)) if values else (0.0, 0.0, 0.0)
-    return {"p20": float(p20), "p50": float(p50), "p80": float(p80), "mean": float(np.mean(values or [0.0]))}
-
-
-def shown(values: list[float], scale: float = 1.0, digits: int = 3) -> str:
-    if not values:
-        return "–"
-    found = spread([value * scale for value in values])
-    return f"{found['p50']:,.{digits}f} ({found['p20']:,.{digits}f}–{found['p80']:,.{digits}f})"
 
 
 def series(steps: list[Step]) -> dict[str, list[float]]:
@@ -376,7 +364,7 @@ def report(found: Measured, options: argparse.Namespace, origin: dict[str, Any])
         sizes = [[what, f"{size / 1e6:,.0f}"] for what, size in memory(found).items()]
         print(table(["the most that was allocated on the GPU", "MB"], sizes) + "\n")
     return {
-        "arms": {name: {what: spread(values) for what, values in arm.items() if values} for name, arm in arms.items()},
+        "arms": {name: {what: {**spread(values), "mean": mean(values)} for what, values in arm.items() if values} for name, arm in arms.items()},
         "shares": shares,
         "weights": found.weights,
         "memory_bytes": memory(found),

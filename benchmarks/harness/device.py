@@ -24,7 +24,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
-from pulsesync.device import memory
 from pulsesync.testing.backends import host_as_device
 
 Model = dict[str, torch.Tensor]
@@ -67,7 +66,8 @@ def need_gpu(weights: float) -> None:
 
 def wait(device: torch.device = DEVICE) -> None:
     """Wait until a GPU has finished all work that was launched."""
-    memory.wait(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def timed_ms(work: Callable[[], T]) -> tuple[T, float]:
