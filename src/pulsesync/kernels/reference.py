@@ -15,8 +15,9 @@ from pulsesync.kernels import spec
 Bits = NDArray[np.unsignedinteger]
 
 
-def _magnitudes(bits: Bits) -> NDArray[np.int64]:
-    return (bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)).astype(np.int64)
+def _magnitudes(bits: Bits) -> Bits:
+    """The bits without their signs, in their own dtype: a block of 2^20 weights stays in the cache of a CPU."""
+    return bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
 
 
 def _ordered(bits: Bits) -> NDArray[np.int64]:
@@ -266,24 +267,33 @@ def _decode_block(
     if np.count_nonzero(_magnitudes(old) < tracked << shift) != last.size:
         return positions, new, last, 5
     hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
-    table = cumulative.tolist()
     words = stream.tolist()
     if len(words) < 2 * lanes:
         return positions, new, last, 1
     states = [words[2 * lane] | words[2 * lane + 1] << 16 for lane in range(lanes)]
     at, found, width = 2 * lanes, 0, 8 * old.itemsize
-    slot_mask = (1 << spec.PROBABILITY_BITS) - 1
-    for j in range(hot.size):
-        x, row = states[j % lanes], table[begins[j] : begins[j] + symbol_count + 1]
+    bits, low, slot_mask = spec.PROBABILITY_BITS, spec.STATE_LOW, (1 << spec.PROBABILITY_BITS) - 1
+    # Nearly all decisions are "unchanged", symbol 0, so only the lines above `continue` must be fast.
+    for j, frequency in enumerate(memoryview(cumulative[begins + 1])):
+        x = states[j % lanes]
         slot = x & slot_mask
-        symbol = next((s for s in range(symbol_count) if slot < row[s + 1]), -1)
-        if symbol < 0 or (symbol and found == count):
+        if slot < frequency:
+            x = frequency * (x >> bits) + slot
+            if x < low:
+                if at == len(words):
+                    return positions, new, last, 1
+                x, at = x << 16 | words[at], at + 1
+            states[j % lanes] = x
+            continue
+        row = cumulative[begins[j] : begins[j] + symbol_count + 1].tolist()
+        symbol = next((s for s in range(1, symbol_count) if slot < row[s + 1]), -1)
+        if symbol < 0 or found == count:
             return positions, new, last, 2 if symbol < 0 else 3
         size_class, raw = (symbol - 1) >> 1, _raw_bits(symbol, width)
-        x = (row[symbol + 1] - row[symbol]) * (x >> spec.PROBABILITY_BITS) + slot - row[symbol]
+        x = (row[symbol + 1] - row[symbol]) * (x >> bits) + slot - row[symbol]
         extra = taken = 0
         while True:
-            if x < spec.STATE_LOW:
+            if x < low:
                 if at == len(words):
                     return positions, new, last, 1
                 x, at = x << 16 | words[at], at + 1
@@ -293,15 +303,14 @@ def _decode_block(
             extra |= (x & ((1 << part) - 1)) << taken
             x, taken = x >> part, taken + part
         states[j % lanes] = x
-        if symbol:
-            if size_class > width + spec.DIRECT - 4:
-                extra = int(sizes[size_class - width - spec.DIRECT + 3])
-            longest, down_now = size_class == width + spec.DIRECT - 4, bool((symbol - 1 ^ int(down[j])) & 1)
-            if longest and (extra or down_now == bool(int(old[hot[j]]) >> (width - 1))):
-                return positions, new, last, 6
-            positions[found] = hot[j]
-            new[found] = _step(int(old[hot[j]]), ((symbol - 1) ^ int(down[j])) + 1, extra, width)
-            found += 1
+        if size_class > width + spec.DIRECT - 4:
+            extra = int(sizes[size_class - width - spec.DIRECT + 3])
+        longest, down_now = size_class == width + spec.DIRECT - 4, bool((symbol - 1 ^ int(down[j])) & 1)
+        if longest and (extra or down_now == bool(int(old[hot[j]]) >> (width - 1))):
+            return positions, new, last, 6
+        positions[found] = hot[j]
+        new[found] = _step(int(old[hot[j]]), ((symbol - 1) ^ int(down[j])) + 1, extra, width)
+        found += 1
     if found != count:
         return positions, new, last, 3
     if at != len(words) or any(x != spec.STATE_LOW for x in states):
@@ -557,9 +566,18 @@ def _weigh(
     """Sum values * key(index, offset), modulo 2^64, under both keys."""
     place = indices & np.uint64((1 << spec.CHUNK_BITS) - 1)
     chunks = offsets + (indices >> np.uint64(spec.CHUNK_BITS))
-    first, second = (
-        int(np.sum(values * keys[word, place].astype(np.uint64) * _chunk_keys(chunks, word))) for word in (0, 1)
-    )
+    first, second = (int(np.sum(values * keys[word, place] * _chunk_keys(chunks, word))) for word in (0, 1))
+    return first, second
+
+
+def _weigh_run(values: Bits, index: int, offset: int, keys: NDArray[np.uint32]) -> tuple[int, int]:
+    """The same for consecutive units of a tensor, from this index on: a row for each chunk, whose key is needed once."""
+    chunk, place = divmod(index, 1 << spec.CHUNK_BITS)
+    by_chunk = np.zeros((-(-(place + values.size) >> spec.CHUNK_BITS), 1 << spec.CHUNK_BITS), np.uint64)
+    by_chunk.reshape(-1)[place : place + values.size] = values
+    sums = by_chunk @ keys.T.astype(np.uint64)
+    chunks = np.arange(chunk, chunk + len(by_chunk)).astype(np.uint64) + np.uint64(offset & 0xFFFFFFFFFFFFFFFF)
+    first, second = (int(np.sum(sums[:, word] * _chunk_keys(chunks, word))) for word in (0, 1))
     return first, second
 
 
@@ -585,12 +603,20 @@ def digest_weights(
     in_place: bool,
 ) -> tuple[int, int]:
     total = second = 0
-    for begin in range(first, first + count, 1 << 20):
-        positions = np.arange(begin, min(begin + (1 << 20), first + count))
-        indices, offsets = _indices(positions, pieces, per)
-        at = indices if in_place else np.arange(positions.size * per) + (begin - first) * per
-        a, b = _weigh(indices, offsets, units[at].astype(np.uint64), keys)
-        total, second = total + a, second + b
+    ends = [*pieces[1:, 0].tolist(), first + count]
+    for (begin, start, _, stride, offset), piece_end in zip(pieces.tolist(), ends, strict=True):
+        end = min(piece_end, first + count)
+        for here in range(max(begin, first), end, 1 << 18):  # of the weights in a piece, as many as a cache has room for
+            some, given = min(1 << 18, end - here), (here - first) * per
+            if stride == 0:
+                index = (start + here - begin) * per
+                at = index if in_place else given
+                a, b = _weigh_run(units[at : at + some * per], index, offset, keys)
+            else:
+                indices, offsets = _indices(np.arange(here, here + some), pieces, per)
+                values = units[indices] if in_place else units[given : given + some * per]
+                a, b = _weigh(indices, offsets, values.astype(np.uint64), keys)
+            total, second = total + a, second + b
     return total & 0xFFFFFFFFFFFFFFFF, second & 0xFFFFFFFFFFFFFFFF
 
 
