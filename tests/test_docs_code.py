@@ -117,7 +117,7 @@ def train_on(batch):
     loss = model(torch.ones(4, 64).bfloat16()).square().mean()
     loss.backward()
     return loss
-from pulsesync.lab.study import Recorder
+from pulsesync_lab.study import Recorder
 for file in ("study-rank0.jsonl", "study-rank1.jsonl", "lr1e-6.jsonl", "lr3e-6.jsonl"):
     with Recorder(file) as one:
         for n, state in enumerate(states):
@@ -139,7 +139,7 @@ Path("study.jsonl").unlink()  # of the block before, to which this one is an alt
 
 # Blocks that another test executes, because they need its packages, or more time than there is here.
 ELSEWHERE = {
-    ("docs/checkpoints.md", "checkpoint.pt"): "tests/publish/test_checkpoints.py",
+    ("docs/usage.md", "checkpoint.pt"): "tests/publish/test_checkpoints.py",
     ("docs/format.md", "def read_run("): "tests/format/test_format_document.py",
     ("docs/integrations/huggingface.md", "trainer.train()"): "tests/integrations/hf/test_page.py",
     ("docs/integrations/huggingface.md", "accelerator.prepare"): "tests/integrations/hf/test_page.py",
@@ -206,9 +206,8 @@ COMPILED = {
 
 # Shell blocks whose `pulse` commands are parsed by the real parser and not run.
 PARSED = {
-    ("docs/doctor.md", "pulse doctor"): "checks the machine of the reader; tests/cli/test_doctor.py runs it",
     ("docs/usage.md", "pulse publish checkpoint/"): "an overview of the commands; tests/cli runs each of them",
-    ("docs/experiments.md", "pulse study experiment list"): "trains for minutes to hours; tests/lab runs small ones",
+    ("docs/experiments.md", "pulse study experiment list"): "trains for minutes to hours; lab/tests runs small ones",
     ("docs/fleet.md", "$ pulse status"): "shows a fleet of three workers; tests/cli/test_status.py has one",
     (
         "docs/integrations/other_trainers.md",
@@ -233,7 +232,7 @@ ENDLESS = {
     "follow": "tests/cli/test_follow.py",
     "serve": "tests/cli/test_serve.py",
     "relay": "tests/cli/test_serve.py",
-    "demo": "tests/cli/test_demo.py",
+    "demo": "lab/tests/cli/test_demo.py",
 }
 TIMEOUT_S = 100  # for processes that compile their kernels on a busy machine; else 5 s
 
