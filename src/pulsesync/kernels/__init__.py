@@ -27,10 +27,9 @@ def _best() -> str:
     except ImportError as e:  # no numba, or one that does not support the installed numpy
         if _warning.acquire(blocking=False):
             logger.warning(
-                "numba cannot be used (%s): weights in host memory are compared, coded and checked in plain numpy, with "
-                "the same results, but some 20 times slower for a patch. If this machine has room for 180 MB more: "
-                "pip install numba",
-                e,
+                "numba %s: weights in host memory are compared, decoded and checked in plain numpy. The weights are "
+                "the same, but a patch takes some 15 times as long. For fast kernels: pip install numba",
+                "is not installed" if isinstance(e, ModuleNotFoundError) else f"cannot be imported ({e})",
             )
         return "reference"
     return "cpu"

@@ -263,7 +263,7 @@ def _read_changes(
         return changes, 1
     states = [words[2 * lane] | words[2 * lane + 1] << 16 for lane in range(lanes)]
     bits, low, slot_mask = spec.PROBABILITY_BITS, spec.STATE_LOW, (1 << spec.PROBABILITY_BITS) - 1
-    for j, lane, frequency in zip(itertools.count(), itertools.cycle(range(lanes)), memoryview(frequencies)):
+    for j, lane, frequency in zip(itertools.count(), itertools.cycle(range(lanes)), frequencies.data):
         x = states[lane]
         slot = x & slot_mask
         if slot < frequency:  # unchanged, as nearly all are: only this branch has to be fast
