@@ -69,7 +69,10 @@ dist-test: $(VENV)/.dev  ## build wheel and sdist, check them, and use each in a
 	$(DIST)/tools/bin/python -m twine check --strict dist/*
 	set -e; for kind in whl tar.gz; do echo "In an empty environment: pulsesync and pulsesync-lab, *.$$kind"; \
 	  $(PYTHON) -m venv --clear $(DIST)/user; $(DIST)/user/bin/python -m pip install -qq dist/pulsesync-*.$$kind; \
-	  PULSE_INSTALLED=$(abspath $(DIST))/user/bin $(BIN)/pytest -q tests/test_installed.py; \
+	  $(PYTHON) -m venv --clear $(DIST)/edge; \
+	  $(DIST)/edge/bin/python -m pip install -qq --no-deps -r constraints/edge.txt dist/pulsesync-*.$$kind; \
+	  PULSE_INSTALLED=$(abspath $(DIST))/user/bin PULSE_EDGE=$(abspath $(DIST))/edge/bin \
+	    $(BIN)/pytest -q tests/test_installed.py; \
 	  $(DIST)/user/bin/python -m pip install -qq dist/pulsesync_lab-*.$$kind; \
 	  PULSE_INSTALLED_LAB=$(abspath $(DIST))/user/bin $(BIN)/pytest -q lab/tests/test_installed.py; done
 
