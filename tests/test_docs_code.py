@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ is executed, or one of the tables below says why it is not.
+"""Every code block of README.md, docs/ and lab/docs/ is executed, or one of the tables below says why it is not.
 
 The blocks of a page run in order, in a temporary folder. Its Python blocks share their names. A block that a table does
 not list, and that does not run, fails. What a page cannot have in a test is replaced here, where it can be seen: a
@@ -99,14 +99,14 @@ import shutil  # the folders of the export stand for a trainer's, and their firs
 shutil.rmtree("bucket/run")
 shutil.copytree("updates/weight_v000000", "Qwen3-8B")
 """,
-    ("docs/theory.md", ""): """
+    ("lab/docs/theory.md", ""): """
 import torch
 from pathlib import Path
 from safetensors.torch import save_file
 Path("checkpoint").mkdir()
 save_file({"w": (torch.randn(1 << 16) * 0.02).bfloat16()}, "checkpoint/model.safetensors")
 """,
-    ("docs/study.md", ""): MODEL
+    ("lab/docs/study.md", ""): MODEL
     + """
 import shutil
 from pathlib import Path
@@ -117,7 +117,7 @@ def train_on(batch):
     loss = model(torch.ones(4, 64).bfloat16()).square().mean()
     loss.backward()
     return loss
-from pulsesync.lab.study import Recorder
+from pulsesync_lab.study import Recorder
 for file in ("study-rank0.jsonl", "study-rank1.jsonl", "lr1e-6.jsonl", "lr3e-6.jsonl"):
     with Recorder(file) as one:
         for n, state in enumerate(states):
@@ -132,7 +132,7 @@ for location in ("bucket/run", "runs/2026-11-15"):
         for n, state in enumerate(states):
             one.publish(state, step=n)
 """,
-    ("docs/study.md", "recorder.feed("): """
+    ("lab/docs/study.md", "recorder.feed("): """
 Path("study.jsonl").unlink()  # of the block before, to which this one is an alternative
 """,
 }
@@ -208,7 +208,7 @@ COMPILED = {
 PARSED = {
     ("docs/doctor.md", "pulse doctor"): "checks the machine of the reader; tests/cli/test_doctor.py runs it",
     ("docs/usage.md", "pulse publish checkpoint/"): "an overview of the commands; tests/cli runs each of them",
-    ("docs/experiments.md", "pulse study experiment list"): "trains for minutes to hours; tests/lab runs small ones",
+    ("lab/docs/experiments.md", "pulse study experiment list"): "trains for minutes to hours; tests/lab runs small ones",
     ("docs/fleet.md", "$ pulse status"): "shows a fleet of three workers; tests/cli/test_status.py has one",
     (
         "docs/integrations/other_trainers.md",
