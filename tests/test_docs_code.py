@@ -83,7 +83,7 @@ data, first = [], True  # no batch, so no round, which would wait for three othe
 def loss(model, batch):
     return model(batch).square().mean()
 """,
-    ("docs/integrations/delta_folders.md", ""): """
+    ("docs/integrations/other_trainers.md", ""): """
 import numpy as np
 import pulsesync as pulse
 weights = {"w": np.zeros(1000, np.float32)}
@@ -94,7 +94,7 @@ with pulse.Publisher("bucket/run") as publisher:
 """,
     ("docs/operations.md", ""): RUN.format(name="run"),
     ("docs/tutorials/vllm_fleet.md", ""): RUN.format(name="policy"),
-    ("docs/integrations/delta_folders.md", "pulse import"): """
+    ("docs/integrations/other_trainers.md", "pulse import updates/"): """
 import shutil  # the folders of the export stand for a trainer's, and their first checkpoint for the base
 shutil.rmtree("bucket/run")
 shutil.copytree("updates/weight_v000000", "Qwen3-8B")
@@ -177,7 +177,7 @@ COMPILED = {
     ("docs/gpu.md", 'keep="hook"'): "needs a GPU: make gpu-test publishes with keep='hook'",
     ("docs/gpu.md", "pulse.warm_up(device="): "needs a GPU: make gpu-test warms its kernels up",
     (
-        "docs/integrations/delta_folders.md",
+        "docs/integrations/other_trainers.md",
         "while True:",
     ): "does not end; tests/integrations/test_delta_folder.py imports",
     ("docs/integrations/huggingface.md", "trainer = Trainer(..., callbacks="): HF,
@@ -212,7 +212,7 @@ PARSED = {
     ("docs/fleet.md", "$ pulse status"): "shows a fleet of three workers; tests/cli/test_status.py has one",
     (
         "docs/integrations/other_trainers.md",
-        "pulse import",
+        "pulse import /shared/sync",
     ): "reads what a trainer writes: test_delta_folder.py imports",
 }
 
