@@ -139,7 +139,7 @@ Path("study.jsonl").unlink()  # of the block before, to which this one is an alt
 
 # Blocks that another test executes, because they need its packages, or more time than there is here.
 ELSEWHERE = {
-    ("docs/checkpoints.md", "checkpoint.pt"): "tests/publish/test_checkpoints.py",
+    ("docs/usage.md", "checkpoint.pt"): "tests/publish/test_checkpoints.py",
     ("docs/format.md", "def read_run("): "tests/format/test_format_document.py",
     ("docs/integrations/huggingface.md", "trainer.train()"): "tests/integrations/hf/test_page.py",
     ("docs/integrations/huggingface.md", "accelerator.prepare"): "tests/integrations/hf/test_page.py",
