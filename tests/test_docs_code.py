@@ -93,7 +93,7 @@ with pulse.Publisher("bucket/run") as publisher:
         publisher.publish(weights, step=step)
 """,
     ("docs/operations.md", ""): RUN.format(name="run"),
-    ("docs/tutorials/vllm_fleet.md", ""): RUN.format(name="policy"),
+    ("docs/fleet.md", ""): RUN.format(name="policy"),
     ("docs/integrations/other_trainers.md", "pulse import updates/"): """
 import shutil  # the folders of the export stand for a trainer's, and their first checkpoint for the base
 shutil.rmtree("bucket/run")
