@@ -12,10 +12,10 @@ SGLANG := .venv-sglang
 DIST := .venv-dist
 DOCS := .venv-docs
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
-PINNED := pyproject.toml constraints.txt
+PINNED := pyproject.toml lab/pyproject.toml constraints.txt
 TESTS := $(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
 # The GPU targets install nothing: they use this machine's own Python, with its torch and Triton.
-OWN := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
+OWN := PYTHONPATH=src:lab/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -29,7 +29,7 @@ demo: $(VENV)/.torch  ## watch a policy learn in one process while workers follo
 	@$(BIN)/pulse demo
 
 smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smollm2
-	@$(BIN)/python -m pulsesync.lab.demo.smollm2 .models/smollm2
+	@$(BIN)/python -m pulsesync_lab.demo.smollm2 .models/smollm2
 
 test: $(VENV)/.dev  ## run the fast tests, which cover every module: about twelve minutes
 	$(TESTS) -m "not slow" --hypothesis-profile=quick
@@ -65,10 +65,13 @@ dist-test: $(VENV)/.dev  ## build wheel and sdist, check them, and use each in a
 	@rm -rf dist $(DIST)
 	@$(PYTHON) -m venv $(DIST)/tools && $(DIST)/tools/bin/python -m pip install -qq build twine
 	$(DIST)/tools/bin/python -m build --outdir dist .
+	$(DIST)/tools/bin/python -m build --outdir dist lab
 	$(DIST)/tools/bin/python -m twine check --strict dist/*
-	set -e; for file in dist/*.whl dist/*.tar.gz; do echo "In an empty environment: $$file"; \
-	  $(PYTHON) -m venv --clear $(DIST)/user; $(DIST)/user/bin/python -m pip install -qq $$file; \
-	  PULSE_INSTALLED=$(abspath $(DIST))/user/bin $(BIN)/pytest -q tests/test_installed.py; done
+	set -e; for kind in whl tar.gz; do echo "In an empty environment: pulsesync and pulsesync-lab, *.$$kind"; \
+	  $(PYTHON) -m venv --clear $(DIST)/user; $(DIST)/user/bin/python -m pip install -qq dist/pulsesync-*.$$kind; \
+	  PULSE_INSTALLED=$(abspath $(DIST))/user/bin $(BIN)/pytest -q tests/test_installed.py; \
+	  $(DIST)/user/bin/python -m pip install -qq dist/pulsesync_lab-*.$$kind; \
+	  PULSE_INSTALLED_LAB=$(abspath $(DIST))/user/bin $(BIN)/pytest -q lab/tests/test_installed.py; done
 
 gpu-test:  ## run the tests of the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes pytest pytest-timeout hypothesis)
@@ -87,7 +90,7 @@ lint: $(VENV)/.dev  ## check style, types and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --config importlinter.toml
 
 format: $(VENV)/.dev  ## format the code with ruff
 	$(BIN)/ruff check --fix
@@ -107,7 +110,7 @@ fuzz: $(VENV)/.dev  ## feed the decoders damaged bytes for two minutes
 
 clean:  ## remove .venv, .venv-dist, .venv-docs, .venv-jax, .venv-sglang, .venv-trl, .venv-verl, .venv-vllm and everything that can be rebuilt
 	rm -rf $(VENV) $(DIST) $(DOCS) $(JAX) $(SGLANG) $(TRL) $(VERL) $(VLLM) dist site .site-source .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src lab tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Prints what is missing and how to get it, or that there is no GPU: a target must not pass because nothing was run.
 define has
@@ -128,28 +131,28 @@ $(VENV)/.made:
 
 $(VENV)/.core: $(VENV)/.made $(PINNED)
 	@echo "Installing pulsesync and what it needs into $(VENV): about 110 MB to download, half a minute on a good line ..."
-	@$(PIP) -e .
+	@$(PIP) -e . -e ./lab
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.core
 	@echo "Installing torch for the demo: half a minute, longer where it comes with CUDA ..."
-	@$(PIP) -e '.[torch]'
+	@$(PIP) -e '.[torch]' -e ./lab
 	@touch $@
 
 $(VENV)/.llm: $(VENV)/.core
 	@echo "Installing torch and transformers: a minute or two ..."
-	@$(PIP) -e '.[torch,llm]'
+	@$(PIP) -e . -e './lab[llm]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made $(PINNED)
 	@echo "Installing pulsesync, the tools to check it, torch, Triton and Ray into $(VENV): a minute or two, longer where torch comes with CUDA ..."
-	@$(PIP) -e '.[dev,torch,serve]'
+	@$(PIP) -e '.[dev,torch,serve]' -e ./lab
 	@touch $(VENV)/.core $(VENV)/.torch $@
 
 $(DOCS)/.made: $(PINNED) constraints-docs.txt
 	@$(PYTHON) -m venv --clear $(DOCS)
 	@echo "Installing pulsesync, Zensical and mkdocstrings into $(DOCS): half a minute ..."
-	@$(DOCS)/bin/python -m pip install -qq -c constraints.txt -c constraints-docs.txt -e '.[docs]'
+	@$(DOCS)/bin/python -m pip install -qq -c constraints.txt -c constraints-docs.txt -e '.[docs]' -e ./lab
 	@touch $@
 
 $(TRL)/.made: $(PINNED) constraints-hf.txt

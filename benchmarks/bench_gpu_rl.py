@@ -46,12 +46,12 @@ import save_results
 import torch
 from bench_codec import json_line, provenance
 from gpu_rl_report import ARMS, Measured, Step, Version, report
-from torch import nn
-
-from pulsesync import Publisher, PublishReport, Subscriber
 from pulsesync.lab.demo import grpo
 from pulsesync.lab.demo.grpo import Rollouts
 from pulsesync.lab.demo.language import ANSWER, LanguageModel, transformers
+from torch import nn
+
+from pulsesync import Publisher, PublishReport, Subscriber
 
 SHARED_MEMORY = Path("/dev/shm")
 COMPILED: list[str] = []  # names of the kernels that Triton compiled or loaded from its cache, by its own hook

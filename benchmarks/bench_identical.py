@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench_codec import provenance
-
 from pulsesync.lab.charts import Panel, draw
 from pulsesync.lab.demo.run import DemoRun
 from pulsesync.lab.demo.settings import DemoSettings

@@ -23,9 +23,9 @@ from typing import Any
 
 from bench_codec import provenance
 from fleet import Fleet, dense_bytes, measure
-
 from pulsesync.lab.demo.game import open_game
 from pulsesync.lab.demo.settings import DemoSettings
+
 from pulsesync.loco.gate import SentUpdate, VisibilityGate
 from pulsesync.loco.outer import Nesterov, OwnMomentum
 

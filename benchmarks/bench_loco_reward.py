@@ -53,10 +53,10 @@ from typing import Any
 import numpy as np
 from bench_codec import provenance
 from fleet import Chosen, Fleet, dense_bytes, measure
-
 from pulsesync.lab.charts import Panel, figure
 from pulsesync.lab.demo.game import open_game
 from pulsesync.lab.demo.settings import DemoSettings
+
 from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate
 from pulsesync.loco.outer import SGD, Nesterov, OuterRule, OwnMomentum, SharedMomentum
 from pulsesync.loco.vectors import F32

@@ -29,10 +29,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import recording
-
 from pulsesync.lab.study.predict.evidence import MEASURED, Evidence
 from pulsesync.lab.study.predict.forecast import Forecast, TrainingSettings, forecast
 from pulsesync.lab.study.predict.models import classes_of, normal_classes
+
 from pulsesync.publish.publisher import Publisher
 from pulsesync.store import MemoryStore
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from bench_codec import json_line, provenance, table
-
 from pulsesync.lab.demo.game import open_game
 from pulsesync.lab.demo.settings import DemoSettings
 from pulsesync.lab.study import Recorder

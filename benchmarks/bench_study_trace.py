@@ -19,7 +19,6 @@ from typing import Any
 import ml_dtypes
 import recording as trace
 from bench_codec import provenance, table
-
 from pulsesync.lab.study.recorder import Recorder
 from pulsesync.lab.study.recording import Recording, Step
 from pulsesync.lab.study.report import findings

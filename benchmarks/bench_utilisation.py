@@ -16,7 +16,6 @@ from typing import Any
 
 from bench_codec import provenance
 from curves import Curve, draw
-
 from pulsesync.lab.demo.run import DemoRun
 from pulsesync.lab.demo.settings import DemoSettings
 

@@ -254,7 +254,6 @@ def keep_smollm2(gguf: str, folder: Path) -> None:
     """Write the weights of a GGUF file as one row of bits, and the shapes of its tensors."""
     import gguf as reading
     import torch
-
     from pulsesync.lab.demo import smollm2
 
     if (folder / "shapes.json").exists():

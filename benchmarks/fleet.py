@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from pulsesync.lab.demo.game import Game
+from pulsesync.lab.demo.grpo import Rollouts
 from torch import Tensor
 
 from pulsesync.core.threads import spread
 from pulsesync.kernels.reference import bf16
-from pulsesync.lab.demo.game import Game
-from pulsesync.lab.demo.grpo import Rollouts
 from pulsesync.loco.gate import LARGEST, SentUpdate, SparseVector, Update, unit_of
 from pulsesync.loco.group import GroupExchange
 from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, TrainerUpdate

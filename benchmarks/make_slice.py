@@ -12,8 +12,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import recording
 from pulsesync.lab.demo.replay import RECORDED
+
+from benchmarks import recording
 
 # One of each kind: attention in, attention out, feed-forward, a tensor that changes much more than the rest (v_proj),
 # a norm whose weights are small enough to move, and one that never changes.

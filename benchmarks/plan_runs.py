@@ -28,14 +28,14 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-
 from pulsesync.lab.study.experiments import loop
 from pulsesync.lab.study.experiments.arm import Algorithm, Arm
 from pulsesync.lab.study.experiments.learners import make_learner
 from pulsesync.lab.study.experiments.optimizers import make_optimizer
 from pulsesync.lab.study.predict.models import classes_of
+from torch import Tensor, nn
+from torch.nn import functional
+
 from pulsesync.publish.publisher import Publisher
 from pulsesync.store import MemoryStore
 

@@ -36,7 +36,7 @@ MODULES = [
     "pulsesync.integrations.sglang",
     "pulsesync.integrations.vllm",
     "pulsesync.integrations.ray",
-    "pulsesync.lab.study",
+    "pulsesync_lab.study",
     "pulsesync.testing",
 ]
 # Made at their first use, which needs transformers or Keras, from a class that has all of their code.

@@ -47,11 +47,8 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Path)
     wanted = {name for name in wanted if "__pycache__" not in name}
     found = {name for name in contents(wheel_in(built)) if ".dist-info/" not in name}
     assert found == wanted
-    assert {
-        "pulsesync/py.typed",
-        "pulsesync/lab/demo/policy.safetensors",
-        "pulsesync/lab/demo/data/grpo-slice.npz",
-    } <= found
+    assert "pulsesync/py.typed" in found
+    assert wheel_in(built).stat().st_size < 1_500_000
 
 
 def test_the_wheel_built_from_the_sdist_is_the_wheel_built_from_the_tree(

@@ -206,7 +206,6 @@ COMPILED = {
 
 # Shell blocks whose `pulse` commands are parsed by the real parser and not run.
 PARSED = {
-    ("docs/doctor.md", "pulse doctor"): "checks the machine of the reader; tests/cli/test_doctor.py runs it",
     ("docs/usage.md", "pulse publish checkpoint/"): "an overview of the commands; tests/cli runs each of them",
     ("lab/docs/experiments.md", "study experiment list"): "trains for minutes to hours; lab/tests runs small ones",
     ("docs/fleet.md", "$ pulse status"): "shows a fleet of three workers; tests/cli/test_status.py has one",
@@ -233,7 +232,7 @@ ENDLESS = {
     "follow": "tests/cli/test_follow.py",
     "serve": "tests/cli/test_serve.py",
     "relay": "tests/cli/test_serve.py",
-    "demo": "tests/cli/test_demo.py",
+    "demo": "lab/tests/cli/test_demo.py",
 }
 TIMEOUT_S = 100  # for processes that compile their kernels on a busy machine; else 5 s
 

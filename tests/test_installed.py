@@ -7,44 +7,17 @@ with pip instead, as a user does, and has these tests use that environment: PULS
 import os
 import re
 import subprocess
-import sys
-import venv
-from importlib.metadata import distribution
 from pathlib import Path
 
 import numpy as np
 import pytest
-from packaging.metadata import Metadata
-from packaging.requirements import Requirement
 
 import pulsesync
 from tests.code_blocks import blocks_of
-from tests.distributions import CLEAN, ROOT, build, metadata_of, run, wheel_in
+from tests.distributions import CLEAN, ROOT, new_environment, run
 from tests.test_api import MODULES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-def declared(wheel: Path) -> set[str]:
-    """The distributions that a plain install of the wheel brings along: its dependencies, theirs, and so on."""
-    asked = list(Metadata.from_email(metadata_of(wheel)).requires_dist or ())
-    found: set[str] = set()
-    while asked:
-        requirement = asked.pop()
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            assert not requirement.extras, f"{requirement}: this walk does not follow the extras of a dependency"
-            if requirement.name not in found:
-                found.add(requirement.name)
-                asked += map(Requirement, distribution(requirement.name).requires or ())
-    return found
-
-
-def link(name: str, into: Path) -> None:
-    """Show a distribution of this environment to another one, without its scripts."""
-    source = distribution(name)
-    assert source.files is not None
-    for top in {file.parts[0] for file in source.files} - {"..", "__pycache__"}:
-        (into / top).symlink_to(Path(str(source.locate_file(top))))
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +33,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment: the wheel is installed, its declared dependencies are linked."""
     if given := os.environ.get("PULSE_INSTALLED"):
         return Path(given)
-    folder, dist = tmp_path_factory.mktemp("installed") / "venv", tmp_path_factory.mktemp("dist")
-    venv.create(folder, symlinks=True, with_pip=False)
-    commands = folder / "bin"
-    build(ROOT, dist, "wheel")
-    options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check"]
-    run(sys.executable, "-m", "pip", "--python", commands / "python", "install", *options, wheel_in(dist))
-    (packages,) = folder.glob("lib/python*/site-packages")
-    for name in declared(wheel_in(dist)):
-        link(name, packages)
-    return commands
+    return new_environment(tmp_path_factory.mktemp("installed"), ROOT)
 
 
 def test_an_empty_environment_uses_the_installed_wheel_and_no_more_than_it_declares(
@@ -85,12 +49,6 @@ def test_the_installed_command_says_the_version_of_the_source(installed: Path, t
     assert run(installed / "pulse", "--version", cwd=tmp_path).strip() == pulsesync.__version__
     program = "from importlib.metadata import version; print(version('pulsesync'))"
     assert run(installed / "python", "-c", program, cwd=tmp_path).strip() == pulsesync.__version__
-
-
-def test_the_demo_replays_the_recorded_steps_in_an_empty_environment(installed: Path, tmp_path: Path) -> None:
-    out = run(installed / "pulse", "demo", "--replay", "--steps", "4", "--workers", "1", "--out", "run", cwd=tmp_path)
-    assert len([line for line in out.splitlines() if line.startswith("step ")]) == 4
-    assert "all workers recounted at the end" in out
 
 
 PUBLISH = """
@@ -195,7 +153,7 @@ for name in module.__all__:
 """
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "pulsesync.testing"])
+@pytest.mark.parametrize("module", sorted({*MODULES} - {"pulsesync.testing", "pulsesync_lab.study"}))
 def test_every_public_module_is_imported_without_extras_or_names_the_one_that_is_missing(
     module: str, installed: Path, tmp_path: Path
 ) -> None:
@@ -227,9 +185,7 @@ def test_what_needs_an_extra_names_it(program: str, installed: Path, tmp_path: P
     assert f"pip install 'pulsesync[{WITHOUT[program]}]'" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("command", "extra"), [("serve .", "serve"), ("relay http://127.0.0.1:1", "serve"), ("demo", "torch")]
-)
+@pytest.mark.parametrize(("command", "extra"), [("serve .", "serve"), ("relay http://127.0.0.1:1", "serve")])
 def test_a_command_that_needs_an_extra_names_it(command: str, extra: str, installed: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [installed / "pulse", *command.split()], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False
@@ -237,3 +193,14 @@ def test_a_command_that_needs_an_extra_names_it(command: str, extra: str, instal
     assert done.returncode == 1
     assert done.stderr.startswith("pulse: ")
     assert f"pip install 'pulsesync[{extra}]'" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["demo", "study recorded", "plan --model small"])
+def test_a_command_of_the_lab_names_the_package_that_is_missing(command: str, installed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [installed / "pulse", *command.split()], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    name, lab = command.split()[0], f"pulsesync-lab {pulsesync.__version__}"
+    assert done.stderr.startswith(f"pulse: pulse {name} needs the package {lab}, which is not installed")
+    assert f"\n  {name} " in run(installed / "pulse", "--help", cwd=tmp_path)

@@ -40,6 +40,6 @@ def test_every_module_is_on_the_page() -> None:
 
 
 def test_tests_lie_in_the_folders_of_what_they_test() -> None:
-    allowed = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"chaos", "golden", "hostile"}
+    allowed = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"chaos", "golden", "hostile", "simulator"}
     folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/test_*.py")}
     assert folders <= allowed

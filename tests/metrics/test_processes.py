@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pulsesync as pulse
-from pulsesync.lab.demo.settings import DemoSettings
+from pulsesync_lab.demo.settings import DemoSettings
 from tests.commands import pulse as pulse_command
 from tests.commands import start
 from tests.metrics.scraping import Scraped, scrape
