@@ -9,7 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```[ ]*$", re.DOTALL | re.MULTILINE)
 SHELL = ("bash", "sh", "console")
-GENERATED = {"docs/cli.md"}  # its blocks are usage lines; tests/test_docs_site.py compares the page with the commands
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class CommandLine:
 
 
 def pages() -> list[str]:
-    """README.md and every page of docs/ and lab/docs/ that people write."""
+    """README.md and every page of docs/ and lab/docs/."""
     folders = (ROOT / "docs", ROOT / "lab" / "docs")
     found = sorted(path.relative_to(ROOT).as_posix() for folder in folders for path in folder.rglob("*.md"))
-    return [page for page in ["README.md", *found] if page not in GENERATED]
+    return ["README.md", *found]
 
 
 def blocks_of(page: str) -> list[Block]:

@@ -1,46 +1,19 @@
-"""The public names: pinned here, documented in docs/api.md, and every constructor argument described."""
+"""The public names are those of docs/public_names.txt, and every constructor argument is described."""
 
 import ast
 import inspect
 import re
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pulsesync
 from pulsesync import errors, events
+from tools.docs_api import MADE_OF
+from tools.lint import public_names
 
-PAGE = Path(__file__).parents[1] / "docs" / "api.md"
-MODULES = [
-    "pulsesync",
-    "pulsesync.core.events",
-    "pulsesync.store",
-    "pulsesync.quantized",
-    "pulsesync.loco",
-    "pulsesync.maintain.squash",
-    "pulsesync.maintain.prune",
-    "pulsesync.maintain.verify",
-    "pulsesync.metrics",
-    "pulsesync.server",
-    "pulsesync.integrations.folder",
-    "pulsesync.integrations.delta_folder",
-    "pulsesync.integrations.frameworks",
-    "pulsesync.integrations.huggingface",
-    "pulsesync.integrations.jax",
-    "pulsesync.integrations.keras",
-    "pulsesync.integrations.peft",
-    "pulsesync.integrations.pretrained",
-    "pulsesync.integrations.runtime",
-    "pulsesync.integrations.sglang",
-    "pulsesync.integrations.vllm",
-    "pulsesync.integrations.ray",
-    "pulsesync_lab.study",
-    "pulsesync.testing",
-]
-# Made at their first use, which needs transformers or Keras, from a class that has all of their code.
-MADE_OF = {"PulseCallback": "PublishingCallback", "KerasCallback": "KerasPublishing"}
+MODULES = list(public_names.read_list(public_names.LIST.read_text()))
 # What the library returns and callers only read: its fields are described where they are declared.
 RETURNED = {
     "BroadcastReport",
@@ -68,62 +41,6 @@ RETURNED = {
 }
 
 
-def test_the_public_names_are_these() -> None:
-    assert pulsesync.__all__ == [
-        "AnotherPublisherError",
-        "BaseMismatchError",
-        "Broadcast",
-        "BroadcastReport",
-        "ChainError",
-        "ChecksumError",
-        "ClosedError",
-        "Collective",
-        "ConflictError",
-        "Delegation",
-        "FleetStatus",
-        "FormatError",
-        "GroupError",
-        "LimitError",
-        "MissingBucketError",
-        "MissingLinkError",
-        "NotFoundError",
-        "NothingPublishedError",
-        "Placed",
-        "Pointer",
-        "PointerMovedError",
-        "PublishReport",
-        "Publisher",
-        "PulseError",
-        "RoundError",
-        "RunChangedError",
-        "RunForkedError",
-        "RunReplacedError",
-        "RunRolledBackError",
-        "ShardedPublisher",
-        "SignatureError",
-        "SigningKey",
-        "Slice",
-        "StaleWeightsError",
-        "StateError",
-        "StoreError",
-        "Subscriber",
-        "SyncReport",
-        "UnsupportedError",
-        "VerificationError",
-        "WorkerStatus",
-        "events",
-        "listen",
-        "loco",
-        "move_pointer",
-        "open_store",
-        "read_fleet",
-        "read_pointers",
-        "show_progress",
-        "tensor_parallel",
-        "warm_up",
-    ]
-
-
 def test_every_error_is_public() -> None:
     classes = {name for name, value in vars(errors).items() if inspect.isclass(value) and not name.startswith("_")}
     assert {name for name in classes if issubclass(getattr(errors, name), BaseException)} <= set(pulsesync.__all__)
@@ -149,16 +66,19 @@ def test_dir_lists_the_public_names() -> None:
     assert set(pulsesync.__all__) <= set(dir(pulsesync))
 
 
-def test_the_page_lists_the_public_modules() -> None:
-    assert re.findall(r"^## `(.+)`$", PAGE.read_text(), re.MULTILINE) == MODULES
+def test_the_list_of_public_names_is_that_of_the_modules() -> None:
+    assert public_names.check() == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_the_page_lists_every_public_name_of_a_module_and_no_other(module: str) -> None:
-    section = PAGE.read_text().split(f"\n## `{module}`\n")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", section, re.MULTILINE)) == sorted(
-        import_module(module).__all__
-    )
+def test_a_name_that_is_missing_too_many_or_listed_twice_is_found() -> None:
+    listed = public_names.LIST.read_text()
+    changed = listed.replace("    Squasher\n", "    Squasher\n    Squasher\n    Squeezer\n").replace("    mutate\n", "")
+    assert public_names.check(f"{changed}\npulsesync.nowhere\n") == [
+        "public_names.txt: pulsesync.maintain.squash has no public Squeezer",
+        "public_names.txt has pulsesync.maintain.squash.Squasher twice",
+        "public_names.txt lacks pulsesync.testing.mutate",
+        "public_names.txt: there is no module pulsesync.nowhere",
+    ]
 
 
 def _constructors() -> list[type]:
