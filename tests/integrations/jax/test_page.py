@@ -42,7 +42,7 @@ def test_the_example_ends_with_the_same_bits_in_both_processes(tmp_path: Path) -
 
 
 def test_the_versions_that_the_page_names_are_those_that_are_tested() -> None:
-    pins = (ROOT / "constraints-jax.txt").read_text()
+    pins = (ROOT / "constraints/jax.txt").read_text()
     for name in ("jax", "flax", "optax"):
         version = re.search(rf"^{name}==(.+)$", pins, re.MULTILINE)
         assert version, name

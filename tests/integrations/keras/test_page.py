@@ -34,7 +34,7 @@ def test_the_program_of_the_page_runs_and_ends_well(tmp_path: Path) -> None:
 
 
 def test_the_versions_that_the_page_names_are_those_that_are_tested() -> None:
-    pins = "".join((ROOT / name).read_text() for name in ("constraints.txt", "constraints-jax.txt"))
+    pins = "".join((ROOT / name).read_text() for name in ("constraints/dev.txt", "constraints/jax.txt"))
     for name in ("keras", "tensorflow", "jax", "torch"):
         version = re.search(rf"^{name}==(.+)$", pins, re.MULTILINE)
         assert version, name
