@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 
 
@@ -259,71 +257,27 @@ def _check_block(source: str, first_line: int) -> list[Finding]:
 
 
 def read_by_people() -> list[Path]:
-    """All pages, and the Python files of the package, examples, benchmarks, tools and tests, except this one."""
+    """All pages, and the Python files of the packages, examples, benchmarks, tools and tests, except this one."""
     files = list(ROOT.glob("*.md"))
-    for folder in ("src/pulsesync", "docs", "examples", "benchmarks", "tools"):
+    for folder in ("src", "lab", "docs", "examples", "benchmarks", "tools"):
         files += [path for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)]
-    files += [path for path in TESTS.rglob("*.py") if path.name != Path(__file__).name]
-    return sorted(path for path in files if "__pycache__" not in path.parts)
+    files += TESTS.rglob("*.py")
+    examples = {Path(__file__), TESTS / "test_lints.py"}  # of the words
+    return sorted(path for path in files if "__pycache__" not in path.parts and path not in examples)
 
 
 def check_file(path: Path) -> list[str]:
     text = path.read_text()
-    found = check_page(text) if path.suffix == ".md" else check_python(text, is_test=path.is_relative_to(TESTS))
+    found = check_page(text) if path.suffix == ".md" else check_python(text, is_test="tests" in path.relative_to(ROOT).parts)
     return [f"{path.relative_to(ROOT)}:{one.line}: {one.word!r}; write: {one.write}" for one in found]
 
 
-@pytest.mark.parametrize("path", read_by_people(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_people_read_is_in_plain_english(path: Path) -> None:
-    findings = check_file(path)
-    assert not findings, "\n".join(["words of a private dialect:", *findings])
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.planted)
-def test_a_planted_word_is_found_and_ordinary_english_is_not(row: Row) -> None:
-    assert row.write in [finding.write for finding in check_text(row.planted)]
-    assert row.write not in [finding.write for finding in check_text(row.ordinary)]
-
-
-def test_words_are_found_in_literals_docstrings_and_comments_and_not_in_names() -> None:
-    source = '''"""A title.
-
-A version
-held.
-"""
-held = told = {"held": 1}
-raise ValueError("a rank was"
-                 f" told {held}")  # it is
-# folded
-print(f"{'so many' if held else ''}", "`held` is a name")
-'''
-    found = [(finding.line, finding.word) for finding in check_python(source)]
-    assert found == [(4, "held"), (7, "told"), (9, "folded"), (10, "so many")]
-
-
-def test_of_a_test_the_words_are_found_in_what_is_no_data() -> None:
-    source = """def test_it() -> None:
-    "It is held."
-    program = "held = 1"  # it is folded
-    assert run(program) == "is held", f"{program} was told"
-    pytest.skip("so many", reason="it lies beside it")
-    raise ValueError("whoever calls it")
-"""
-    found = [(finding.line, finding.word) for finding in check_python(source, is_test=True)]
-    assert found == [(2, "held"), (3, "folded"), (4, "told"), (5, "so many"), (5, "beside"), (6, "whoever")]
-
-
-def test_words_are_found_in_pages_with_their_lines() -> None:
-    page = "# Told\n\n```python\nheld = 1\n# held\n```\n\n```sh\npulse log  # beside\n```\nHe came\nto it. `told`\n"
-    found = [(finding.line, finding.word) for finding in check_page(page)]
-    assert found == [(1, "Told"), (5, "held"), (9, "beside"), (11, "came to")]
-
-
-if __name__ == "__main__":  # python tests/test_words.py [FOLDER]: all findings, in some folders or in all
-    import sys
-
-    below = [ROOT / folder for folder in sys.argv[1:]] or [ROOT]
-    for path in read_by_people():
-        if any(path.is_relative_to(folder) for folder in below):
-            for finding in check_file(path):
-                print(finding)  # noqa: T201 (a list for people)
+def check() -> list[str]:
+    """The findings in all files; and rows whose own examples they get wrong."""
+    wrong = [
+        f"tools/lint/words.py: the row {row.write!r} does not find {row.planted!r}, or finds {row.ordinary!r}"
+        for row in ROWS
+        if row.write not in [found.write for found in check_text(row.planted)]
+        or row.write in [found.write for found in check_text(row.ordinary)]
+    ]
+    return wrong + [finding for path in read_by_people() for finding in check_file(path)]
