@@ -81,7 +81,7 @@ gpu-test:  ## run the tests of the GPU path, with this machine's own torch and T
 
 gpu-bench:  ## measure the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes)
-	$(OWN) benchmarks/bench_gpu.py
+	$(OWN) -m benchmarks gpu
 
 docs: $(DOCS)/.made  ## build the documentation site into site/, warnings as errors; open site/index.html
 	$(DOCS)/bin/python -m tools.build_docs
@@ -97,7 +97,7 @@ format: $(VENV)/.dev  ## format the code with ruff
 	$(BIN)/ruff format
 
 bench: $(VENV)/.dev  ## measure the codecs: bytes and speed
-	$(BIN)/python benchmarks/bench_codec.py
+	$(BIN)/python -m benchmarks codec
 
 golden: $(VENV)/.dev  ## write the golden files of new cases; read CONTRIBUTING.md first
 	$(BIN)/python -m tests.golden.make_golden
