@@ -106,12 +106,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> None:
     need_gpu(given.weights)
     names = [f"source_{name}_s" for name in (*SOURCE, "apply")] + [f"receiver_{name}_s" for name in RECEIVER]
-    rows, points = [], []
+    rows, points = list[list[str]](), list[dict[str, Any]]()
     with on(given.device) as device:
         ends = Ends(given.weights, device)
         ends.sync("plain")  # of all weights
         size = sum(tensor.numel() for tensor in ends.sent.values())
-        about = {"model": f"{size / 1e9:.2g} B", "weights": size, "device": name_of(device)}
+        about: dict[str, Any] = {"model": f"{size / 1e9:.2g} B", "weights": size, "device": name_of(device)}
         for density in given.densities:
             for method in METHODS:
                 point = about | measure(ends, method, density, given.rounds)

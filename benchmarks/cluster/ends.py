@@ -35,7 +35,7 @@ class Rank:
 
     def __init__(self, given: dict[str, Any], wait_s: float) -> None:
         self.source = given["rank"] == 0
-        store = dist.FileStore(given["store"], 2)
+        store = dist.FileStore(given["store"], 2)  # type: ignore[attr-defined]
         wait = timedelta(seconds=wait_s)
         dist.init_process_group("gloo", store=store, rank=given["rank"], world_size=2, timeout=wait)
 

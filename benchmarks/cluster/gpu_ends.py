@@ -119,7 +119,7 @@ class DeviceRank(Rank):
         """Bytes on the device in addition to the weights, at this sync's peak and after it; and pinned host bytes."""
         if self.device.type != "cuda":
             return {}
-        stats = getattr(torch.cuda, "host_memory_stats", dict)()  # of newer versions of torch
+        stats: dict[str, int] = getattr(torch.cuda, "host_memory_stats", dict)()  # of newer versions of torch
         pinned = stats.get("active_bytes.current", 0)
         most = torch.cuda.max_memory_allocated(self.device)
         kept = self._allocated() - self.before_bytes

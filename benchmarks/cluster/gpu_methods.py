@@ -10,7 +10,7 @@ each stage on the device before the next begins.
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -346,9 +346,13 @@ class Ours:
 
     def sync(self, method: Any, staged: bool = False) -> dict[str, Any]:
         self.broadcast.method = method
-        with ended_stages(next(iter(self.model.values())).device) if staged else nullcontext({}) as staging:
+        device = next(iter(self.model.values())).device
+        none: AbstractContextManager[dict[str, float]] = nullcontext({})
+        with ended_stages(device) if staged else none as staging:
             report = self.broadcast.push(self.model) if self.source else self.broadcast.pull_(self.model)
-        told = {name: getattr(report, name) for name in ("method", "changed", "messages", "sent_bytes", "seconds")}
+        told: dict[str, Any] = {
+            name: getattr(report, name) for name in ("method", "changed", "messages", "sent_bytes", "seconds")
+        }
         told |= {name: getattr(report, name) or 0.0 for name in self.PHASES} | self.broadcast.rounds_s
         told["report_s"] = told.pop("seconds")
         return told | staging | {"buckets": self._buckets(report.method)}
@@ -356,9 +360,8 @@ class Ours:
     def _buckets(self, method: str) -> int:
         """How many buckets the cost model counts with."""
         weights, most = sum(tensor.numel() for tensor in self.model.values()), self.broadcast.costs.bucket_weights
-        if isinstance(most, dict):  # by method
-            most = most.get("dense" if method == "full" else method, max(most.values()))
-        return max(1, -(-weights // most))
+        by_method: dict[str, int] = {str(name): count for name, count in most.items()}
+        return max(1, -(-weights // by_method.get("dense" if method == "full" else method, max(by_method.values()))))
 
 
 @contextmanager

@@ -8,8 +8,9 @@ are compared and not kernels.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
+from unittest import mock
 
 import numpy as np
 import torch
@@ -277,7 +278,7 @@ class Ours:
 
     def __init__(self, model: Model, source: bool, method: str) -> None:
         self.model, self.source, self.bare = model, source, method == "bare"
-        self.broadcast = Broadcast(None, 0, method="auto" if self.bare else method)
+        self.broadcast = Broadcast(None, 0, method="auto" if self.bare else method)  # type: ignore[arg-type]
 
     def sync(self) -> dict[str, Any]:
         with without_checks() if self.bare else nullcontext():
@@ -294,14 +295,16 @@ class Ours:
 def without_checks() -> Iterator[None]:
     """Disable digests and the undo log of the library in this process; both ranks must do it."""
     nothing = Sum(0, 0)
-    plain = digest.moved, digest.count_block, Bundle.pick
-    digest.moved = patch.moved = digest.count_block = lambda *_: nothing  # type: ignore[assignment]
-    Bundle.pick = lambda _, __, positions: np.zeros(positions.size, np.uint16)  # type: ignore[assignment]
-    try:
+    swaps: tuple[tuple[Any, str, Any], ...] = (
+        (digest, "moved", lambda *_: nothing),
+        (patch, "moved", lambda *_: nothing),
+        (digest, "count_block", lambda *_: nothing),
+        (Bundle, "pick", lambda _, __, positions: np.zeros(positions.size, np.uint16)),
+    )
+    with ExitStack() as stack:
+        for owner, name, swap in swaps:
+            stack.enter_context(mock.patch.object(owner, name, swap))
         yield
-    finally:
-        digest.moved, digest.count_block, Bundle.pick = plain  # type: ignore[method-assign]
-        patch.moved = digest.moved
 
 
 BASELINES: dict[str, Any] = {

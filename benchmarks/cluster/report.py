@@ -107,11 +107,11 @@ def work_s(found: dict[str, Any]) -> float:
 
 def modelled_bytes(way: str, point: Point) -> float:
     """S for dense, S/X with X = 1/(3ρ) for index and value; for ours the bytes that it sent."""
-    dense = 2.0 * point["weights"]
+    dense = 2.0 * float(point["weights"])
     if "dense" in way:
         return dense
     sent = point["ways"][way]["sent_bytes"]
-    return dense * 3 * point["density"] if way.startswith("index") else float(sent)
+    return dense * 3 * float(point["density"]) if way.startswith("index") else float(sent)
 
 
 def cost_model(points: list[Point]) -> str:

@@ -38,7 +38,7 @@ from pulsesync.format.manifest import BaseRef, Manifest, PartRef
 from pulsesync.state.host import HostState
 
 QUICK = ("--rounds", "1", "--width", "128", "--step", "3")
-OURS = ("gap", "context", "history", "auto")
+OURS: tuple[patch.CodecName, ...] = ("gap", "context", "history", "auto")
 
 
 # -- the methods ---------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Ours:
             history=later.digest() if later.tiles else None,
             created=int(time.time()),
         )
-        return Published(manifest.build(), part.data, sums, state, later)
+        return Published(manifest.build(), bytes(part.data), sums, state, later)
 
     def receive(self, published: Published) -> tuple[float, float]:
         """All that a worker does with a version; return the seconds to prepare it, and those to write the weights."""

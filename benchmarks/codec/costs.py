@@ -15,6 +15,7 @@ whichever is smaller, compressed by zstd-1, without names, hashes, signatures or
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,17 +66,21 @@ def all_changed(weights: Weights) -> Steps:
             array[...] = np.array(rng.standard_normal(array.shape), array.dtype)
 
 
+def noise(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return np.asarray(rng.standard_normal(shape), np.float32)
+
+
 def first_steps(weights: Weights, rate: float, masters: bool = False) -> Steps:
     """The first steps of Adam from these weights: gradients of either sign, steps of the learning rate at first."""
     rng = np.random.default_rng(SEED + 2)
-    exact = {name: array.astype(np.float32) for name, array in weights.items()}
-    scale = {name: rng.standard_normal(array.shape).astype(np.float32) for name, array in weights.items()}
+    exact: Weights = {name: array.astype(np.float32) for name, array in weights.items()}
+    scale = {name: noise(rng, array.shape) for name, array in weights.items()}
     first = {name: np.zeros_like(array) for name, array in exact.items()}
     second = {name: np.zeros_like(array) for name, array in exact.items()}
     for step in range(1, 1000):
         yield weights
         for name, array in exact.items():
-            gradient = scale[name] + 0.5 * rng.standard_normal(array.shape).astype(np.float32)
+            gradient = scale[name] + 0.5 * noise(rng, array.shape)
             first[name] = 0.9 * first[name] + 0.1 * gradient
             second[name] = 0.999 * second[name] + 0.001 * gradient**2
             towards = first[name] / (1 - 0.9**step) / (np.sqrt(second[name] / (1 - 0.999**step)) + 1e-8)
@@ -134,7 +139,7 @@ CASES: dict[str, dict[str, Callable[[], Steps]]] = {
         "BF16, Adam at 2e-6": lambda: first_steps(normal(dict(_named(8, 500_000))), 2e-6),
     },
     "large": {
-        f"{millions} M weights, 0.8 %": lambda millions=millions: some_changed(normal(sized(millions)), 0.008)
+        f"{millions} M weights, 0.8 %": partial(lambda some: some_changed(normal(sized(some)), 0.008), millions)
         for millions in (40, 132, 264, 500, 1000)
     },
 }
@@ -216,7 +221,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> None:
     if given.one:
-        print(json_line(run_case(*given.one, given.rounds)))
+        print(json_line(run_case(given.one[0], given.one[1], given.rounds)))
         return
     results = []
     print(HEAD)

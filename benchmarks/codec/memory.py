@@ -18,13 +18,16 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.harness.processes import last_line
 from benchmarks.harness.report import json_line, provenance, table
 from benchmarks.harness.timing import peak, reset_peak, status
+
+if TYPE_CHECKING:
+    from pulsesync.format.patch import CodecName
 
 QUICK = ("--small", "--codecs", "context", "--threads", "1")
 
@@ -40,12 +43,12 @@ class Point:
     sweep: str
     weights: int  # a multiple of a tensor's
     density: float
-    codec: str
+    codec: "CodecName"
     threads: int
     index: int  # of the measured patch in its epoch
 
 
-def points(small: bool, codecs: list[str], threads_of: list[int]) -> Iterator[Point]:
+def points(small: bool, codecs: "list[CodecName]", threads_of: list[int]) -> Iterator[Point]:
     """The sweeps, smallest first."""
     size = 1 << 25 if small else 1 << 27
     sizes = [size >> 1, size] if small else [1 << 25, 1 << 26, 1 << 27, 1 << 28]

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.harness import recording
 from benchmarks.harness.report import json_line, provenance, spread, table
@@ -29,6 +29,7 @@ from pulsesync.run.reader import RunReader
 from pulsesync.state.views import new_tensors
 from pulsesync.store import Store, size_of
 
+ENCODINGS: tuple[Literal["overwrite", "xor"], ...] = ("overwrite", "xor")
 QUICK = ("--slice", "--steps", "3")
 
 
@@ -48,7 +49,7 @@ def publish_steps(steps: Steps, location: Path, most: int | None) -> list[dict[s
 
 def all_of(advance: Callable[[], DeltaVersion | None]) -> list[tuple[DeltaVersion, float]]:
     """Every version, with the seconds that it took."""
-    done = []
+    done: list[tuple[DeltaVersion, float]] = []
     while True:
         version, seconds = timed(advance)
         if version is None:
@@ -78,8 +79,8 @@ def time_syncs(store: Store, versions: list[int]) -> tuple[dict[str, Any], list[
 
 def measure(store: Store, scratch: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     exported = {}
-    for encoding in ("overwrite", "xor"):
-        with DeltaExporter(store, scratch / encoding, encoding=encoding) as exporter:  # type: ignore[arg-type]
+    for encoding in ENCODINGS:
+        with DeltaExporter(store, scratch / encoding, encoding=encoding) as exporter:
             exported[encoding] = all_of(exporter.advance)
     with DeltaImporter(scratch / "xor", str(scratch / "imported")) as importer:
         imported = all_of(importer.advance)

@@ -112,7 +112,7 @@ to_half = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tr
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    trainer, store, rows = Trainer(options.size), MemoryStore(), []
+    trainer, store, rows = Trainer(options.size), MemoryStore(), list[dict[str, Any]]()
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), trainer.masters())
     with JaxPublisher(store, cast="BF16") as publisher, JaxSubscriber(store) as subscriber:
         for _ in range(WARM_UP + options.versions):
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def median(rows: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(row[key] for row in rows[WARM_UP:])
+    return float(statistics.median(row[key] for row in rows[WARM_UP:]))
 
 
 def table(found: dict[str, Any]) -> str:

@@ -80,8 +80,11 @@ def measure(recipe: str, given: argparse.Namespace) -> dict[str, Any]:
         print(f"{recipe}: step {step} in {sync_s:.3f} s, {synced.requantized} quantised", file=sys.stderr)
     _, verify_s = timed(subscriber.verify)
     groups = sum(tensor.numel() for name, tensor in worker.items() if name.endswith(RECIPES[recipe].scale_suffix))
-    for closing in (*publishers.values(), subscriber, *([other] if other else [])):
-        closing.close()
+    for one in publishers.values():
+        one.close()
+    subscriber.close()
+    if other is not None:
+        other.close()
     return {"recipe": recipe, "groups": groups, "verify_s": verify_s, "plain_on": given.plain, "steps": rows}
 
 

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import sglang  # noqa: F401 - it is what this needs
 from safetensors.torch import load_file
@@ -29,7 +30,7 @@ from pulsesync.testing import AdamUpdates
 from tests.integrations.sglang.serving import Training, make_checkpoint, serving
 
 QUICK = ("--versions", "3")
-SIZES = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES: dict[str, Any] = {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
 SIZES |= {"intermediate_size": 1536, "vocab_size": 16000}
 
 

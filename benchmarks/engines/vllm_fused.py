@@ -18,6 +18,7 @@ import torch
 from benchmarks.harness.device import SPREAD, chances, name_of, need_gpu, train_
 from benchmarks.harness.report import json_line, provenance, table
 from pulsesync import Publisher
+from pulsesync.core.location import ParsedLocation
 from pulsesync.integrations.engine.adapter import EngineAdapter
 from pulsesync.integrations.engine.follower import EngineFollower, RunOptions
 from pulsesync.integrations.runtime import EngineRank, ModelShape, fused
@@ -92,7 +93,7 @@ class FusedEngine(EngineAdapter):
 def update(follower: EngineFollower, version: int) -> dict[str, float]:
     torch.cuda.synchronize()
     began = time.perf_counter()
-    follower.prepare(RunOptions(RUN), version)
+    follower.prepare(RunOptions(ParsedLocation.parse(RUN)), version)
     while (status := follower.status())["update"] != "ready":
         time.sleep(0.0005)
     assert status["failure"] is None, status

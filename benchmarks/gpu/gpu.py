@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -44,16 +45,18 @@ from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
 from pulsesync.device.changes import block_moves, moves
 from pulsesync.device.encode import code_piles
-from pulsesync.device.state import DeviceState
+from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format import layout as layouts
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest, PartRef
+from pulsesync.format.patch import CodecName
 from pulsesync.publish.baseline import baseline_for
 from pulsesync.publish.commit import next_record, root_record
 from pulsesync.state.sharding import owner_of, share_of
 from pulsesync.store import MemoryStore
 
 QUICK = ("--sizes", "0.0000011", "--densities", "10", "--repeats", "1")
+CODECS: tuple[CodecName, ...] = ("context", "history")
 LARGE = 16e9  # weights from which the two ends are measured one after the other: both together need too much memory
 
 
@@ -86,10 +89,10 @@ class Bench:
     def compare(self) -> DeviceDifference:
         return self.baseline.compare(self.share, self.state, self.shards, "context", self.last)
 
-    def encode(self, codec: str) -> object:
+    def encode(self, codec: CodecName) -> object:
         return self.compare().encode(self.last, codec)
 
-    def record(self, codec: str) -> tuple[Manifest, Body, DeviceDifference]:
+    def record(self, codec: CodecName) -> tuple[Manifest, Body, DeviceDifference]:
         """The next version, as a worker gets it."""
         difference = self.compare()
         part, transition = difference.encode(self.last, codec)
@@ -112,7 +115,7 @@ def measure(weights: float, density: float, repeats: int = 5) -> Row:
     row.ms["copy of all weights (floor of a diff)"] = model.size * 4 / speed
     row.ms["read of all weights (floor of a recount)"] = model.size * 2 / speed
     row.ms["diff + compaction"] = median_ms(bench.compare, repeats)
-    for codec in ("context", "history"):
+    for codec in CODECS:
         row.ms[f"diff + {codec} encode + patch on the host"] = median_ms(partial(bench.encode, codec), repeats)
         manifest, body, difference = bench.record(codec)
         if codec == "context":
@@ -145,13 +148,13 @@ def measure_large(weights: float, density: float, repeats: int = 3) -> Row:
     changed = sum(run.count for run in bench.compare().runs)
     row = Row(size, changed / size, 0.0, 0)
     row.ms["diff + compaction"] = median_ms(bench.compare, repeats)
-    for codec in ("context", "history"):
+    for codec in CODECS:
         row.ms[f"diff + {codec} encode + patch on the host"] = median_ms(partial(bench.encode, codec), repeats)
         row.gigabytes[f"diff + {codec} encode"] = peak_gb(partial(bench.encode, codec))
     parts = {}
-    for codec in ("context", "history"):
+    for codec in CODECS:
         manifest, _, _ = bench.record(codec)
-        parts[codec] = manifest, bench.data
+        parts[codec] = manifest, bytes(bench.data)
     row.patch_bytes = len(parts["context"][1])
     model.new.clear()
     del bench
@@ -160,8 +163,7 @@ def measure_large(weights: float, density: float, repeats: int = 3) -> Row:
         row.gigabytes[f"{codec} decode + apply"] = peak_gb(partial(sync_and_undo, state, manifest, data))
         times = []
         for _ in range(repeats):
-            body = [Body.of(data, state.layout)]
-            back, ms = timed_ms(lambda body=body, of=manifest: state.commit(state.prepare(of, body)))
+            back, ms = timed_ms(partial(sync, state, manifest, data))
             times.append(ms)
             assert state.recount() == manifest.digest
             state.commit(back)
@@ -170,8 +172,13 @@ def measure_large(weights: float, density: float, repeats: int = 3) -> Row:
     return row
 
 
+def sync(state: DeviceState, manifest: Manifest, data: bytes) -> DeviceTransition:
+    """Decode and apply; return what undoes it."""
+    return state.commit(state.prepare(manifest, [Body.of(data, state.layout)]))
+
+
 def sync_and_undo(state: DeviceState, manifest: Manifest, data: bytes) -> None:
-    state.commit(state.commit(state.prepare(manifest, [Body.of(data, state.layout)])))
+    state.commit(sync(state, manifest, data))
 
 
 def hot_share(difference: DeviceDifference) -> float:
@@ -203,7 +210,8 @@ def held(weights: float, density: float, way: str, busy_ms: float) -> dict[str, 
     "host+hook", every publish is followed by work on the GPU and then by an optimizer's step, which changes nothing;
     the time that the step waits is added to that of publish.
     """
-    keep, _, hook = way.partition("+")
+    hook = way == "host+hook"
+    keep: Literal["device", "host"] = "device" if way == "device" else "host"
     model = make_pair(weights, density)
     for name, tensor in model.new.items():
         tensor.view(torch.int16).bitwise_xor_(model.old[name].view(torch.int16))  # from one state to the other

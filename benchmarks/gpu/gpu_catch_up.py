@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from benchmarks.harness.device import (
@@ -44,6 +45,7 @@ from benchmarks.harness.timing import T
 from pulsesync import Publisher, Subscriber
 from pulsesync.device import decode
 from pulsesync.device.changes import Changes
+from pulsesync.device.hot import DeviceHistory
 from pulsesync.device.pile import CHUNK
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format.body import Body
@@ -83,7 +85,8 @@ class CatchUp:
 
     def one_by_one(self) -> tuple[dict[str, Any], list[DeviceTransition], list[Body]]:
         """Sync to the newest version; return the figures, the transitions that were committed, and the first patch."""
-        state, pauses_ms, done, bodies = self.state, [], [], []
+        state, pauses_ms = self.state, list[float]()
+        done, bodies = list[DeviceTransition](), list[Body]()
         commit, read = state.commit, state.decode
 
         def timed_commit(transition: Any) -> Any:
@@ -153,11 +156,11 @@ class CatchUp:
             for body in bodies:
                 opened = decode.open_part(body.index, body.sections, state.tiles, state.history)
                 for number, coded in opened.coded.items():
-                    table = opened.tables[number]
-                    pile, size = state.piles[table.dtype], -(-len(coded) // count)
-                    weights = pile.locate(state.tensors)
-                    for some in (coded[at : at + size] for at in range(0, len(coded), size)):
-                        decode.decode_coded(pile, some, table, weights, type(state.history)())
+                    pile = state.pile_of(coded.tiles[0].ordinal)
+                    tiles = np.arange(len(coded.tiles))
+                    for some in np.array_split(tiles, min(count, len(tiles))):
+                        weights = pile.locate(state.tensors)
+                        decode.decode_coded(pile, coded.part(some), opened.tables[number], weights, DeviceHistory())
 
         out = {}
         for count in counts:

@@ -30,17 +30,16 @@ adding is not measured.
 import argparse
 import ctypes
 import gc
-import inspect
 import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -308,9 +307,8 @@ class Behind(Synced):
 Arm = Copied | Synced
 
 
-def open_publisher(store: str, keep: str, device: torch.device) -> Publisher:
-    known = device.type == "cuda" and "keep" in inspect.signature(Publisher).parameters
-    return Publisher(store, cast="BF16", **({"keep": keep} if known else {}))
+def open_publisher(store: str, keep: Literal["device", "host"], device: torch.device) -> Publisher:
+    return Publisher(store, cast="BF16", keep=keep if device.type == "cuda" else None)
 
 
 # -- the run ---------------------------------------------------------------------------------------------------------
@@ -458,7 +456,7 @@ def write_tokenizer(folder: str) -> None:
     ).save_pretrained(folder)
 
 
-def teach(game: LanguageModel, policy: nn.Module, lessons: int) -> None:
+def teach(game: LanguageModel, policy: Any, lessons: int) -> None:
     """Train random weights on correct answers: they never get a sum right, and never learn from GRPO."""
     lr = 3e-3 * 64 / policy.config.hidden_size  # wide models learn at smaller steps
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
@@ -527,6 +525,10 @@ def main(given: argparse.Namespace) -> None:
     fields = {"bench": "gpu_rl", "options": asked, **origin, **report(found, options, origin)}
     print(json_line(fields))
     if options.json:
-        every = {"before": found.before, "steps": found.steps, "published_versions": found.versions}
+        every: dict[str, Sequence[Any]] = {
+            "before": found.before,
+            "steps": found.steps,
+            "published_versions": found.versions,
+        }
         listed = {what: [asdict(one) for one in some] for what, some in every.items()}
         write(options.json, [{**fields, **listed}])

@@ -15,6 +15,7 @@ from pulsesync.format.body import Body
 
 if TYPE_CHECKING:
     from benchmarks.gpu.gpu import Bench
+    from pulsesync.format.patch import CodecName
 
 
 def kernels(bench: "Bench") -> str:
@@ -50,7 +51,7 @@ LINES = {  # the functions to time, by module; where one calls another, the time
 }
 
 
-def lines(bench: "Bench", codec: str) -> str:
+def lines(bench: "Bench", codec: "CodecName") -> str:
     """Where the host's time goes: median milliseconds of functions in seven encodes and decodes, and how often each."""
     spent: dict[str, list[float]] = {}
 
@@ -81,7 +82,7 @@ def lines(bench: "Bench", codec: str) -> str:
             setattr(loaded, name, told(f"{module}.{name}", getattr(loaded, name)))
     out = []
     for what in ("encode", "decode and commit"):
-        walls = []
+        walls = list[float]()
         for n in range(9):
             if n == 2:  # warm
                 spent.clear()

@@ -123,7 +123,7 @@ def memory(found: Measured) -> dict[str, int]:
     }
 
 
-ROWS = (  # what, of which series, times, digits
+ROWS: tuple[tuple[str, str, float, int], ...] = (  # what, of which series, times, digits
     ("seconds a step", "step", 1.0, 4),
     ("play and learn, s", "play and learn", 1.0, 4),
     ("play, s", "play", 1.0, 4),
@@ -349,7 +349,7 @@ def report(found: Measured, options: argparse.Namespace, origin: dict[str, Any])
     """Print the tables; return what goes into the JSON."""
     arms = {name: series(found.of(name)) for name in found.arms}
     print(conditions(found, options, origin))
-    rows = [[what, *(shown(arm[of], *scale) for arm in arms.values())] for what, of, *scale in ROWS]
+    rows = [[what, *(shown(arm[of], scale, digits) for arm in arms.values())] for what, of, scale, digits in ROWS]
     print(table(["", *(ARMS[name] for name in arms)], rows) + "\n")
     means = {name: float(np.mean(arm["step"])) for name, arm in arms.items()}
     shares = {name: sum(step.sync_s for step in found.of(name)) / sum(arms[name]["step"]) for name in arms}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.links import ROOT, Link
+from benchmarks.harness.links import ROOT, End, Link
 
 Answer = dict[str, Any]
 
@@ -86,7 +86,7 @@ class Pair:
         def start(rank: int) -> "subprocess.Popen[str]":
             argument = json.dumps({"rank": rank, "store": store, **given})
             environment = os.environ | {"GLOO_SOCKET_IFNAME": interfaces[rank]}
-            end = "worker" if rank else "trainer"
+            end: End = "worker" if rank else "trainer"
             return link.start(command(module, argument), end, env=environment)
 
         started = [start(rank) for rank in (0, 1)]

@@ -22,7 +22,7 @@ def provenance(*packages: str) -> dict[str, Any]:
         here = Path(__file__).parent
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
 
-    found = {}
+    found: dict[str, str | None] = {}
     for package in ("numpy", "numba", "zstandard", *packages):
         try:
             found[package] = version(package)

@@ -13,9 +13,10 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.harness import recording
-from benchmarks.harness.recording import Bits, State
 from pulsesync.testing import AdamUpdates, load_recorded
 
+Bits = recording.Bits
+State = recording.State
 SEED = 0
 Shapes = dict[str, tuple[int, ...]]
 Steps = Iterator[tuple[int, State, State]]  # step, old, new; a state may be changed in place when the next is taken

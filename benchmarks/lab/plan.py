@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.harness import recording
 from benchmarks.harness.report import json_line, provenance, table
@@ -129,7 +129,7 @@ def judge(line: dict[str, Any]) -> dict[str, Any]:
     """A measured run and its forecast: means over all steps, means over the last third, and the errors of both."""
     run, changed, sent = line["run"], line["changed"], line["sent"]
     # Other optimizers have no forecast of their own: that of Adam shows how wrong it is for them.
-    optimizer = run["optimizer"] if run["optimizer"] in ("adamw", "lion") else "adamw"
+    optimizer: Literal["adamw", "lion"] = "lion" if run["optimizer"] == "lion" else "adamw"
     training = TrainingSettings(run["lr"], tuple(run["betas"]), masters=run["masters"], optimizer=optimizer)
     weights = {int(c): count for c, count in line["weights_by_class"].items()}
     told = forecast(weights, line["tensors"], training, steps=len(sent))

@@ -169,7 +169,7 @@ def _begin(run: Run) -> nn.Module:
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
     optimizer.zero_grad()
     logits = model(tokens[:, :-1])
-    functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call]
+    functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 

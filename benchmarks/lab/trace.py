@@ -104,7 +104,7 @@ def real(step: Step, codec: str) -> str:
 
 def off(step: Step, codec: str) -> str:
     size = step.sizes[codec]
-    return "" if size.real is None else f"{size.predicted / size.real - 1:+.1%}"
+    return "" if size.real is None else f"{(size.predicted or 0) / size.real - 1:+.1%}"
 
 
 def facts(recorded: Recording, log: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -222,7 +222,7 @@ class Fleet:
         if start is theta:
             return 0.0
         found = spread(lambda here: np.count_nonzero(bf16(theta[here]) != bf16(start[here])), chunks_of(theta.size))
-        return sum(found) / theta.size
+        return float(sum(found) / theta.size)
 
 
 def _rows(rollouts: Rollouts, begin: int, end: int) -> Rollouts:

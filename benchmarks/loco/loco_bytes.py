@@ -67,7 +67,7 @@ def ratios(found: dict[str, Any], mode: str, rounds: list[dict[str, Any]]) -> di
     some = [entry[mode] for entry in rounds if mode in entry]
 
     def mean(get: Any) -> float:
-        return sum(map(get, some)) / len(some)
+        return float(sum(map(get, some)) / len(some))
 
     return {
         "sent": mean(lambda r: r["share"]),

@@ -54,7 +54,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness.processes import ROOT, command
+from benchmarks.harness.links import ROOT
+from benchmarks.harness.processes import command
 from benchmarks.harness.report import json_line, provenance
 from benchmarks.loco import fleet as fleets
 from benchmarks.loco.fleet import Chosen, Fleet, dense_bytes, measure

@@ -85,7 +85,7 @@ class Drift(torch.optim.Optimizer):
         super().__init__([weights], {})
         self._values, self._options, self._number = weights.detach().numpy(), options, 0
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self._number += 1
         by = self._options.drift, self._options.noise
 
@@ -292,7 +292,7 @@ class DeviceDrift(torch.optim.Optimizer):
         self._fragments, self._options, self._number = fragments, options, 0
         self.turn = 0  # the fragment whose round is next: the others need not move for it
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         weights = self._fragments[self.turn]
         for here, by in drift_on(weights.device, weights.numel(), self._number, self._options, self.turn):
             weights[here] -= by

@@ -44,7 +44,7 @@ class Noise(torch.optim.Optimizer):
         super().__init__(parameters, {})
         self.generator = torch.Generator().manual_seed(seed)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 p.data += 3e-6 * torch.randn(p.shape, generator=self.generator)
@@ -96,7 +96,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> None:
     told = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(trainer, (given, f"tcp://127.0.0.1:{given.port}", told), given.trainers)
+    multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
+        trainer, (given, f"tcp://127.0.0.1:{given.port}", told), given.trainers
+    )
     found = [told.get() for _ in WAYS]
     scale = given.trainers * given.rounds
     ring = 2 * (given.trainers - 1) / given.trainers * 4 * given.size

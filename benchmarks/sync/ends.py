@@ -156,13 +156,15 @@ class Weighed:
         with self.weighed(patches):
             for step in range(steps):
                 self.train(step)
-                publisher.publish(self.tensors, step=step + 1, wait=wait)
-                if not wait:
+                if wait:
+                    publisher.publish(self.tensors, step=step + 1)
+                else:
+                    publisher.publish(self.tensors, step=step + 1, wait=False)
                     time.sleep(0.15)  # a trainer would be computing
             publisher.flush()
         for what in ("peak_bytes", "peak_own_bytes", "stays_bytes"):
             patches[what] += root["stays_bytes"]
-        history = publisher._state.history.size_bytes if publisher._state else 0
+        history = publisher._base.state.history.size_bytes if publisher._base else 0
         publisher.close()
         return {"first": root, "then": patches, "history_bytes": history}
 

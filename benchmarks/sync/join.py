@@ -126,7 +126,7 @@ def write_once(state: HostState, store: Store, codec: str) -> dict[str, float]:
     if len(choices()) > 1:
         from pulsesync.publish.costs import AnchorCosts  # an earlier commit does not have it
 
-        options["costs"] = AnchorCosts(codec)
+        options["costs"] = AnchorCosts(codec)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as executor:
         writer = AnchorWriter(store, Outbox(Path(folder)), lambda _: b"", executor, lambda: None, **options)
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ import numpy as np
 import torch
 from torch import distributed
 
-from benchmarks.harness.processes import ROOT, command
+from benchmarks.harness.links import ROOT
+from benchmarks.harness.processes import command
 from benchmarks.harness.report import json_line, provenance, spread, table
-from pulsesync import Collective, ShardedPublisher, Subscriber
+from pulsesync import Collective, PublishReport, ShardedPublisher, Subscriber
 from pulsesync.state.sharding import Placed
 from pulsesync.store import LocalStore, ThrottledStore
 from pulsesync.testing import AdamUpdates
@@ -114,7 +116,8 @@ def rank_main(rank: int, folder: Path, given: argparse.Namespace) -> None:
                     link.shape(shape)
                     first = pub.version
                     distributed.barrier()
-                    began, kept, sizes = time.perf_counter(), [], []
+                    began, kept = time.perf_counter(), list[float]()
+                    reports, futures = list[PublishReport](), list[Future[PublishReport]]()
                     for _ in range(given.block):
                         time.sleep(step_s)
                         trainer.update(published=mode != "none")
@@ -122,9 +125,11 @@ def rank_main(rank: int, folder: Path, given: argparse.Namespace) -> None:
                         if mode == "none":
                             continue
                         called = time.perf_counter()
-                        future = pub.publish(trainer.source(), step=trainer.step, wait=mode == "wait")
+                        if mode == "wait":
+                            reports.append(pub.publish(trainer.source(), step=trainer.step))
+                        else:
+                            futures.append(pub.publish(trainer.source(), step=trainer.step, wait=False))
                         kept.append(time.perf_counter() - called)
-                        sizes.append(future)
                     loop_s = time.perf_counter() - began
                     pub.flush()
                     last_s = time.perf_counter() - began
@@ -132,8 +137,7 @@ def rank_main(rank: int, folder: Path, given: argparse.Namespace) -> None:
                     if mode != "none":
                         trainer.check(pub.digest)
                     if number:
-                        reports = [one if mode == "wait" else one.result() for one in sizes]
-                        found = {one.version: one for one in reports}
+                        found = {one.version: one for one in (*reports, *(one.result() for one in futures))}
                         out.append(
                             {
                                 "link": name,

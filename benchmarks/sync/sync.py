@@ -612,6 +612,7 @@ def paced(trainer: Trainer, every: Any, rate: float, step_s: float) -> dict[str,
     publisher.flush()
     if max(report.step for report in sent.values()) < count:  # steps that were not due yet count as bytes only
         report = publisher.publish(as_bf16(trainer.tensors), step=count, now=True)
+        assert report.version is not None
         sent[report.version] = report
     trainer.end()
     return {
