@@ -108,7 +108,7 @@ from pulsesync import Subscriber, kernels
 from pulsesync.format import layout
 from pulsesync.state.views import new_tensors
 
-kernels.active = lambda: kernels.load("reference")  # those for every dtype take minutes to compile
+kernels.active = lambda **_: kernels.load("reference")  # those for every dtype take minutes to compile
 for run in sorted(Path(sys.argv[1]).iterdir()):
     (table,) = (run / "layouts").iterdir()
     tensors = new_tensors(layout.parse(table.read_bytes()).tensors)
