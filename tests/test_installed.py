@@ -108,7 +108,7 @@ from pulsesync import Subscriber, kernels
 from pulsesync.format import layout
 from pulsesync.state.views import new_tensors
 
-kernels.active = lambda: kernels.load("reference")  # those for every dtype take minutes to compile
+kernels.active = lambda **_: kernels.load("reference")  # those for every dtype take minutes to compile
 for run in sorted(Path(sys.argv[1]).iterdir()):
     (table,) = (run / "layouts").iterdir()
     tensors = new_tensors(layout.parse(table.read_bytes()).tensors)
@@ -295,7 +295,7 @@ def place(request: pytest.FixtureRequest, updates: tuple[Path, list[str]]) -> It
 def test_a_small_machine_has_the_weights_of_every_version_and_warns_once(
     edge: Path, updates: tuple[Path, list[str]], place: str, tmp_path: Path
 ) -> None:
-    command = [edge / "python", "-c", FOLLOW_UPDATES, place]
+    command = [str(edge / "python"), "-c", FOLLOW_UPDATES, place]
     done = subprocess.run(command, cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *synced, joined = done.stdout.splitlines()

@@ -21,20 +21,29 @@ def load(name: str) -> Any:
 
 
 @cache
-def _best() -> str:
+def _best() -> tuple[str, str]:
+    """The set of kernels to use, and why it is not that of numba."""
     try:
         load("cpu")
-    except ImportError as e:  # no numba, or one that does not support the installed numpy
-        if _warning.acquire(blocking=False):
-            logger.warning(
-                "numba %s: weights in host memory are compared, decoded and checked in plain numpy. The weights are "
-                "the same, but a patch takes some 15 times as long. For fast kernels: pip install numba",
-                "is not installed" if isinstance(e, ModuleNotFoundError) else f"cannot be imported ({e})",
-            )
-        return "reference"
-    return "cpu"
+    except ModuleNotFoundError:
+        return "reference", "is not installed"
+    except ImportError as e:  # a numba that does not support the installed numpy
+        return "reference", f"cannot be imported ({e})"
+    return "cpu", ""
 
 
-def active() -> Any:
-    """Return the module whose functions to call; `cpu` and `reference` have the same functions."""
-    return load(_best())
+def active(*, warns: bool = True) -> Any:
+    """Return the module whose functions to call; `cpu` and `reference` have the same functions.
+
+    Args:
+        warns: Whether to log, once per process, that numba is missing: not for what numpy does nearly as fast, which is
+            all that weights on a GPU need.
+    """
+    name, why = _best()
+    if why and warns and _warning.acquire(blocking=False):
+        logger.warning(
+            "numba %s: weights in host memory are compared, decoded and checked in plain numpy. The weights are the "
+            "same, but a patch takes some 15 times as long. For fast kernels: pip install numba",
+            why,
+        )
+    return load(name)
