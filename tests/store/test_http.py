@@ -63,14 +63,17 @@ def answering(reply: Reply, tls: ssl.SSLContext | None = None) -> Iterator[Place
                 lines.append(line.decode())
             return "".join(lines)
 
+    opened: list[socket.socket] = []
+
     class Server(socketserver.ThreadingTCPServer):
         allow_reuse_address = True
 
         def get_request(self) -> tuple[socket.socket, object]:
             connection, address = super().get_request()
             connection.settimeout(10)
+            opened.append(connection)
             if tls is not None:
-                connection = tls.wrap_socket(connection, server_side=True)
+                connection = opened[-1] = tls.wrap_socket(connection, server_side=True)
             return connection, address
 
         def handle_error(self, request: object, client_address: object) -> None:
@@ -85,6 +88,9 @@ def answering(reply: Reply, tls: ssl.SSLContext | None = None) -> Iterator[Place
         finally:
             server.shutdown()
             thread.join()
+            for connection in opened:  # of clients that keep them for their next request
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

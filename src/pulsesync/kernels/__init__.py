@@ -1,12 +1,17 @@
-"""The hot loops, chosen here: numba where it is installed, plain numpy otherwise.
+"""The hot loops, chosen here: numba where it is installed, plain numpy otherwise, which is said once per process.
 
 Importing this costs nothing; the first call of `active` imports numba (about half a second) and the first use of a
 kernel loads it from numba's cache, or compiles it once per machine (some seconds for all of them: `pulsesync.warm_up`).
 """
 
+import logging
+import threading
 from functools import cache
 from importlib import import_module
 from typing import Any
+
+logger = logging.getLogger(__name__)
+_warning = threading.Lock()  # taken for good by the thread that warns: several may choose kernels at once
 
 
 @cache
@@ -19,7 +24,13 @@ def load(name: str) -> Any:
 def _best() -> str:
     try:
         load("cpu")
-    except ImportError:  # no numba, or one that does not support the installed numpy
+    except ImportError as e:  # no numba, or one that does not support the installed numpy
+        if _warning.acquire(blocking=False):
+            logger.warning(
+                "numba %s: weights in host memory are compared, decoded and checked in plain numpy. The weights are "
+                "the same, but a patch takes some 15 times as long. For fast kernels: pip install numba",
+                "is not installed" if isinstance(e, ModuleNotFoundError) else f"cannot be imported ({e})",
+            )
         return "reference"
     return "cpu"
 
