@@ -1,20 +1,19 @@
-"""Cut src/pulsesync/lab/demo/data/grpo-slice.npz out of the recorded run; README.md next to that file describes it."""
+"""Cut lab/src/pulsesync_lab/demo/data/grpo-slice.npz out of the recorded run; README.md beside that file describes it.
+
+python -m tools.make_slice --trace DIR --gguf SmolLM2-135M-Instruct.Q4_1.gguf
+"""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from pulsesync.lab.demo.replay import RECORDED
-
-from benchmarks import recording
+from benchmarks.harness import recording
+from pulsesync_lab.demo.replay import RECORDED
 
 # One of each kind: attention in, attention out, feed-forward, a tensor that changes much more than the rest (v_proj),
 # a norm whose weights are small enough to move, and one that never changes.
@@ -29,7 +28,7 @@ TENSORS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recording.add_arguments(parser, required=True)
     parser.add_argument("--out", type=Path, default=RECORDED)
     arguments = parser.parse_args()

@@ -50,7 +50,9 @@ class DeviceRank(Rank):
         if folder:
             table = json.loads((Path(folder) / "shapes.json").read_text())
             self.start = torch.from_numpy(np.load(Path(folder) / "start.npy"))
-        self.model: Model = {name: torch.empty(shape, dtype=torch.bfloat16, device=self.device) for name, shape in table}
+        self.model: Model = {
+            name: torch.empty(shape, dtype=torch.bfloat16, device=self.device) for name, shape in table
+        }
         size = sum(tensor.numel() for tensor in self.model.values())
         return {"weights": size, "tensors": len(self.model), "device": describe(self.device)}
 

@@ -236,7 +236,7 @@ def measure(src: str, group: str, name: str, rounds: int) -> dict[str, Any]:
     return found
 
 
-HEAD = "| case | publish, s | CPU s | sync, s | CPU s | bytes | bits a change | XOR + zstd |\n|---|--:|--:|--:|--:|--:|--:|--:|"
+HEAD = "| case | publish, s | CPU s | sync, s | CPU s | bytes | bits a change | XOR + zstd |\n|---|" + 7 * "--:|"
 
 
 def line(row: list[dict[str, Any]]) -> str:

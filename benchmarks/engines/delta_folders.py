@@ -72,10 +72,8 @@ def time_syncs(store: Store, versions: list[int]) -> tuple[dict[str, Any], list[
     record = RunReader(store, None).version(versions[-1])
     assert record is not None
     weights = new_tensors(RunReader(store, None).layout(record.layout).tensors)
-    seconds, worker = [], Subscriber(store, undo=0)
-    for version in versions:
-        seconds.append(timed(partial(worker.sync, weights, version=version))[1])
-    return weights, seconds
+    worker = Subscriber(store, undo=0)
+    return weights, [timed(partial(worker.sync, weights, version=version))[1] for version in versions]
 
 
 def measure(store: Store, scratch: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -355,7 +355,9 @@ def curves(arms: list[Arm]) -> str:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--vllm", default=".venv-vllm/bin/python", help="Python of an environment with vLLM and pulsesync")
+    parser.add_argument(
+        "--vllm", default=".venv-vllm/bin/python", help="Python of an environment with vLLM and pulsesync"
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=2, help="seeds of the case in place; the others have one")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], default=[c.name for c in CASES])

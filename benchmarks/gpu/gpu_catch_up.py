@@ -26,7 +26,6 @@ from unittest import mock
 import torch
 
 from benchmarks.harness.device import (
-    Model,
     allocated,
     as_device,
     chances,
@@ -50,7 +49,7 @@ from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.format.body import Body
 from pulsesync.store import MemoryStore
 
-QUICK = ("--weights", "3e3", "--patches", "2", "--groups", "1", "2")
+QUICK = ("--weights", "1100", "--patches", "2", "--groups", "1", "2")
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float, float]:

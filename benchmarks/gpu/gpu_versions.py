@@ -2,7 +2,7 @@
 
     python -m benchmarks gpu_versions                                   # all cases: a model, few, many, experts
     python -m benchmarks gpu_versions --cases model --weights 1e9 --versions 12 --keep host
-    python -m benchmarks gpu_versions --cases few many experts          # 20,000 tensors of 5,000 weights, 100 of a million
+    python -m benchmarks gpu_versions --cases few many experts          # 20,000 tensors of 5,000, 100 of a million
 
 Triton begins with an empty cache, and its own hook counts what it compiles. Publisher and worker are in one process and
 on one GPU; the store is in memory. After every version the worker's weights are compared with the trainer's, bit for
@@ -33,7 +33,7 @@ from pulsesync.state.views import SourceMarks
 from pulsesync.store import MemoryStore
 
 QUICK = (
-    "--weights", "3000", "--tensors", "6", "--size", "40", "--few", "2", "--layers", "2", "--experts", "2",
+    "--weights", "1100", "--tensors", "6", "--size", "40", "--few", "2", "--layers", "2", "--experts", "2",
     "--expert-size", "30", "--versions", "3",
 )  # fmt: skip
 CASES = ("model", "few", "many", "experts")
@@ -92,7 +92,11 @@ def versions(case: str, given: argparse.Namespace, compiled: list[str]) -> Itera
             row["compiled_to_publish"] = len(compiled) - before
             got, row["sync_ms"] = timed_ms(lambda: subscriber.sync(worker))
             row["compiled_to_sync"] = len(compiled) - before - row["compiled_to_publish"]
-            row |= {"encode_ms": 1e3 * report.encode_s, "prepare_ms": 1e3 * got.prepare_s, "apply_ms": 1e3 * got.apply_s}
+            row |= {
+                "encode_ms": 1e3 * report.encode_s,
+                "prepare_ms": 1e3 * got.prepare_s,
+                "apply_ms": 1e3 * got.apply_s,
+            }
             assert equal(model, worker), f"{case}, version {version}: the worker's weights are not the trainer's"
             row |= {"density": report.density, "bits_a_change": 8 * report.payload_bytes / max(changed, 1)}
             yield row
@@ -114,8 +118,12 @@ def measure(case: str, given: argparse.Namespace, compiled: list[str]) -> dict[s
 def show(found: dict[str, Any]) -> None:
     names = ("publish_ms", "waits_ms", "encode_ms", "sync_ms", "prepare_ms", "apply_ms")
     cells = [
-        [str(number), f"{row['density']:.2%}", *(f"{row[name]:.1f}" if name in row else "" for name in names)]
-        + [f"{row['compiled_to_publish']}, {row['compiled_to_sync']}"]
+        [
+            str(number),
+            f"{row['density']:.2%}",
+            *(f"{row[name]:.1f}" if name in row else "" for name in names),
+            f"{row['compiled_to_publish']:g}, {row['compiled_to_sync']:g}",
+        ]
         for number, row in enumerate(found["versions"])
     ]
     print(f"\n{found['case']}: {found['tensors']:,} tensors, {found['weights']:,} weights\n")

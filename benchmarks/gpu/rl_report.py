@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+
 from benchmarks.harness.report import shown, spread, table
 
 ARMS = {  # and their column headings
@@ -364,7 +365,10 @@ def report(found: Measured, options: argparse.Namespace, origin: dict[str, Any])
         sizes = [[what, f"{size / 1e6:,.0f}"] for what, size in memory(found).items()]
         print(table(["the most that was allocated on the GPU", "MB"], sizes) + "\n")
     return {
-        "arms": {name: {what: {**spread(values), "mean": mean(values)} for what, values in arm.items() if values} for name, arm in arms.items()},
+        "arms": {
+            name: {what: {**spread(values), "mean": mean(values)} for what, values in arm.items() if values}
+            for name, arm in arms.items()
+        },
         "shares": shares,
         "weights": found.weights,
         "memory_bytes": memory(found),

@@ -111,6 +111,7 @@ def seconds_of(answers: list[Answer]) -> float:
 
 def end_with_the_input(stop: Callable[[], None]) -> None:
     """Call `stop` in a thread of its own when standard input ends: for a process that serves."""
+
     def wait() -> None:
         sys.stdin.read()
         stop()

@@ -1,8 +1,8 @@
 """Weights in host memory, step by step: generated, recorded, or a slice of the recording.
 
-    about, steps = recorded(given.trace, given.gguf) if given.trace else generated()
-    for step, old, new in steps:            # dicts of name -> uint16 array (BF16 bit patterns)
-        ...
+about, steps = recorded(given.trace, given.gguf) if given.trace else generated()
+for step, old, new in steps:            # dicts of name -> uint16 array (BF16 bit patterns)
+    ...
 """
 
 import math

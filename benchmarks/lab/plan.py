@@ -1,7 +1,7 @@
 """How accurate is `pulse plan`: predicted bytes a sync, compared with those of real training runs?
 
     python -m benchmarks plan --trace DIR --gguf FILE                     # half a minute (see recording.py)
-    python benchmarks/plan_runs.py --out RUNS.jsonl --jobs 2                    # trains; some minutes
+    python -m benchmarks plan --train RUNS.jsonl --jobs 2                       # trains; some minutes
     python -m benchmarks plan --heldout RUNS.jsonl                        # half a minute
 
 The forecast gets only what `pulse plan` gets on the command line: how many of the initial weights have which exponent,
@@ -11,33 +11,35 @@ the version adds to the store are counted; second, with the three runs in result
 initial weights come from the GGUF file; third, with the published densities of Qwen2.5-1.5B, trained without master
 weights, for which a normal distribution of the weights is assumed.
 
-With --heldout, forecasts are compared with the runs of plan_runs.py, on which no constant was fitted. The script fails
+With --heldout, forecasts are compared with the runs of runs.py, on which no constant was fitted. It fails
 if `evidence.MEASURED`, which `pulse plan` quotes, differs from what these runs give.
 """
 
 import argparse
 import json
 import math
-import platform
 import statistics
-import time
+import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 from benchmarks.harness import recording
-
-from pulsesync_lab.study.predict.evidence import MEASURED, Evidence
-from pulsesync_lab.study.predict.forecast import Forecast, TrainingSettings, forecast
-from pulsesync_lab.study.predict.models import classes_of, normal_classes
+from benchmarks.harness.report import json_line, provenance, table
+from benchmarks.harness.save import RESULTS
+from benchmarks.harness.timing import timed
+from benchmarks.harness.weights import as_bf16
+from benchmarks.lab import runs
 from pulsesync.publish.publisher import Publisher
 from pulsesync.store import MemoryStore
+from pulsesync_lab.study.predict.evidence import MEASURED, Evidence
+from pulsesync_lab.study.predict.forecast import Forecast, TrainingSettings, forecast
+from pulsesync_lab.study.predict.models import normal_classes
 
+QUICK = ("--heldout", "few")
 TENSORS = 272
-TRAINED = Path(__file__).parent / "results" / "data" / "smollm2_h200_2026-11-15.json"
+TRAINED = RESULTS / "data" / "smollm2_h200_2026-11-15.json"
 FITTED = {"recorded 3e-06": "NOISE, EPSILON", "3e-06": "nothing; prompts as in the recorded run", "1e-05": "FADE"}
 # Mean share of weights that change over k steps, in 400 steps; Qwen2.5-1.5B without masters, by learning rate.
 PUBLISHED = {
@@ -49,8 +51,7 @@ PUBLISHED = {
 
 
 def histogram(tensors: Sequence[recording.Bits]) -> dict[int, int]:
-    total = sum(np.bincount(classes_of(bits.reshape(-1).view(ml_dtypes.bfloat16)), minlength=256) for bits in tensors)
-    return {c: int(total[c]) for c in np.flatnonzero(total)}
+    return runs.histogram(as_bf16({str(n): bits for n, bits in enumerate(tensors)}).values())
 
 
 def publish_recorded(run: recording.RecordedRun) -> tuple[dict[int, int], list[float], list[int]]:
@@ -61,8 +62,8 @@ def publish_recorded(run: recording.RecordedRun) -> tuple[dict[int, int], list[f
         for step, old, new in run.steps():
             if not first:
                 first = histogram(list(old.values()))
-                publisher.publish({name: bits.view(ml_dtypes.bfloat16) for name, bits in old.items()})
-            report = publisher.publish({name: bits.view(ml_dtypes.bfloat16) for name, bits in new.items()}, step=step)
+                publisher.publish(as_bf16(old))
+            report = publisher.publish(as_bf16(new), step=step)
             changed.append(report.density)
             sent.append(report.payload_bytes)
     return first, changed, sent
@@ -87,36 +88,37 @@ def compare(name: str, told: Forecast, changed: Sequence[float], sent: Sequence[
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    print(
-        "| run | steps | constants fitted on it | changed, measured / predicted | bytes a sync, measured / predicted "
-        "| error of the mean | error of a single sync, mean / most |"
-    )
-    print("|---|--:|---|--:|--:|--:|--:|")
-    for row in rows:
-        print(
-            f"| {row['run']} | {row['steps']} | {row['fitted']} "
-            f"| {row['changed']:.2%} / {row['predicted_changed']:.2%} "
-            f"| {row['bytes']:,.0f} / {row['predicted_bytes']:,.0f} | {row['error']:+.1%} "
-            f"| {row['mean_step_error']:.1%} / {row['worst_step_error']:.1%} |"
-        )
+    cells = [
+        [
+            row["run"],
+            str(row["steps"]),
+            row["fitted"],
+            f"{row['changed']:.2%} / {row['predicted_changed']:.2%}",
+            f"{row['bytes']:,.0f} / {row['predicted_bytes']:,.0f}",
+            f"{row['error']:+.1%}",
+            f"{row['mean_step_error']:.1%} / {row['worst_step_error']:.1%}",
+        ]
+        for row in rows
+    ]
+    head = ["run", "steps", "constants fitted on it", "changed, measured / predicted"]
+    head += ["bytes a sync, measured / predicted", "error of the mean", "error of a single sync, mean / most"]
+    print(table(head, cells))
 
 
 def show_steps(row: dict[str, Any]) -> None:
-    print("| step | measured | predicted | error |\n|--:|--:|--:|--:|")
-    for step, (real, told) in enumerate(zip(*row["by_step"], strict=True)):
-        print(f"| {step} | {real:,} | {told:,} | {told / real - 1:+.1%} |")
+    steps = enumerate(zip(*row["by_step"], strict=True))
+    cells = [[str(step), f"{real:,}", f"{told:,}", f"{told / real - 1:+.1%}"] for step, (real, told) in steps]
+    print(table(["step", "measured", "predicted", "error"], cells))
 
 
 def show_published() -> dict[str, dict[int, float]]:
-    print("| learning rate | " + " | ".join(f"k = {k}" for k in PUBLISHED[1e-6]) + " |")
-    print("|---|" + "--:|" * len(PUBLISHED[1e-6]))
-    out = {}
+    cells, out = [], {}
     for lr, measured in PUBLISHED.items():
-        told = forecast(
-            normal_classes(0.02, 1_543_714_304), 338, TrainingSettings(lr, warm_up=20, masters=False)
-        ).windows
-        print(f"| {lr:g} | " + " | ".join(f"{measured[k]:.2%} / {told[k]:.2%}" for k in measured) + " |")
+        training = TrainingSettings(lr, warm_up=20, masters=False)
+        told = forecast(normal_classes(0.02, 1_543_714_304), 338, training).windows
+        cells.append([f"{lr:g}", *(f"{measured[k]:.2%} / {told[k]:.2%}" for k in measured)])
         out[f"{lr:g}"] = told
+    print(table(["learning rate", *(f"k = {k}" for k in PUBLISHED[1e-6])], cells))
     return out
 
 
@@ -147,21 +149,25 @@ def judge(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_heldout(rows: Sequence[dict[str, Any]]) -> None:
-    print(
-        "| model | weights | optimizer | rate | steps | changed, measured / predicted | off | in the last third "
-        "| bytes a sync, measured / predicted | off | in the last third |"
-    )
-    print("|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for row in rows:
-        how = f"{row['optimizer']} {row['betas'][0]:g}, {row['betas'][1]:g}" + (
-            "" if row["masters"] else ", no masters"
-        )
-        print(
-            f"| {row['name']} | {row['weights']:,} | {how} | {row['lr']:g} | {row['steps']} "
-            f"| {row['changed']:.2%} / {row['predicted_changed']:.2%} | {row['changed_off']:+.0%} "
-            f"| {row['late_changed_off']:+.0%} | {row['bytes']:,.0f} / {row['predicted_bytes']:,.0f} "
-            f"| {row['bytes_off']:+.0%} | {row['late_bytes_off']:+.0%} |"
-        )
+    cells = [
+        [
+            row["name"],
+            f"{row['weights']:,}",
+            f"{row['optimizer']} {row['betas'][0]:g}, {row['betas'][1]:g}{'' if row['masters'] else ', no masters'}",
+            f"{row['lr']:g}",
+            str(row["steps"]),
+            f"{row['changed']:.2%} / {row['predicted_changed']:.2%}",
+            f"{row['changed_off']:+.0%}",
+            f"{row['late_changed_off']:+.0%}",
+            f"{row['bytes']:,.0f} / {row['predicted_bytes']:,.0f}",
+            f"{row['bytes_off']:+.0%}",
+            f"{row['late_bytes_off']:+.0%}",
+        ]
+        for row in rows
+    ]
+    head = ["model", "weights", "optimizer", "rate", "steps", "changed, measured / predicted", "off"]
+    head += ["in the last third", "bytes a sync, measured / predicted", "off", "in the last third"]
+    print(table(head, cells))
 
 
 def evidence_of(rows: Sequence[dict[str, Any]]) -> dict[Any, tuple[Evidence, ...]]:
@@ -190,39 +196,53 @@ def report_heldout(path: Path) -> None:
     show_heldout(rows)
     found = evidence_of(rows)
     print("\n" + "\n".join(f"    {key!r}: {value!r}," for key, value in found.items()))
-    print("\n" + json.dumps({"bench": "plan heldout", "runs": rows, "versions": versions()}))
+    print("\n" + json_line({"bench": "plan heldout", "runs": rows, **provenance("torch")}))
     if found != MEASURED:
         raise SystemExit("evidence.MEASURED differs from what these runs give: replace it by the table above")
 
 
-def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("pulsesync", "numpy", "numba")} | {"python": platform.python_version()}
+def judge_few() -> None:
+    """Train the two shortest runs and compare them with their forecasts; fail if a forecast is out by a factor of 2."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "runs.jsonl"
+        runs.train_all(runs.SHORT, file)
+        rows = [judge(json.loads(line)) for line in file.read_text().splitlines()]
+    show_heldout(rows)
+    assert all(-0.5 < row["bytes_off"] < 1 for row in rows), "a forecast is out by more than a factor of two"
+    print("\n" + json_line({"bench": "plan heldout", "runs": rows, **provenance("torch")}))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    recording.add_arguments(parser, required=False)
-    parser.add_argument("--heldout", type=Path, help="the file that plan_runs.py wrote")
+    recording.add_arguments(parser)
+    parser.add_argument("--heldout", metavar="FILE", help="the file that --train wrote; few: train two short runs now")
+    parser.add_argument("--train", type=Path, metavar="FILE", help="train the held-out runs: a JSON line for each")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of --train, with one thread each")
 
 
 def main(given: argparse.Namespace) -> None:
-    if given.heldout:
-        report_heldout(given.heldout)
-        return
-    if not given.trace:
-        parser.error("give --heldout, or --trace")
-    start, changed, sent = publish_recorded(recording.load(given.trace, given.gguf))
-    began = time.perf_counter()
-    told = forecast(start, TENSORS, TrainingSettings(3e-6), steps=len(sent))
+    if given.train:
+        runs.train_held_out(given.train, given.jobs)
+    elif given.trace:
+        report_recorded(given.trace, given.gguf)
+    elif given.heldout == "few":
+        judge_few()
+    elif given.heldout:
+        report_heldout(Path(given.heldout))
+    else:
+        raise SystemExit("give --heldout, --train or --trace")
+
+
+def report_recorded(trace: str, gguf: str | None) -> None:
+    start, changed, sent = publish_recorded(recording.load(trace, gguf))
+    told, seconds = timed(partial(forecast, start, TENSORS, TrainingSettings(3e-6), steps=len(sent)))
     rows = [compare("recorded 3e-06", told, changed, sent)]
-    if given.gguf:
-        dequantised = recording.read_gguf(Path(given.gguf)).values()
+    if gguf:
+        dequantised = recording.read_gguf(Path(gguf)).values()
         weights = histogram([recording.round_to_bf16(values) for values in dequantised])
-        trained = json.loads(TRAINED.read_text())["runs"]
-        for lr, run in trained.items():
-            began = time.perf_counter()
-            told = forecast(weights, TENSORS, TrainingSettings(float(lr)), steps=len(run["bytes"]))
+        for lr, run in json.loads(TRAINED.read_text())["runs"].items():
+            training = TrainingSettings(float(lr))
+            told, seconds = timed(partial(forecast, weights, TENSORS, training, steps=len(run["bytes"])))
             rows.append(compare(lr, told, run["changed"], run["bytes"]))
-    seconds = time.perf_counter() - began
     show(rows)
     print(
         f"\nA forecast of {rows[-1]['steps']} steps took {seconds:.2f} s.\n\nThe recorded run, bytes of each version:\n"
@@ -230,4 +250,4 @@ def main(given: argparse.Namespace) -> None:
     show_steps(rows[0])
     print("\nQwen2.5-1.5B without masters, warm-up 20: share that changes over k steps, published / predicted\n")
     published = show_published()
-    print("\n" + json.dumps({"bench": "plan", "runs": rows, "published": published, "versions": versions()}))
+    print("\n" + json_line({"bench": "plan", "runs": rows, "published": published, **provenance("torch")}))

@@ -11,18 +11,21 @@ checkpoint such as SmolLM2-135M's that learns to add (32 prompts × 16, lr 3e-6)
 """
 
 import argparse
-import time
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.harness.report import json_line, provenance, table
 
+from benchmarks.harness import device
+from benchmarks.harness.report import json_line, provenance, table
+from benchmarks.harness.timing import timed
 from pulsesync_lab.demo.game import open_game
 from pulsesync_lab.demo.settings import DemoSettings
 from pulsesync_lab.study import Recorder
 
+QUICK = ("--steps", "2", "--prompts", "4")
 WARM_UP = 3  # steps
 SEED = 1
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -41,16 +44,8 @@ class Learner:
         self.seconds: list[float] = []
 
     def learn(self, rollouts: Any) -> None:
-        settle()
-        began = time.perf_counter()
-        self.game.learn(self.policy, self.optimizer, rollouts)
-        settle()
-        self.seconds.append(time.perf_counter() - began)
-
-
-def settle() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        learn = partial(self.game.learn, self.policy, self.optimizer, rollouts)
+        self.seconds.append(timed(learn, device.wait)[1])
 
 
 def measure(game: Any, settings: DemoSettings, options: dict[str, Any]) -> dict[str, float]:
@@ -59,24 +54,22 @@ def measure(game: Any, settings: DemoSettings, options: dict[str, Any]) -> dict[
     playing = []
     with Recorder(**options).attach(watched.optimizer, watched.policy) as recorder:
         for step in range(WARM_UP + settings.steps):
-            settle()
-            began = time.perf_counter()
-            rollouts = game.play(plain.policy, settings.prompts, SEED + step)
-            settle()
-            playing.append(time.perf_counter() - began)
+            play = partial(game.play, plain.policy, settings.prompts, SEED + step)
+            rollouts, seconds = timed(play, device.wait)
+            playing.append(seconds)
             for one in (plain, watched) if step % 2 else (watched, plain):
                 one.learn(rollouts)
         recording = recorder.close()
     same = zip(plain.policy.parameters(), watched.policy.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in same), "the recorder changed what was learned"
-    without, with_, play = (np.array(s[WARM_UP:]) for s in (plain.seconds, watched.seconds, playing))
+    without, with_, played = (np.array(s[WARM_UP:]) for s in (plain.seconds, watched.seconds, playing))
     inside = np.array([step.seconds for step in recording.steps[WARM_UP:]])
     return {
         "learn_s": float(np.median(without)),
-        "play_s": float(np.median(play)),
+        "play_s": float(np.median(played)),
         "recorder_s": float(np.median(inside)),
         "share_of_learning": float(np.median((with_ - without) / without)),
-        "share_of_step": float(np.median((with_ - without) / (without + play))),
+        "share_of_step": float(np.median((with_ - without) / (without + played))),
         "recorder_over_learning": float(np.median(inside / without)),
         "density": float(np.mean(recording.density()[WARM_UP:])),
         "weights": recording.size,
@@ -99,6 +92,7 @@ def row(name: str, got: dict[str, float]) -> list[str]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default="demo", help="a folder with a Hugging Face checkpoint")
 
@@ -109,7 +103,7 @@ def main(given: argparse.Namespace) -> None:
         steps=given.steps,
         model=given.model,
         device=given.device,
-        prompts=32,
+        prompts=given.prompts,
         group=8 if demo else 16,
         lr=6e-5 if demo else 3e-6,
     )

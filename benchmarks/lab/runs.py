@@ -10,14 +10,13 @@ learning. "demo" is the pretrained policy that pulsesync ships, which learns to 
 version of one run, and all bytes that it adds to the store are counted.
 """
 
-import argparse
 import json
 import math
 import multiprocessing
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -31,13 +30,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pulsesync.publish.publisher import Publisher
+from pulsesync.store import MemoryStore
 from pulsesync_lab.study.experiments import loop
 from pulsesync_lab.study.experiments.arm import Algorithm, Arm
 from pulsesync_lab.study.experiments.learners import make_learner
 from pulsesync_lab.study.experiments.optimizers import make_optimizer
 from pulsesync_lab.study.predict.models import classes_of
-from pulsesync.publish.publisher import Publisher
-from pulsesync.store import MemoryStore
 
 PRETRAINING_RATE = 1e-3
 
@@ -117,7 +116,7 @@ def train(run: Run) -> Measured:
     """Train, and publish every step."""
     torch.manual_seed(0)
     model, steps = _demo(run) if run.family == "demo" else _language(run)
-    measured = Measured(len(list(model.parameters())), _histogram(model))
+    measured = Measured(len(list(model.parameters())), histogram(_published(model).values()))
     with Publisher(MemoryStore(), anchor_every=1e9) as publisher:
         publisher.publish(_published(model))
         for _, step in zip(range(run.steps), steps, strict=False):
@@ -189,8 +188,9 @@ def _published(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _histogram(model: nn.Module) -> dict[int, int]:
-    total = sum(np.bincount(classes_of(array.reshape(-1)), minlength=256) for array in _published(model).values())
+def histogram(arrays: Iterable[Any]) -> dict[int, int]:
+    """How many weights of some BF16 arrays have which exponent."""
+    total: Any = sum(np.bincount(classes_of(array.reshape(-1)), minlength=256) for array in arrays)
     return {int(c): int(total[c]) for c in np.flatnonzero(total)}
 
 
@@ -340,22 +340,24 @@ HELD_OUT = (
 )
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="file for one JSON line for each run")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, with one thread each")
+SHORT = [
+    Run("gpt2", 32, 1, 256, steps=8),
+    Run("llama", 32, 1, 256, start="torch", pretraining=20, lr=1e-5, steps=8),
+]
 
 
-def main(given: argparse.Namespace) -> None:
+def train_held_out(out: Path, jobs: int) -> None:
+    """Train the held-out runs in some processes; write a JSON line for each."""
     by_start: dict[Run, list[Run]] = {}  # those that begin with one pretrained model go to one process
     for run in HELD_OUT:
         by_start.setdefault(run.start_only, []).append(run)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.jobs, context, torch.set_num_threads, (1,)) as pool:
-        for done in [pool.submit(_train_all, runs, given.out) for runs in by_start.values()]:
+    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
+        for done in [pool.submit(train_all, runs, out) for runs in by_start.values()]:
             done.result()
 
 
-def _train_all(runs: list[Run], out: Path) -> None:
+def train_all(runs: list[Run], out: Path) -> None:
     for run in runs:
         facts = {"name": run.name, "trained": run.trained, "counted": True, **asdict(run)}
         line = json.dumps({"run": facts, **asdict(train(run))}) + "\n"

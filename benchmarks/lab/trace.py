@@ -7,50 +7,24 @@ training, makes every patch with every codec, and prints its bytes next to the p
 and the report are written there.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 from benchmarks.harness import recording as trace
-from benchmarks.harness.report import provenance, table
-
+from benchmarks.harness.needs import MissingError
+from benchmarks.harness.report import json_line, provenance, table
+from benchmarks.harness.weights import as_bf16
 from pulsesync_lab.study.recorder import Recorder
 from pulsesync_lab.study.recording import Recording, Step
 from pulsesync_lab.study.report import findings
 from pulsesync_lab.study.report.page import write_report
 
+QUICK = ("--steps", "2")
 FACTS = {"model": "SmolLM2-135M-Instruct", "algorithm": "GRPO", "optimizer": "AdamW", "betas": [0.9, 0.999], "lr": 3e-6}
 TITLE = "SmolLM2-135M-Instruct, GRPO at 3e-6"
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    trace.add_arguments(parser, required=True)
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--out", type=Path, help="folder for the recording and the report")
-    parser.add_argument("--no-patches", action="store_true", help="make no patches: predictions alone")
-
-
-def main(given: argparse.Namespace) -> None:
-    run = trace.load(given.trace, given.gguf)
-    log = [entry for path in sorted(Path(given.trace).glob("grpo-lr3e-6.part*")) for entry in read_log(path)]
-    began = time.perf_counter()
-    recorded = record(run, log, given.steps, encode_every=0 if given.no_patches else 1)
-    taken = time.perf_counter() - began
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        recorded.write(given.out / "trace.jsonl")
-        write_report(recorded, given.out / "trace.html", TITLE)
-    print(densities(recorded, log), end="\n\n")
-    print(windows(recorded), end="\n\n")
-    print(sizes(recorded), end="\n\n")
-    print(f"{len(recorded.steps)} steps in {taken:.0f} s, patches included.\n")
-    print(json.dumps({"bench": "study_trace", **provenance(), **facts(recorded, log)}))
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -68,10 +42,6 @@ def record(run: trace.RecordedRun, log: Sequence[dict[str, Any]], steps: int, en
             break
         recorder.feed(as_bf16(new), step, reward=log[step]["reward"])
     return recorder.close()
-
-
-def as_bf16(state: trace.State) -> dict[str, Any]:
-    return {name: bits.view(ml_dtypes.bfloat16) for name, bits in state.items()}
 
 
 def densities(recorded: Recording, log: Sequence[dict[str, Any]]) -> str:
@@ -146,3 +116,29 @@ def facts(recorded: Recording, log: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bytes": [{codec: [s.predicted, s.real] for codec, s in step.sizes.items()} for step in recorded.steps],
         "error": {codec: findings.prediction_error(recorded, codec) for codec in recorded.steps[0].sizes},
     }
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    trace.add_arguments(parser)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--out", type=Path, help="folder for the recording and the report")
+    parser.add_argument("--no-patches", action="store_true", help="make no patches: predictions alone")
+
+
+def main(given: argparse.Namespace) -> None:
+    if not given.trace:
+        raise MissingError("a whole recording of a run: give --trace")
+    run = trace.load(given.trace, given.gguf)
+    log = [entry for path in sorted(Path(given.trace).glob("grpo-lr3e-6.part*")) for entry in read_log(path)]
+    began = time.perf_counter()
+    recorded = record(run, log, given.steps, encode_every=0 if given.no_patches else 1)
+    taken = time.perf_counter() - began
+    if given.out:
+        given.out.mkdir(parents=True, exist_ok=True)
+        recorded.write(given.out / "trace.jsonl")
+        write_report(recorded, given.out / "trace.html", TITLE)
+    print(densities(recorded, log), end="\n\n")
+    print(windows(recorded), end="\n\n")
+    print(sizes(recorded), end="\n\n")
+    print(f"{len(recorded.steps)} steps in {taken:.0f} s, patches included.\n")
+    print(json_line({"bench": "study_trace", **provenance(), **facts(recorded, log)}))

@@ -7,6 +7,7 @@ memory. Rollouts of a round are generated with the BF16 values of the round's sh
 All trainers use one policy, on the device, in turn; residuals and momenta stay in host memory.
 """
 
+import argparse
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +19,32 @@ from torch import Tensor
 
 from pulsesync.core.threads import spread
 from pulsesync.kernels.reference import bf16
-from pulsesync_lab.demo.game import Game
-from pulsesync_lab.demo.grpo import Rollouts
 from pulsesync.loco.gate import LARGEST, SentUpdate, SparseVector, Update, unit_of
 from pulsesync.loco.group import GroupExchange
 from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, TrainerUpdate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
 from pulsesync.loco.vectors import F32, chunks_of
+from pulsesync_lab.demo.game import Game
+from pulsesync_lab.demo.grpo import Rollouts
+
+
+def arguments(parser: argparse.ArgumentParser, *, lr: float, rounds: int) -> None:
+    """Add the options of a benchmark that trains a fleet, with its own defaults."""
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--lr", type=float, default=lr)
+    parser.add_argument("--every", type=int, default=8)
+    parser.add_argument("--trainers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--prompts", type=int, default=8, help="prompts in a trainer's step")
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--say", action="store_true", help="print every round as it ends")
+
+
+def settings(given: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a fleet by those options."""
+    return {"sync_every": given.every} | {name: getattr(given, name) for name in ("trainers", "lr", "prompts", "group")}
 
 
 class Chosen:

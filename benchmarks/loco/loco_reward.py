@@ -43,6 +43,7 @@ import queue
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,16 +52,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.harness.report import provenance
-from benchmarks.loco.fleet import Chosen, Fleet, dense_bytes, measure
+import torch
 
-from pulsesync_lab.charts import Panel, figure
-from pulsesync_lab.demo.game import open_game
-from pulsesync_lab.demo.settings import DemoSettings
+from benchmarks.harness.processes import ROOT, command
+from benchmarks.harness.report import json_line, provenance
+from benchmarks.loco import fleet as fleets
+from benchmarks.loco.fleet import Chosen, Fleet, dense_bytes, measure
 from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate
 from pulsesync.loco.outer import SGD, Nesterov, OuterRule, OwnMomentum, SharedMomentum
 from pulsesync.loco.vectors import F32
+from pulsesync_lab.charts import Panel, figure
+from pulsesync_lab.demo.game import open_game
+from pulsesync_lab.demo.settings import DemoSettings
 
+QUICK = (
+    "--every", "1", "--trainers", "2", "--rounds", "2", "--prompts", "2", "--group", "2", "--evaluated", "4",
+    "--seeds", "1", "--arms", "dense,pulse/c1", "--look-every", "1", "--wire", "2", "--jobs", "1", "--out", "",
+)  # fmt: skip
 MARGIN, MIDDLE, LAST = 0.03, 0.015, 3  # of the difference to dense, and the evaluations that it is the mean of
 FIRST = 3  # rounds that byte counts leave out: a checkpoint begins on the BF16 grid, where fewer entries are sent
 KINDS = ("dense", "pulse", "published", "top-k", "random-k", "late", "ddp")
@@ -120,8 +128,8 @@ class Arm:
         """Whether trainer `number` leaves after round `rounds`."""
         return self.life is not None and (rounds + number * self.life // trainers) % self.life == 0
 
-    def place(self, folder: Path, seed: int) -> Path:
-        return folder / f"{self.name.replace('/', '_')}-{seed}.json"
+    def place(self, folder: Path | str, seed: int) -> Path:
+        return Path(folder) / f"{self.name.replace('/', '_')}-{seed}.json"
 
 
 # One run
@@ -129,22 +137,10 @@ class Arm:
 
 def run(options: argparse.Namespace, arm: Arm, seed: int) -> None:
     """One arm with one seed, written to its file after every round."""
-    import torch
-
     torch.set_num_threads(1 if options.device == "cpu" else len(os.sched_getaffinity(0)))
     game = open_game(DemoSettings(model=options.model, device=options.device, group=options.group))
     rule = arm.rule(OUTERS[options.outer])
-    fleet = Fleet(
-        game,
-        rule,
-        trainers=options.trainers,
-        sync_every=options.every,
-        lr=options.lr,
-        prompts=options.prompts,
-        group=options.group,
-        seed=seed,
-        forward=options.forward,
-    )
+    fleet = Fleet(game, rule, seed=seed, forward=options.forward, **fleets.settings(options))
     like = json.loads(Arm.read(options.equal).place(options.out, seed).read_text()) if arm.counts else None
     rounds = _Rounds(options, arm, fleet, seed, like)
     found: Run = {
@@ -369,7 +365,7 @@ def report(folder: Path, arms: Sequence[str]) -> None:
     print(tables(runs))
     if any(run["complete"] for run in runs):
         plot(runs, folder)
-    print(json.dumps({"bench": "loco-reward", **provenance("torch", "transformers"), "runs": runs}))
+    print(json_line({"bench": "loco-reward", **provenance("torch", "transformers"), "runs": runs}))
 
 
 # All of them
@@ -395,8 +391,8 @@ def run_all(options: argparse.Namespace, arms: Sequence[Arm], given: Sequence[st
                 return
         mine = free.get()
         try:
-            command = [sys.executable, __file__, *given, "--one", f"{arm.name}:{seed}", "--cores", *map(str, mine)]
-            subprocess.run(command, check=True)
+            one = ("--one", f"{arm.name}:{seed}", "--out", options.out.absolute(), "--cores", *mine)
+            subprocess.run(command("benchmarks", *given, *one), cwd=ROOT, check=True)
         finally:
             free.put(mine)
 
@@ -412,16 +408,9 @@ def run_all(options: argparse.Namespace, arms: Sequence[Arm], given: Sequence[st
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--lr", type=float, default=3e-6)
-    parser.add_argument("--every", type=int, default=8)
-    parser.add_argument("--trainers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=40)
+    fleets.arguments(parser, lr=3e-6, rounds=40)
     parser.add_argument("--outer", choices=list(OUTERS), default="nesterov")
     parser.add_argument("--forward", choices=["FP32", "BF16"], default="FP32", help="values that trainers compute with")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts in a trainer's step")
-    parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--evaluated", type=int, default=512, help="prompts of an evaluation")
     parser.add_argument("--look-every", type=int, default=5, help="rounds between evaluations")
     parser.add_argument("--wire", default="", help="rounds of which the bytes on the wire are counted, as in 8,16")
@@ -431,8 +420,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--threads", type=int, help="of each run; default: the cores are divided evenly")
-    parser.add_argument("--out", type=Path, default=Path("loco_reward"), help="folder for every run's result")
-    parser.add_argument("--say", action="store_true", help="print every round as it ends")
+    parser.add_argument("--out", default="loco_reward", help="folder for every run's result; empty: a temporary one")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print and plot the results in this folder")
     parser.add_argument("--one", metavar="ARM:SEED", help="run this one in this process")
     parser.add_argument("--cores", type=int, nargs="+", help="cores that --one may use")
@@ -443,7 +431,6 @@ def main(given: argparse.Namespace) -> None:
     if given.report:
         report(given.report, given.arms.split(",") if given.arms else [])
         return
-    given.out.mkdir(parents=True, exist_ok=True)
     if given.one:
         if given.cores:
             os.sched_setaffinity(0, given.cores)
@@ -453,5 +440,8 @@ def main(given: argparse.Namespace) -> None:
     arms = [Arm.read(name) for name in (given.arms or DEFAULT).split(",")]
     if any(arm.counts for arm in arms) and given.equal not in {arm.name for arm in arms}:
         raise SystemExit(f"top-k and random-k send as many bytes as {given.equal}: add it to --arms")
-    run_all(given, arms, sys.argv[1:])
-    report(given.out, [])
+    with tempfile.TemporaryDirectory() as scratch:
+        given.out = Path(given.out or scratch)
+        given.out.mkdir(parents=True, exist_ok=True)
+        run_all(given, arms, sys.argv[1:])
+        report(given.out, [])

@@ -22,7 +22,6 @@ measured, until --limit-s is over.
 
 import argparse
 import hashlib
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
@@ -30,9 +29,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.harness.report import provenance
-from benchmarks.harness.timing import peak, reset_peak, status
 
+from benchmarks.harness.device import PIECE, wait
+from benchmarks.harness.report import json_line, provenance, table
+from benchmarks.harness.timing import peak, reset_peak, status, timed
 from pulsesync import kernels
 from pulsesync.core.digest import count_tile
 from pulsesync.core.threads import default_threads, spread
@@ -49,6 +49,8 @@ from pulsesync.loco.shared import Outcome, SharedState
 from pulsesync.loco.vectors import F32, chunks_of
 from pulsesync.testing.backends import host_as_device
 
+QUICK = ("--weights", "1e5", "--rounds", "1", "--trainers", "2")
+HOST = torch.device("cpu")
 WARM = 3  # rounds before those that are measured: a checkpoint begins on the BF16 grid
 
 
@@ -156,26 +158,17 @@ def whole(options: argparse.Namespace, size: int, coded: bool) -> dict[str, floa
 class Watch:
     """Seconds of each piece of a round, by name."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device = HOST) -> None:
         self.seconds: dict[str, list[float]] = {}
         self._device = device
 
     def __call__(self, name: str, work: Callable[[], Any]) -> Any:
-        wait(self._device)
-        began = perf_counter()
-        out = work()
-        wait(self._device)
-        self.seconds.setdefault(name, []).append(perf_counter() - began)
+        out, seconds = timed(work, lambda: wait(self._device))
+        self.seconds.setdefault(name, []).append(seconds)
         return out
 
     def medians(self, warm: int = WARM) -> dict[str, float]:
         return {name: statistics.median(values[warm:]) for name, values in self.seconds.items()}
-
-
-def wait(device: torch.device | None) -> None:
-    """Wait until a GPU has finished all work that was launched."""
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 Move = Callable[[torch.Tensor, int], None]  # moves weights as in a round of some number
@@ -265,8 +258,6 @@ def last_release(options: argparse.Namespace, size: int) -> dict[str, float]:
 
 
 # On a GPU
-
-PIECE = 1 << 24  # weights that are made at a time
 
 
 def checkpoint_on(device: torch.device, size: int, seed: int = 0) -> torch.Tensor:
@@ -402,13 +393,14 @@ def on_device(options: argparse.Namespace, size: int) -> None:
     print(f"{size:,} weights in {options.fragments} fragments of {options.tensors} tensors on {name}, ", end="")
     print(f"R = {options.trainers}, ", end="")
     print(f"{one['share']:.2%} sent; {same} digests of small rounds are those of the host.\n")
-    print("| a round of a fragment without the exchange | ms | peak GB | bytes a weight in addition to what is kept |")
-    print("|---|--:|--:|--:|")
-    for kind in ("not coded", "coded"):
-        if kind in found:
-            row = found[kind]
-            beside = row["peak bytes a weight of the fragment in addition to what is kept"]
-            print(f"| {kind} | {1000 * row['seconds']:.1f} | {row['peak_bytes'] / 1e9:.1f} | {beside:.1f} |")
+    head = ["a round of a fragment without the exchange", "ms", "peak GB"]
+    more = "peak bytes a weight of the fragment in addition to what is kept"
+    kinds = {kind: found[kind] for kind in ("not coded", "coded") if kind in found}
+    cells = [
+        [kind, f"{1000 * row['seconds']:.1f}", f"{row['peak_bytes'] / 1e9:.1f}", f"{row[more]:.1f}"]
+        for kind, row in kinds.items()
+    ]
+    print(table([*head, "bytes a weight in addition to what is kept"], cells))
     if options.fragments > 1:
         every = one["seconds of all"]
         told = f"{1000 * every:.0f} ms" if every else f"only {one['fragments measured']} were measured in time"
@@ -416,14 +408,17 @@ def on_device(options: argparse.Namespace, size: int) -> None:
     else:
         found["pieces"], found["pieces, host"] = _pieces_of_both(options, device, size)
         host = found["pieces, host"]
-        print("\n| piece | GPU, ms | host, ms |\n|---|--:|--:|")
-        for piece, seconds in found["pieces"].items():
-            beside = f"{1000 * host[piece]:.0f}" if host else "not measured"
-            print(f"| {piece} | {1000 * seconds:.2f} | {beside} |")
+        cells = [
+            [piece, f"{1000 * seconds:.2f}", f"{1000 * host[piece]:.0f}" if host else "not measured"]
+            for piece, seconds in found["pieces"].items()
+        ]
         in_a_round = sum(seconds for piece, seconds in found["pieces"].items() if not piece.startswith("decode"))
-        print(f"| all but decoding | {1000 * in_a_round:.1f} | |")
+        print(
+            "\n"
+            + table(["piece", "GPU, ms", "host, ms"], [*cells, ["all but decoding", f"{1000 * in_a_round:.1f}", ""]])
+        )
         print(f"\nThe host has {default_threads()} cores." if host else "\nNo host was measured: pip install numba.")
-    print(json.dumps({"bench": "loco-round", **provenance("torch"), "options": vars(options), **found}))
+    print(json_line({"bench": "loco-round", **provenance("torch"), "options": vars(options), **found}))
 
 
 def _pieces_of_both(
@@ -475,14 +470,12 @@ def main(given: argparse.Namespace) -> None:
     }
     plain, coded, before = found["not coded"], found["coded"], found["last release"]
     print(f"{size:,} weights, {default_threads()} cores, R = {given.trainers}, {plain['share']:.2%} sent.\n")
-    print(
-        "| a round without the exchange | seconds | × last release | bytes a weight in addition to theta, e, m and x |"
-    )
-    print("|---|--:|--:|--:|")
-    print(f"| not coded | {plain['seconds']:.2f} | {before / plain['seconds']:.1f} | {plain['peak']:.1f} |")
-    print(f"| coded | {coded['seconds']:.2f} | | {coded['peak']:.1f} |")
-    print(f"| last release, in numpy, not coded | {before:.2f} | 1 | |\n")
-    print("| piece | seconds |\n|---|--:|")
-    for name, seconds in found["pieces"].items():
-        print(f"| {name} | {seconds:.3f} |")
-    print(json.dumps({"bench": "loco-round", **provenance("torch"), "given": vars(given), **found}))
+    head = ["a round without the exchange", "seconds", "× last release"]
+    cells = [
+        ["not coded", f"{plain['seconds']:.2f}", f"{before / plain['seconds']:.1f}", f"{plain['peak']:.1f}"],
+        ["coded", f"{coded['seconds']:.2f}", "", f"{coded['peak']:.1f}"],
+        ["last release, in numpy, not coded", f"{before:.2f}", "1", ""],
+    ]
+    print(table([*head, "bytes a weight in addition to theta, e, m and x"], cells) + "\n")
+    print(table(["piece", "seconds"], [[name, f"{seconds:.3f}"] for name, seconds in found["pieces"].items()]) + "\n")
+    print(json_line({"bench": "loco-round", **provenance("torch"), "given": vars(given), **found}))

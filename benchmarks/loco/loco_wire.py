@@ -9,17 +9,17 @@ this machine on the loopback). torch's own all_reduce of the same vector is meas
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.harness.report import provenance
 from torch import distributed, multiprocessing
 
+from benchmarks.harness.report import json_line, provenance, table
 from pulsesync.loco import DiLoCo, GroupExchange, PulseLoCo
 
+QUICK = ("--trainers", "2", "--size", "100000", "--rounds", "1")
 WAYS: dict[str, Any] = {
     "all_reduce of torch": None,
     "DiLoCo, owner": (DiLoCo, "owner", {}),
@@ -100,9 +100,10 @@ def main(given: argparse.Namespace) -> None:
     found = [told.get() for _ in WAYS]
     scale = given.trainers * given.rounds
     ring = 2 * (given.trainers - 1) / given.trainers * 4 * given.size
-    print(f"| {given.trainers} trainers, {given.size:,} weights | reported, a trainer and round | on lo | ratio |")
-    print("|---|--:|--:|--:|")
+    cells = []
     for name, reported, counted in found:
         share = f"{counted / reported:.3f}" if reported else f"{counted / scale / ring:.3f} of the ring's formula"
-        print(f"| {name} | {reported / scale:,.0f} | {counted / scale:,.0f} | {share} |")
-    print(json.dumps({"bench": "loco-wire", **provenance(), "given": vars(given), "found": found}))
+        cells.append([name, f"{reported / scale:,.0f}", f"{counted / scale:,.0f}", share])
+    head = [f"{given.trainers} trainers, {given.size:,} weights", "reported, a trainer and round", "on lo", "ratio"]
+    print(table(head, cells) + "\n")
+    print(json_line({"bench": "loco-wire", **provenance("torch"), "options": vars(given), "found": found}))

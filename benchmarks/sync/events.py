@@ -185,10 +185,8 @@ def main(given: argparse.Namespace) -> None:
         cells = [f"{value:+.2f} ({low:+.2f} to {high:+.2f})" for value, low, high in found_more]
         rows.append([call, shown(plain.seconds[call], 1e3), *cells])
     print(table(["", "ms", *(one.name for one in others)], rows) + "\n")
-    print(
-        f"Microseconds: to make and emit the event of a sync, in the thread that syncs (median of {given.calls:,}); and CPU time"
-    )
-    print("in the listener's own thread, for each event.\n")
+    print("Microseconds: to make and emit the event of a sync, in the thread that syncs (median of")
+    print(f"{given.calls:,}); and CPU time in the listener's own thread, for each event.\n")
     rows = [
         [name, *(f"{us:.2f}" for us in emit.values()), f"{cpu_us[name]:.0f}" if name in cpu_us else "–"]
         for name, emit in emit_us.items()

@@ -322,7 +322,9 @@ def report_sweep(points: list[Point], rates: list[float | None]) -> list[dict[st
         cells.insert(3, f"{hashed:.2f}")
         cells += [f"{other / seconds['ours']:.1f}" for other in (seconds["full"], seconds["pulse"], hashed)]
         rows.append(cells)
-    print("Seconds from publish to the weights in place: median of the steps (20th–80th percentile), number of steps.\n")
+    print(
+        "Seconds from publish to the weights in place: median of the steps (20th–80th percentile), number of steps.\n"
+    )
     full, pulse, ours = NAMES.values()
     head = ["link", full, pulse, "with its hashes", ours, "full ÷ ours", "PULSE ÷ ours", "with its hashes ÷ ours"]
     print(table(head, rows))
@@ -788,4 +790,3 @@ def main(given: argparse.Namespace) -> None:
                 (folder / "longer").mkdir()
                 out["paces"].append(pace_of_a_longer_run(folder / "longer"))
         print(json_line({**out, **provenance("granian", "starlette"), **fields}))
-
