@@ -69,6 +69,7 @@ class Forked:
             if not select.select([self._life], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
             (self.returncode,) = NUMBER.unpack(os.read(self._life, NUMBER.size))
+            os.close(self._life)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -83,11 +84,12 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end, and return what it has printed since: not more than a pipe takes."""
+        """Wait for the end, and return what it has printed since: not more than a pipe takes. Close all pipes."""
         with suppress(OSError):
             self.stdin.close()
         self.wait(timeout)
-        return self.stdout.read(), self.stderr.read()
+        with self.stdout, self.stderr:
+            return self.stdout.read(), self.stderr.read()
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +100,6 @@ class Forked:
         for file in (self.stdin, self.stdout, self.stderr):
             with suppress(OSError):
                 file.close()
-        os.close(self._life)
 
 
 _ZYGOTES: list[socket.socket] = []
@@ -118,7 +119,8 @@ def _zygote() -> socket.socket:
                 start_new_session=True,
             )
         _ZYGOTES.append(connection)
-        atexit.register(lambda: (connection.close(), process.wait()))
+        atexit.register(process.wait)
+        atexit.register(connection.close)  # which is called first, and ends it
     return _ZYGOTES[0]
 
 
