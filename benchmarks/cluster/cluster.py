@@ -271,12 +271,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     files = "only print the report of these files of --points, with a GPU; see gpu_report.py"
     parser.add_argument("--report", nargs="+", type=Path, metavar="POINTS", help=files)
     parser.add_argument("--json", type=Path, help="with --report: write the points to this file")
-    parser.add_argument("--fill", type=Path, metavar="PAGE", help="with --report: replace names in braces by figures")
 
 
 def main(given: argparse.Namespace) -> None:
     if given.report:
-        gpu_report.report_files(given.report, given.json, given.fill)
+        gpu_report.report_files(given.report, given.json)
         return
     if given.budget_s is None:
         given.budget_s = 240 if given.device else 20

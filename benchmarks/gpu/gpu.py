@@ -117,7 +117,7 @@ def measure(weights: float, density: float, repeats: int) -> Row:
     row.ms["diff + compaction"] = median_ms(bench.compare, repeats)
     row.ms["incremental digest"] = median_ms(partial(digest_of, difference), repeats)
     del difference
-    parts: dict[str, tuple[Manifest, bytes]] = {}
+    parts: dict[CodecName, tuple[Manifest, bytes]] = {}
     for codec in CODECS:
         encode = partial(bench.encode, codec)
         row.ms[f"diff + {codec} encode + patch on the host"] = median_ms(encode, repeats)
