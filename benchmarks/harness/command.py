@@ -1,6 +1,6 @@
 """Find the benchmarks, and run one or all of them by name: what `python -m benchmarks` does.
 
-A benchmark is a module of a folder beside this one with a function `main(given)`, where `given` has the values of its
+A benchmark is a module of a folder next to this one with a function `main(given)`, where `given` has the values of its
 options. Its docstring begins with the question that it answers, its name is that of its file, and it may have:
 
 - `arguments(parser)`, which adds its options;
