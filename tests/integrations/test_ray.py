@@ -165,9 +165,9 @@ def test_an_object_that_is_deleted_while_it_is_read_stays_until_it_was_read(name
     directory = ray.get_actor(f"store/{name}", namespace=cluster.NAMESPACE)
     for ends in ("the reader has it", "the reader died"):
         store.put("parts/a", bytes(32 << 20))
-        (found,) = ray.get(
-            directory.read.remote("parts/a", 0, None, "mine", 60.0 if ends == "the reader has it" else 1.0)
-        )
+        loan_s = 60.0 if ends == "the reader has it" else 1.0
+        (found,) = ray.get(directory.read.remote("parts/a", 0, None, "mine", loan_s))
+        wait_until(lambda: free_bytes() < before - (31 << 20))
         store.delete("parts/a")
         del found
         time.sleep(0.5)  # for Ray to free what nothing refers to
