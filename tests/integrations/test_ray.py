@@ -200,7 +200,7 @@ def wait_until(true: Callable[[], bool], within_s: float = 30.0) -> None:
 def test_an_object_whose_owner_died_under_a_reader_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RayStore(name)
     store.put("parts/a", bytes(BIG))
-    found = store._call("read", "parts/a", 0, None)
+    found = store._call("read", "parts/a", 0, None, "mine", 60.0)
     monkeypatch.setattr(store, "_call", lambda *_: found)
     store.close()
 
