@@ -19,7 +19,7 @@ import pulsesync
 from tests.code_blocks import blocks_of
 from tests.commands import start
 from tests.distributions import CLEAN, ROOT, new_environment, pins, run
-from tests.test_api import MODULES
+from tools.lint.public_names import MODULES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
