@@ -184,9 +184,9 @@ def test_teams_and_single_trainers_resume_each_others_runs() -> None:
 NEVER_SIMULATED = {(Stage.QUEUED, Stage.IDLE), (Stage.FIXED, Stage.ENDING)}
 
 
-@pytest.mark.slow
 def test_schedules_make_every_move_in_the_life_of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each move is asserted to be one of the table's where it is made."""
+    wanted = MOVES.keys() - NEVER_SIMULATED
     made, move = set[tuple[Stage, Stage]](), SendQueue._move
 
     def watched(self: SendQueue, stage: Stage) -> None:
@@ -194,9 +194,10 @@ def test_schedules_make_every_move_in_the_life_of_a_version(monkeypatch: pytest.
         move(self, stage)
 
     monkeypatch.setattr(SendQueue, "_move", watched)
-    for seed in range(40):
-        RunSimulator(seed, teams=0.5).run()
-    assert made == MOVES.keys() - NEVER_SIMULATED
+    for seed in (14, 22, *range(40)):  # the first two make all of them
+        if made != wanted:
+            RunSimulator(seed, teams=0.5).run()
+    assert made == wanted
 
 
 # Executors
