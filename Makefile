@@ -11,7 +11,9 @@ VERL := .venv-verl
 SGLANG := .venv-sglang
 DIST := .venv-dist
 DOCS := .venv-docs
-PIP := $(BIN)/python -m pip install -qq -c constraints/dev.txt
+# Of .venv: constraints/oldest.txt for the oldest versions that are allowed, /dev/null for the newest that there are.
+CONSTRAINTS := constraints/dev.txt
+PIP := $(BIN)/python -m pip install -qq -c $(CONSTRAINTS)
 PINNED := pyproject.toml lab/pyproject.toml constraints/dev.txt
 TESTS := $(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
 # The GPU targets install nothing: they use this machine's own Python, with its torch and Triton.
@@ -20,7 +22,7 @@ OWN := PYTHONPATH=src:lab/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test test-slow test-all test-jax test-sglang test-trl test-verl test-vllm test-grpo gpu-test gpu-bench docs lint format bench golden chaos fuzz clean
+.PHONY: help demo smollm2 test test-slow test-all coverage test-jax test-sglang test-trl test-verl test-vllm test-grpo gpu-test gpu-bench docs lint format bench bench-quick golden chaos fuzz clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,6 +41,9 @@ test-slow: $(VENV)/.dev  ## run the tests that make test leaves out
 
 test-all: $(VENV)/.dev  ## run every test
 	$(TESTS)
+
+coverage: $(VENV)/.dev  ## run the fast tests and name every line of the packages that none of them runs; fails below 90 %
+	$(TESTS) -m "not slow" --hypothesis-profile=quick --cov --cov-report=term-missing:skip-covered
 
 test-jax: $(JAX)/.made  ## run the tests of JAX and of Keras on its three backends, in a separate environment
 	$(JAX)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o faulthandler_timeout=400 tests/integrations/jax
@@ -69,7 +74,10 @@ dist-test: $(VENV)/.dev  ## build wheel and sdist, check them, and use each in a
 	$(DIST)/tools/bin/python -m twine check --strict dist/*
 	set -e; for kind in whl tar.gz; do echo "In an empty environment: pulsesync and pulsesync-lab, *.$$kind"; \
 	  $(PYTHON) -m venv --clear $(DIST)/user; $(DIST)/user/bin/python -m pip install -qq dist/pulsesync-*.$$kind; \
-	  PULSE_INSTALLED=$(abspath $(DIST))/user/bin $(BIN)/pytest -q tests/test_installed.py; \
+	  $(PYTHON) -m venv --clear $(DIST)/edge; \
+	  $(DIST)/edge/bin/python -m pip install -qq --no-deps -r constraints/edge.txt dist/pulsesync-*.$$kind; \
+	  PULSE_INSTALLED=$(abspath $(DIST))/user/bin PULSE_EDGE=$(abspath $(DIST))/edge/bin \
+	    $(BIN)/pytest -q tests/test_installed.py; \
 	  $(DIST)/user/bin/python -m pip install -qq dist/pulsesync_lab-*.$$kind; \
 	  PULSE_INSTALLED_LAB=$(abspath $(DIST))/user/bin $(BIN)/pytest -q lab/tests/test_installed.py; done
 
@@ -81,23 +89,27 @@ gpu-test:  ## run the tests of the GPU path, with this machine's own torch and T
 
 gpu-bench:  ## measure the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes)
-	$(OWN) benchmarks/bench_gpu.py
+	$(OWN) -m benchmarks gpu
 
 docs: $(DOCS)/.made  ## build the documentation site into site/, warnings as errors; open site/index.html
 	$(DOCS)/bin/python -m tools.build_docs
 
-lint: $(VENV)/.dev  ## check style, types and the direction of imports
+lint: $(VENV)/.dev  ## check style, types, the direction of imports, words, pages and public names
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --config importlinter.toml
+	$(BIN)/python -m tools.lint
 
 format: $(VENV)/.dev  ## format the code with ruff
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 bench: $(VENV)/.dev  ## measure the codecs: bytes and speed
-	$(BIN)/python benchmarks/bench_codec.py
+	$(BIN)/python -m benchmarks codec
+
+bench-quick: $(VENV)/.dev  ## run every benchmark for which this machine has what it needs, quickly, to see that it works
+	$(BIN)/python -m benchmarks --quick
 
 golden: $(VENV)/.dev  ## write the golden files of new cases; read CONTRIBUTING.md first
 	$(BIN)/python -m tests.golden.make_golden

@@ -1,4 +1,4 @@
-"""The fenced blocks of README.md and docs/, and the command lines in them."""
+"""The fenced blocks of README.md and of the pages of docs/ and lab/docs/, and the command lines in them."""
 
 import re
 import shlex
@@ -40,8 +40,10 @@ class CommandLine:
 
 
 def pages() -> list[str]:
-    """README.md and every page of docs/."""
-    return ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+    """README.md and every page of docs/ and lab/docs/."""
+    folders = (ROOT / "docs", ROOT / "lab" / "docs")
+    found = sorted(path.relative_to(ROOT).as_posix() for folder in folders for path in folder.rglob("*.md"))
+    return ["README.md", *found]
 
 
 def blocks_of(page: str) -> list[Block]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -43,10 +44,17 @@ def metadata_of(wheel: Path) -> bytes:
         return archive.read(f"{name}.dist-info/METADATA")
 
 
-def new_environment(folder: Path, *sources: Path) -> Path:
+def pins(file: Path) -> dict[str, str]:
+    """The versions in a file of constraints, by normalised name."""
+    lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+    named = [line.partition("==") for line in lines if line]
+    return {name.lower().replace("_", "-"): version for name, _, version in named}
+
+
+def new_environment(folder: Path, *sources: Path, only: Iterable[str] | None = None) -> Path:
     """Make an environment with the wheels of sources and what they declare; return its folder of commands.
 
-    Dependencies are linked from this environment, which needs no network.
+    Dependencies are linked from this environment, which needs no network. With `only`, they are these.
     """
     venv.create(folder / "venv", symlinks=True, with_pip=False)
     commands = folder / "venv" / "bin"
@@ -56,7 +64,8 @@ def new_environment(folder: Path, *sources: Path) -> Path:
     options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check"]
     run(sys.executable, "-m", "pip", "--python", commands / "python", "install", *options, *wheels)
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
-    for name in _declared(wheels) - {wheel.name.split("-")[0].replace("_", "-") for wheel in wheels}:
+    ours = {wheel.name.split("-")[0].replace("_", "-") for wheel in wheels}
+    for name in _declared(wheels) - ours if only is None else only:
         _link(name, packages)
     return commands
 

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ is executed, or one of the tables below says why it is not.
+"""Every code block of README.md, docs/ and lab/docs/ is executed, or one of the tables below says why it is not.
 
 The blocks of a page run in order, in a temporary folder. Its Python blocks share their names. A block that a table does
 not list, and that does not run, fails. What a page cannot have in a test is replaced here, where it can be seen: a
@@ -83,7 +83,7 @@ data, first = [], True  # no batch, so no round, which would wait for three othe
 def loss(model, batch):
     return model(batch).square().mean()
 """,
-    ("docs/integrations/delta_folders.md", ""): """
+    ("docs/integrations/other_trainers.md", ""): """
 import numpy as np
 import pulsesync as pulse
 weights = {"w": np.zeros(1000, np.float32)}
@@ -93,20 +93,20 @@ with pulse.Publisher("bucket/run") as publisher:
         publisher.publish(weights, step=step)
 """,
     ("docs/operations.md", ""): RUN.format(name="run"),
-    ("docs/tutorials/vllm_fleet.md", ""): RUN.format(name="policy"),
-    ("docs/integrations/delta_folders.md", "pulse import"): """
+    ("docs/fleet.md", ""): RUN.format(name="policy"),
+    ("docs/integrations/other_trainers.md", "pulse import updates/"): """
 import shutil  # the folders of the export stand for a trainer's, and their first checkpoint for the base
 shutil.rmtree("bucket/run")
 shutil.copytree("updates/weight_v000000", "Qwen3-8B")
 """,
-    ("docs/theory.md", ""): """
+    ("lab/docs/theory.md", ""): """
 import torch
 from pathlib import Path
 from safetensors.torch import save_file
 Path("checkpoint").mkdir()
 save_file({"w": (torch.randn(1 << 16) * 0.02).bfloat16()}, "checkpoint/model.safetensors")
 """,
-    ("docs/study.md", ""): MODEL
+    ("lab/docs/study.md", ""): MODEL
     + """
 import shutil
 from pathlib import Path
@@ -132,7 +132,7 @@ for location in ("bucket/run", "runs/2026-11-15"):
         for n, state in enumerate(states):
             one.publish(state, step=n)
 """,
-    ("docs/study.md", "recorder.feed("): """
+    ("lab/docs/study.md", "recorder.feed("): """
 Path("study.jsonl").unlink()  # of the block before, to which this one is an alternative
 """,
 }
@@ -143,8 +143,8 @@ ELSEWHERE = {
     ("docs/format.md", "def read_run("): "tests/format/test_format_document.py",
     ("docs/integrations/huggingface.md", "trainer.train()"): "tests/integrations/hf/test_page.py",
     ("docs/integrations/huggingface.md", "accelerator.prepare"): "tests/integrations/hf/test_page.py",
-    ("docs/integrations/jax.md", "jax.grad(loss)"): "tests/integrations/jax/test_page.py",
-    ("docs/integrations/keras.md", "trainer.compile("): "tests/integrations/keras/test_page.py",
+    ("docs/integrations/frameworks.md", "jax.grad(loss)"): "tests/integrations/jax/test_page.py",
+    ("docs/integrations/frameworks.md", "trainer.compile("): "tests/integrations/keras/test_page.py",
     ("docs/integrations/torch.md", "mp.spawn(run"): "tests/group/test_broadcast.py",
     ("docs/integrations/ray.md", "ray.kill("): "tests/integrations/test_ray.py",
     ("docs/integrations/ray.md", "PPOConfig()"): "tests/integrations/test_ray.py",
@@ -177,7 +177,7 @@ COMPILED = {
     ("docs/gpu.md", 'keep="hook"'): "needs a GPU: make gpu-test publishes with keep='hook'",
     ("docs/gpu.md", "pulse.warm_up(device="): "needs a GPU: make gpu-test warms its kernels up",
     (
-        "docs/integrations/delta_folders.md",
+        "docs/integrations/other_trainers.md",
         "while True:",
     ): "does not end; tests/integrations/test_delta_folder.py imports",
     ("docs/integrations/huggingface.md", "trainer = Trainer(..., callbacks="): HF,
@@ -185,11 +185,11 @@ COMPILED = {
     ("docs/integrations/huggingface.md", "def rollout("): HF,
     ("docs/integrations/huggingface.md", "Trainer(peft_model"): HF,
     ("docs/integrations/huggingface.md", "adapter_weights(model)"): HF,
-    ("docs/integrations/jax.md", "# in the trainer"): JAX,
-    ("docs/integrations/jax.md", "# in the worker"): JAX,
-    ("docs/integrations/keras.md", "# in the trainer"): KERAS,
-    ("docs/integrations/keras.md", "# in the worker"): KERAS,
-    ("docs/integrations/keras.md", "model.fit("): KERAS,
+    ("docs/integrations/frameworks.md", "JaxPublisher  # in the trainer"): JAX,
+    ("docs/integrations/frameworks.md", "JaxSubscriber  # in the worker"): JAX,
+    ("docs/integrations/frameworks.md", "KerasPublisher  # in the trainer"): KERAS,
+    ("docs/integrations/frameworks.md", "KerasSubscriber  # in the worker"): KERAS,
+    ("docs/integrations/frameworks.md", "model.fit("): KERAS,
     ("docs/integrations/sglang.md", "SglangServer("): "needs an SGLang server: make test-sglang serves one",
     ("docs/integrations/sglang.md", "sglang.Engine("): "needs SGLang on a GPU",
     ("docs/integrations/torch.md", "src=[0, 1, 2, 3]"): RANKS,
@@ -207,11 +207,11 @@ COMPILED = {
 # Shell blocks whose `pulse` commands are parsed by the real parser and not run.
 PARSED = {
     ("docs/usage.md", "pulse publish checkpoint/"): "an overview of the commands; tests/cli runs each of them",
-    ("docs/experiments.md", "pulse study experiment list"): "trains for minutes to hours; lab/tests runs small ones",
+    ("lab/docs/experiments.md", "study experiment list"): "trains for minutes to hours; lab/tests runs small ones",
     ("docs/fleet.md", "$ pulse status"): "shows a fleet of three workers; tests/cli/test_status.py has one",
     (
         "docs/integrations/other_trainers.md",
-        "pulse import",
+        "pulse import /shared/sync",
     ): "reads what a trainer writes: test_delta_folder.py imports",
 }
 

@@ -5,14 +5,15 @@ links work as they are. A site knows only the files below one folder. So this sc
 folder and rewrites the links of the copies:
 
 - `README.md` becomes the first page of the site, and a page of `docs/` keeps its path below `docs/`;
+- a page of `lab/docs/` goes below `repository/` and needs a place in the navigation, as one of `docs/` does;
 - every other page, picture and data file goes below `repository/`, under its path in the repository;
 - a source file becomes a page that shows it, and a folder becomes a page that lists it;
 - every public module gets a page below `api/`, which mkdocstrings fills from the docstrings;
 - `cli.md` and `api.md` are made from the commands and the docstrings. A link to `docs/public_names.txt` leads to
   `api.md`, and `pulse COMMAND --help` in a sentence becomes a link to `cli.md`.
 
-It fails when a page of `docs/` is missing from the navigation, when the navigation names a page that does not exist,
-and when a link leads to no file of the repository.
+It fails when a page of `docs/` or `lab/docs/` is missing from the navigation, when the navigation names a page that
+does not exist, and when a link leads to no file of the repository.
 """
 
 import posixpath
@@ -67,7 +68,8 @@ class SiteSource:
             BrokenSiteError: a link leads nowhere, or the navigation is not the list of the pages.
         """
         shutil.rmtree(self.target, ignore_errors=True)
-        docs = sorted(path.relative_to(self.root).as_posix() for path in (self.root / "docs").rglob("*.md"))
+        folders = (self.root / "docs", self.root / "lab" / "docs")
+        docs = sorted(path.relative_to(self.root).as_posix() for folder in folders for path in folder.rglob("*.md"))
         assets = [path.relative_to(self.root).as_posix() for path in (self.root / "docs" / "assets").glob("*")]
         self._waiting = ["README.md", *docs, *assets]
         self._waiting += [path for path in map(self._path_of, nav) if path]

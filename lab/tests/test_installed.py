@@ -1,4 +1,4 @@
-"""The lab's wheel beside that of pulsesync, in an environment of their own: no checkout, no extras, no tools.
+"""The lab's wheel together with that of pulsesync, in an environment of their own: no checkout, no extras, no tools.
 
 `make dist-test` installs both with pip, as a user does: PULSE_INSTALLED_LAB is the folder of commands then.
 """

@@ -266,7 +266,7 @@ def test_a_subscriber_follows_a_pointer_of_the_run(name: str, version: int) -> N
 
 @by_name(RUNS)
 def test_writing_a_run_again_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
-    """zstd frames may differ with the library's version: constraints/dev.txt pins it, so here they are equal as well."""
+    """zstd frames may differ with the library's version: constraints pin it, so here they are equal as well."""
     again = tmp_path / run.name
     make_golden.CASES[run.name](again)
     names = {path.relative_to(run) for path in run.rglob("*") if path.is_file()}

@@ -152,6 +152,27 @@ def test_deleting_frees_the_object_store(name: str) -> None:
     assert not spilled()
 
 
+@pytest.mark.slow
+def test_an_object_that_is_deleted_while_it_is_read_stays_until_it_was_read(name: str) -> None:
+    store, before = RayStore(name), free_bytes()
+    directory = ray.get_actor(f"store/{name}", namespace=cluster.NAMESPACE)
+    for ends in ("the reader has it", "the reader died"):
+        store.put("parts/a", bytes(32 << 20))
+        (found,) = ray.get(
+            directory.read.remote("parts/a", 0, None, "mine", 60.0 if ends == "the reader has it" else 1.0)
+        )
+        store.delete("parts/a")
+        del found
+        time.sleep(0.5)  # for Ray to free what nothing refers to
+        assert free_bytes() < before - (31 << 20)
+        if ends == "the reader has it":
+            ray.get(directory.end_loan.remote("mine"))
+        else:
+            time.sleep(1.0)
+            store.put("head", b"1")  # any write ends what is overdue
+        wait_until(lambda: free_bytes() >= before - (1 << 20))
+
+
 def free_bytes() -> float:
     return float(ray.available_resources().get("object_store_memory", 0.0))
 

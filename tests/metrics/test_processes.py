@@ -17,7 +17,7 @@ from pulsesync_lab.demo.settings import DemoSettings
 from tests.commands import pulse as pulse_command
 from tests.commands import start
 from tests.metrics.scraping import Scraped, scrape
-from tests.server.test_server import running
+from tests.serving import running
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")

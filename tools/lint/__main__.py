@@ -1,4 +1,4 @@
-"""`python -m tools.lint`: what no type checker knows: words, pages, layout, public names, and the examples of monitoring."""
+"""`python -m tools.lint` checks what no type checker knows: words, pages, layout, public names, monitoring."""
 
 import sys
 

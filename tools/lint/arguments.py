@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from pulsesync import events
+from tools.docs_api import MADE_OF
 from tools.lint.public_names import MODULES
 
-# Made at their first use, which needs transformers or Keras, from a class that has all of their code.
-MADE_OF = {"PulseCallback": "PublishingCallback", "KerasCallback": "KerasPublishing"}
 # What the library returns and callers only read: its fields are described where they are declared.
 RETURNED = {
     "BroadcastReport",

@@ -35,7 +35,7 @@ def _described() -> Iterator[str]:
     for path in PACKAGE.glob("*/__init__.py"):
         if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))):
             yield f"{path.relative_to(ROOT)} has no docstring"
-        if not f"\n  {path.parent.name}/ " in page and f"\n  {path.parent.name}/\n" not in page:
+        if f"\n  {path.parent.name}/ " not in page and f"\n  {path.parent.name}/\n" not in page:
             yield f"docs/architecture.md does not describe {path.parent.name}/"
     for package in ("core", "format", "state", "device", "group", "loco", "run", "publish", "maintain"):
         for path in (PACKAGE / package).glob("*.py"):

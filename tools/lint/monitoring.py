@@ -82,7 +82,9 @@ def _alerts() -> Iterator[str]:
             yield f"{rule['alert']}: severity must be page or ticket"
         if set(rule["annotations"]) != {"summary", "description"}:
             yield f"{rule['alert']} needs a summary and a description, and no other annotation"
-        yield from (f"{rule['alert']} has {key}" for key in set(rule) - {"alert", "expr", "for", "labels", "annotations"})
+        yield from (
+            f"{rule['alert']} has {key}" for key in set(rule) - {"alert", "expr", "for", "labels", "annotations"}
+        )
     alerted = {name for rule in rules() for name in metrics_in(rule["expr"])}
     yield from (f"no alert reads {name}" for name in MUST_ALERT - alerted)
 
@@ -96,7 +98,9 @@ def _board() -> Iterator[str]:
     places = [tuple(panel["gridPos"].values()) for panel in made["panels"]]
     if len({*places}) != len(places) or len({panel["id"] for panel in made["panels"]}) != len(places):
         yield "two panels have one place or one id"
-    yield from (f"{panel['id']} is too wide" for panel in made["panels"] if panel["gridPos"]["x"] + panel["gridPos"]["w"] > 24)
+    yield from (
+        f"{panel['id']} is too wide" for panel in made["panels"] if panel["gridPos"]["x"] + panel["gridPos"]["w"] > 24
+    )
     for panel in panels():
         if panel["datasource"] != {"type": "prometheus", "uid": "${datasource}"}:
             yield f"{panel['title']} must read the data source that is chosen on the board"

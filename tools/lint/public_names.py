@@ -52,3 +52,6 @@ def check(text: str | None = None) -> list[str]:
         problems += [f"{LIST.name} lacks {module}.{name}" for name in sorted({*public} - {*listed})]
         problems += [f"{LIST.name} has {module}.{name} twice" for name in sorted({*listed}) if listed.count(name) > 1]
     return problems
+
+
+MODULES = list(read_list(LIST.read_text()))

@@ -1,4 +1,4 @@
-"""The program of docs/integrations/keras.md runs as it stands, and the page names the versions that are tested."""
+"""The program with Keras of docs/integrations/frameworks.md runs as it stands; the page names the tested versions."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from tests.examples import ROOT, python_path
 
 pytest.importorskip("keras", reason="needs Keras 3: make test-jax runs it")
 pytestmark = pytest.mark.timeout(240)  # on a machine without cached kernels each process compiles them
-PAGE = (ROOT / "docs" / "integrations" / "keras.md").read_text()
+PAGE = (ROOT / "docs" / "integrations" / "frameworks.md").read_text()
 MARK = "<!-- run by tests/integrations/keras/test_page.py -->"
 PROGRAMS = re.findall(MARK + r"\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 

@@ -2,7 +2,7 @@
 
 Every figure is the forecast over the measurement, minus one, of a mean over all steps of a run; the lowest and the
 highest of the runs are kept. The runs, one by one, are in benchmarks/results/plan_heldout_2026-11-16.md, and
-`benchmarks/bench_plan.py --heldout` fails where this table does not follow from them.
+`python -m benchmarks plan --heldout FILE` fails where this table does not follow from them.
 """
 
 from collections.abc import Mapping
