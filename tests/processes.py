@@ -196,6 +196,10 @@ _FLEETS: list[Fleet] = []
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    return one_fleet(tmp_path_factory)
+
+
+def one_fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     """One for all modules of a test process. It ends with it, however that ends: its zygote reads from a pipe."""
     if not _FLEETS:
         _FLEETS.append(Fleet(tmp_path_factory.mktemp("fleet")))
