@@ -127,7 +127,14 @@ def tests_by_line(package: str, folder: Path, options: list[str]) -> dict[tuple[
     data, report = folder / f"{package}.coverage", folder / f"{package}.xml"
     env = {**os.environ, "COVERAGE_FILE": str(data), "PYTHONPATH": _path(ROOT / "src")}
     program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
-    cov = [f"--cov=pulsesync.{package}", "--cov-context=test", "--cov-report="]
+    cov = [
+        f"--cov=pulsesync.{package}",
+        "--cov-context=test",
+        "--cov-report=",
+        "--timeout=0",
+        "-o",
+        "faulthandler_timeout=0",
+    ]
     subprocess.run([*program, *cov, f"tests/{package}"], cwd=ROOT, env=env, stdout=sys.stderr, check=False)
     connection = sqlite3.connect(data)
     rows = connection.execute(
