@@ -765,12 +765,6 @@ def test_the_example_ends_with_the_same_weights_in_every_actor(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_script_of_the_documentation_runs() -> None:
-    out = run(documented("class Trainer"), RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    assert out.splitlines()[-2:] == [f"rollout {n} holds version 9" for n in range(2)]
-
-
-@pytest.mark.slow
 def test_the_script_of_the_documentation_runs_as_it_is_on_two_nodes() -> None:
     out = on_two_nodes(
         documented("class Trainer") + "print({node['Alive'] for node in ray.nodes()}, len(ray.nodes()))\n"
