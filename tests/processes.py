@@ -34,7 +34,7 @@ import torch
 
 from tests.examples import python_path
 
-GROUP_TIMEOUT_S = 10
+GROUP_TIMEOUT_S = 20  # nobody waits as long
 PROCESS_S = 45  # after which processes that still run are ended, and the test fails
 ROOT = Path(__file__).parents[1]
 # The exit handler that is registered first, before anything is imported, runs last.
