@@ -59,7 +59,9 @@ class Forked:
         }
         (stdin, ours), (out, stdout), (err, stderr), (self._life, ended) = (os.pipe() for _ in range(4))
         handles = [stdin, stdout, stdout if together else stderr, ended]
-        socket.send_fds(_zygote(), [json.dumps(order).encode()], handles)
+        zygote, data = _zygote(), json.dumps(order).encode()
+        socket.send_fds(zygote, [NUMBER.pack(len(data))], handles)
+        zygote.sendall(data)
         for handle in (stdin, stdout, stderr, ended):
             os.close(handle)
         (self.pid,) = NUMBER.unpack(os.read(self._life, NUMBER.size))
@@ -115,7 +117,7 @@ _ZYGOTES: list[socket.socket] = []
 def _zygote() -> socket.socket:
     """The connection to the process from which the others are forked. That ends when this one does."""
     if not _ZYGOTES:
-        connection, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        connection, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forked", str(theirs.fileno())],
@@ -140,10 +142,10 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     loaded = False
     while True:
-        data, handles, *_ = socket.recv_fds(connection, 1 << 20, 4)
-        if not data:
+        size, handles, *_ = socket.recv_fds(connection, NUMBER.size, 4)
+        if not size:
             return
-        order = json.loads(data)
+        order = json.loads(connection.recv(NUMBER.unpack(size)[0], socket.MSG_WAITALL))
         if order["kernels"] and not loaded:
             from pulsesync import warm_up
 

@@ -165,9 +165,9 @@ def test_an_object_that_is_deleted_while_it_is_read_stays_until_it_was_read(name
     directory = ray.get_actor(f"store/{name}", namespace=cluster.NAMESPACE)
     for ends in ("the reader has it", "the reader died"):
         store.put("parts/a", bytes(32 << 20))
-        (found,) = ray.get(
-            directory.read.remote("parts/a", 0, None, "mine", 60.0 if ends == "the reader has it" else 1.0)
-        )
+        loan_s = 60.0 if ends == "the reader has it" else 1.0
+        (found,) = ray.get(directory.read.remote("parts/a", 0, None, "mine", loan_s))
+        wait_until(lambda: free_bytes() < before - (31 << 20))
         store.delete("parts/a")
         del found
         time.sleep(0.5)  # for Ray to free what nothing refers to
@@ -200,7 +200,7 @@ def wait_until(true: Callable[[], bool], within_s: float = 30.0) -> None:
 def test_an_object_whose_owner_died_under_a_reader_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RayStore(name)
     store.put("parts/a", bytes(BIG))
-    found = store._call("read", "parts/a", 0, None)
+    found = store._call("read", "parts/a", 0, None, "mine", 60.0)
     monkeypatch.setattr(store, "_call", lambda *_: found)
     store.close()
 
@@ -316,9 +316,9 @@ Trainer = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(TrainerAc
 Rollout = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(RolloutActor)
 
 
-@pytest.fixture(params=["ray", "folder"])
-def link(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> Link:
-    return Link(name, at=None if request.param == "ray" else str(tmp_path / "run"))
+def link_to(place: str, name: str, folder: Path) -> Link:
+    """A link whose run is in Ray's object store, or in a folder."""
+    return Link(name, at=None if place == "ray" else str(folder / "run"))
 
 
 def start(link: Link, trainers: int, slices: list[Slices], **options: Any) -> tuple[list[Any], ...]:
@@ -354,21 +354,18 @@ def test_shards_of_two_trainers_reach_a_rollout_of_another_layout(name: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "options", "slices"),
+    ("place", "size", "options", "slices"),
     [
-        (2, {"grid": GRID, "min_tile": 1}, [{}, HALVES, QUARTERS]),
-        (2, {"codec": "gap"}, [HALVES, ACROSS]),
-        (1, {}, [{}, {"down": None}]),
+        ("ray", 2, {"grid": GRID, "min_tile": 1}, [{}, HALVES, QUARTERS]),
+        ("folder", 2, {"codec": "gap"}, [HALVES, ACROSS]),
+        ("ray", 1, {}, [{}, {"down": None}]),
     ],
 )
 def test_shards_of_trainers_reach_rollouts_of_other_layouts(
-    link: Link, size: int, options: dict[str, Any], slices: list[Slices]
+    name: str, tmp_path: Path, place: str, size: int, options: dict[str, Any], slices: list[Slices]
 ) -> None:
-    reach(link, size, options, slices)
-
-
-def reach(link: Link, size: int, options: dict[str, Any], slices: list[Slices]) -> None:
     """Every rollout has the weights of its slices after every step, and waits for the first."""
+    link = link_to(place, name, tmp_path)
     trainers, rollouts = start(link, size, slices, **options)
     waiting = [one.sync.remote() for one in rollouts]  # for the first version, which is not there yet
     assert ray.wait(waiting, timeout=0.3)[0] == []
@@ -380,8 +377,11 @@ def reach(link: Link, size: int, options: dict[str, Any], slices: list[Slices]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_trainer_that_is_killed_in_a_publish_comes_back_and_the_run_goes_on(link: Link, killed: int) -> None:
+@pytest.mark.parametrize(("place", "killed"), [("ray", 0), ("folder", 1)])
+def test_a_trainer_that_is_killed_in_a_publish_comes_back_and_the_run_goes_on(
+    name: str, tmp_path: Path, place: str, killed: int
+) -> None:
+    link = link_to(place, name, tmp_path)
     slices: list[Slices] = [{}, HALVES]
     trainers, rollouts = start(link, 2, slices)
     assert ray.get([one.publish.remote(0) for one in trainers]) == [0, 0]
@@ -417,7 +417,8 @@ def test_a_trainer_may_be_killed_at_any_moment(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_that_was_committed_is_lost_with_all_its_trainers(link: Link) -> None:
+def test_nothing_that_was_committed_is_lost_with_all_its_trainers(name: str) -> None:
+    link = Link(name)
     trainers, _ = start(link, 2, [])
     for step in range(3):
         ray.get([one.publish.remote(step) for one in trainers])
@@ -431,7 +432,8 @@ def test_nothing_that_was_committed_is_lost_with_all_its_trainers(link: Link) ->
 
 
 @pytest.mark.slow
-def test_a_rollout_that_is_killed_catches_up(link: Link) -> None:
+def test_a_rollout_that_is_killed_catches_up(name: str) -> None:
+    link = Link(name)
     slices: list[Slices] = [{}, QUARTERS]
     trainers, rollouts = start(link, 2, slices, grid=GRID, min_tile=1)
     ray.get([one.publish.remote(0) for one in trainers])
@@ -563,8 +565,8 @@ def expected() -> list[tuple[float, str]]:
 
 
 @pytest.mark.slow
-def test_ppo_synced_by_patches_is_ppo_bit_for_bit(link: Link, expected: list[tuple[float, str]]) -> None:
-    with built(patched_sync(ppo(), link)) as algorithm:
+def test_ppo_synced_by_patches_is_ppo_bit_for_bit(name: str, expected: list[tuple[float, str]]) -> None:
+    with built(patched_sync(ppo(), Link(name))) as algorithm:
         assert hashes(algorithm) == [hashed(learner_weights(algorithm))] * 3
         assert trained(algorithm, 3) == expected
         report = algorithm.env_runner_group.sync_weights.report
