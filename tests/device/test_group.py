@@ -165,8 +165,14 @@ def test_messages_are_byte_for_byte_those_of_the_host(method: Method, device: st
     assert np.array_equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("memories", BOTH)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "memories"),
+    [
+        pytest.param(method, memories, marks=[pytest.mark.slow] * (memories != BOTH[0] and method != "coded"))
+        for method in METHODS
+        for memories in BOTH
+    ],
+)
 def test_a_receiver_gets_every_bit_and_can_return(method: Method, memories: tuple[str, str], device: str) -> None:
     old = random_model()
     pair = Joined(old, {name: torch.zeros_like(tensor) for name, tensor in old.items()}, memories, device)
@@ -246,11 +252,12 @@ def test_changes_out_of_order_or_outside_their_tile_are_refused(places: list[int
 def test_tensor_parallel_receivers_get_their_columns_from_a_source_that_has_all(device: str) -> None:
     old = {"up": random_model()["large"], "norm": torch.ones(20).bfloat16()}
     new = changed(old, 4)
-    for rank in range(2):
+    ways: tuple[tuple[Method, ...], ...] = (("dense", "coded"), ("plain",))
+    for rank, methods in enumerate(ways):
         mine = {"up": torch.zeros(20, 10).bfloat16(), "norm": torch.zeros(20).bfloat16()}
         received = tensor_parallel(mine, rank, 2, columns=["up"])
         other = tensor_parallel(mine, 1 - rank, 2, columns=["up"])
-        for method in ("dense", "plain", "coded"):
+        for method in methods:
             pair = Joined(old, received, ("device", "device"), device, other)
             pair.bring(new)
             pair.commit(*pair.carry(method))
@@ -425,7 +432,9 @@ class _Counted:
         return self._kernel[grid]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["coded", "plain", *(pytest.param(method, marks=pytest.mark.slow) for method in ("gap", "dense"))]
+)
 def test_launches_do_not_grow_with_tensors(method: Method, device: str) -> None:
     counted = []
     for tensors in (3, 30):

@@ -82,7 +82,7 @@ def answering(reply: Reply, tls: ssl.SSLContext | None = None) -> Iterator[Place
 
     with Server(("127.0.0.1", 0), Handler) as server:
         place.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             yield place

@@ -264,7 +264,7 @@ def broken_server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[
             self.close_connection = True
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
