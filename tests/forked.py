@@ -39,20 +39,29 @@ class Forked:
         arguments: What it finds in sys.argv, after "-c".
         environment: Variables in addition to those of this process.
         together: Whether stderr goes into stdout.
+        kernels: Whether it publishes or syncs. The kernels are loaded before the first such process is forked.
     """
 
     def __init__(
-        self, program: str, *arguments: object, environment: dict[str, str] | None = None, together: bool = False
+        self,
+        program: str,
+        *arguments: object,
+        environment: dict[str, str] | None = None,
+        together: bool = False,
+        kernels: bool = False,
     ) -> None:
         order = {
             "program": program,
             "arguments": [str(one) for one in arguments],
             "environment": {**os.environ, **(environment or {})},
             "folder": str(Path.cwd()),
+            "kernels": kernels,
         }
         (stdin, ours), (out, stdout), (err, stderr), (self._life, ended) = (os.pipe() for _ in range(4))
         handles = [stdin, stdout, stdout if together else stderr, ended]
-        socket.send_fds(_zygote(), [json.dumps(order).encode()], handles)
+        zygote, data = _zygote(), json.dumps(order).encode()
+        socket.send_fds(zygote, [NUMBER.pack(len(data))], handles)
+        zygote.sendall(data)
         for handle in (stdin, stdout, stderr, ended):
             os.close(handle)
         (self.pid,) = NUMBER.unpack(os.read(self._life, NUMBER.size))
@@ -108,7 +117,7 @@ _ZYGOTES: list[socket.socket] = []
 def _zygote() -> socket.socket:
     """The connection to the process from which the others are forked. That ends when this one does."""
     if not _ZYGOTES:
-        connection, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        connection, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.forked", str(theirs.fileno())],
@@ -131,10 +140,17 @@ def main() -> None:
         with suppress(ModuleNotFoundError):  # an extra that is not installed
             importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    loaded = False
     while True:
-        order, handles, *_ = socket.recv_fds(connection, 1 << 20, 4)
-        if not order:
+        size, handles, *_ = socket.recv_fds(connection, NUMBER.size, 4)
+        if not size:
             return
+        order = json.loads(connection.recv(NUMBER.unpack(size)[0], socket.MSG_WAITALL))
+        if order["kernels"] and not loaded:
+            from pulsesync import warm_up
+
+            warm_up()
+            loaded = True
         if os.fork():
             for handle in handles:
                 os.close(handle)
@@ -149,7 +165,7 @@ def main() -> None:
             os.write(ended, NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
             os._exit(0)
         os.close(ended)
-        run(json.loads(order), pipes)
+        run(order, pipes)
         return
 
 

@@ -29,6 +29,7 @@ from tests.examples import python_path
 torch = pytest.importorskip("torch", reason="the code blocks of the pages need torch: they are NOT tested")
 pytestmark = pytest.mark.timeout(300)  # on a machine without cached kernels the first page compiles them
 BUCKET = "s3://bucket/"  # replaced by a folder in every block that runs
+PAUSE = "time.sleep(0.01 * "  # in place of time.sleep(: a small model's step stands for that of a larger one
 DATA = ("", "text", "json", "toml", "yaml", "mermaid", "promql")  # drawings, listings and files: nothing to execute
 PROGRAM = re.compile(r"^(\$ )?(pulse|pip|make|python|torchrun|vllm|curl|docker) ", re.MULTILINE)
 
@@ -352,7 +353,7 @@ class Page:
             assert _fits(printed, command.shown), f"{block}: prints\n{printed}and the page shows\n{command.shown}"
 
     def _local(self, text: str) -> str:
-        return text.replace(BUCKET, f"{self.folder}/bucket/")
+        return text.replace(BUCKET, f"{self.folder}/bucket/").replace("time.sleep(", PAUSE)
 
 
 def _is_on_page(block: Block, script: str) -> bool:

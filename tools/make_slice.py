@@ -1,4 +1,4 @@
-"""Cut lab/src/pulsesync_lab/demo/data/grpo-slice.npz out of the recorded run; README.md next to that file describes it.
+"""Cut lab/src/pulsesync_lab/demo/data/grpo-slice.npz out of the recorded run; README.md in that folder describes it.
 
 python -m tools.make_slice --trace DIR --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 """

@@ -36,7 +36,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster import gpu_report, report
+from benchmarks.cluster import gpu, gpu_report, report
+from benchmarks.cluster.gpu import summary, sync_of
 from benchmarks.cluster.methods import BASELINES, OURS
 from benchmarks.harness import recording
 from benchmarks.harness.links import Link, Namespaces, Proxy, end_like_ctrl_c
@@ -208,24 +209,6 @@ def measure(pair: Pair, ways: list[str], case: Case, given: argparse.Namespace) 
     return {way: summary(syncs) for way, syncs in taken.items()}
 
 
-def sync_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    source, receiver = answers
-    out = {"seconds": seconds_of(answers), "method": source.get("method")}
-    out |= {name: source[name] for name in ("messages", "sent_bytes")}
-    for end, told in (("source", source), ("receiver", receiver)):
-        out |= {f"{end}_{name}": told[name] for name in told if name.endswith("_s")}
-    return out
-
-
-def summary(syncs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the figures of each sync, and the seconds of all syncs."""
-    out: dict[str, Any] = {
-        name: statistics.median(one.get(name, 0) for one in syncs) for name in syncs[0] if name != "method"
-    }
-    everyone = [one["seconds"] for one in syncs]
-    return out | {"method": statistics.mode(one["method"] for one in syncs), "least": min(everyone), "all": everyone}
-
-
 def run(given: argparse.Namespace, cache: Path) -> list[dict[str, Any]]:
     """Measure every point that the --points file does not have yet; return all points."""
     file = Path(given.points) if given.points else None
@@ -288,12 +271,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     files = "only print the report of these files of --points, with a GPU; see gpu_report.py"
     parser.add_argument("--report", nargs="+", type=Path, metavar="POINTS", help=files)
     parser.add_argument("--json", type=Path, help="with --report: write the points to this file")
-    parser.add_argument("--fill", type=Path, metavar="PAGE", help="with --report: replace names in braces by figures")
 
 
 def main(given: argparse.Namespace) -> None:
     if given.report:
-        gpu_report.report_files(given.report, given.json, given.fill)
+        gpu_report.report_files(given.report, given.json)
         return
     if given.budget_s is None:
         given.budget_s = 240 if given.device else 20
@@ -304,8 +286,6 @@ def main(given: argparse.Namespace) -> None:
     end_like_ctrl_c()
     with tempfile.TemporaryDirectory(prefix="bench-cluster-") as folder:
         if given.device:
-            from benchmarks.cluster import gpu  # which needs torch with its kernels, and Triton
-
             gpu.run(given, Path(given.cache or folder))
             return
         points = run(given, Path(given.cache or folder))

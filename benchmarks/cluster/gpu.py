@@ -243,9 +243,9 @@ def summary(syncs: list[dict[str, Any]]) -> dict[str, Any]:
     for name in syncs[0]:
         if name != "method":
             middle = max if name.endswith("peak_bytes") else statistics.median
-            out[name] = middle([one[name] for one in syncs])
-    methods = [one["method"] for one in syncs]
-    return out | {"method": statistics.mode(methods), "methods": methods, "all": [one["seconds"] for one in syncs]}
+            out[name] = middle([one.get(name, 0) for one in syncs])
+    methods, everyone = [one["method"] for one in syncs], [one["seconds"] for one in syncs]
+    return out | {"method": statistics.mode(methods), "methods": methods, "least": min(everyone), "all": everyone}
 
 
 # -- the run -------------------------------------------------------------------------------------------------------

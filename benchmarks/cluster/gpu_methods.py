@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.cluster.methods import Sent, as_bytes, buckets_of
+from benchmarks.cluster.methods import DensePerTensor, Sent, buckets_of
 from benchmarks.harness.device import Model, wait
 from pulsesync.group import device_weights
 from pulsesync.group.broadcast import Broadcast
@@ -71,20 +71,6 @@ def download(slot: Slot, data: torch.Tensor) -> torch.Tensor:
     if data.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
     return room
-
-
-class DensePerTensor:
-    """A broadcast for every tensor; torch's gloo brings tensors of a GPU through pinned memory by itself."""
-
-    def __init__(self, model: Model, source: bool) -> None:
-        self.tensors = [as_bytes(tensor) for tensor in model.values()]
-
-    def sync(self, staged: bool = False) -> dict[str, Any]:
-        sent = Sent()
-        with sent.phase("wire_s"):
-            for tensor in self.tensors:
-                sent.begin(tensor).wait()
-        return sent.fields()
 
 
 class DenseBucketed:

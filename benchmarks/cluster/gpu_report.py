@@ -1,9 +1,8 @@
 """The report of cluster.py with --device: measurements, computed times of other links, and the goals.
 
-    python -m benchmarks cluster --report POINTS... [--json FILE] [--fill PAGE]
+    python -m benchmarks cluster --report POINTS... [--json FILE]
 
-prints the report of the points that one or more runs have saved, writes them as JSON, and fills in a page: {{name}} is
-replaced by the figure or table of that name; unknown names stay and are listed.
+prints the report of the points that one or more runs have saved, and writes them as JSON.
 
 The time of a link is computed from stages that each end on the device before the next begins. They are those of
 cluster_stages, where each end has the GPU to itself, if its points are given; otherwise those of one more sync
@@ -20,7 +19,6 @@ control messages (meet and verdict), and dense without packing.
 """
 
 import json
-import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -401,36 +399,9 @@ def report(points: list[Point]) -> None:
         print(f"A run of {one['spent_s']:.0f} s at commit {one['commit']}. Not measured: {left}")
 
 
-def figures(points: Points) -> dict[str, str]:
-    """The names that a page can use in braces, and their values."""
-    out = {name: content for name, _, content in sections(points)} | {"verdicts": verdicts(points)}
-    for _, _, named in checks(points):
-        out |= {name: f"{value:.1%}" if "share" in name else f"{value:.2f}" for name, value in named.items()}
-    missing = [what for run in points.runs for what in run["missing"]]
-    out |= {"not measured": "; ".join(missing) or "nothing of what was planned"}
-    out |= {"commit": ", ".join(dict.fromkeys(run["commit"] for run in points.runs))}
-    for one in points.all:
-        name = f"{one['model']} {one['way']} {one['density']:.1%} {one['link']}"
-        out |= {f"{name} ms": f"{1e3 * one['seconds']:.0f}", f"{name} MB": f"{one['sent_bytes'] / 1e6:.4g}"}
-        out |= {f"{name} messages": f"{one['messages']:g}", f"{name} Gbit/s": f"{one['rate'] / 1e9:.3g}"}
-    return out
-
-
-def fill(page: Path, known: dict[str, str]) -> list[str]:
-    """Replace names in a page by their figures; return the unknown names."""
-    text = re.sub(r"\{\{(.+?)\}\}", lambda found: known.get(found[1], found[0]), page.read_text())
-    page.write_text(text)
-    return re.findall(r"\{\{(.+?)\}\}", text)
-
-
-def report_files(paths: Sequence[Path], json_file: Path | None, page: Path | None) -> None:
-    """Print the report of the points in some files; write them as JSON, and fill in a page."""
+def report_files(paths: Sequence[Path], json_file: Path | None) -> None:
+    """Print the report of the points in some files; write them as JSON."""
     points = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     report(points)
-    known = figures(Points(points))
     if json_file:
         write(json_file, [json.loads(json_line({"bench": "cluster, GPU", "points": points}))])
-        known["raw data"] = f"[{json_file.name}](data/{json_file.name})"
-    if page:
-        left = fill(page, known)
-        print("Still to be filled in: " + (", ".join(left) or "nothing"))

@@ -93,12 +93,12 @@ def buckets_of(model: Model, bucket_bytes: int) -> list[list[torch.Tensor]]:
 
 
 class DensePerTensor:
-    """A broadcast for every tensor."""
+    """A broadcast for every tensor; torch's gloo brings tensors of a GPU through pinned memory by itself."""
 
-    def __init__(self, model: Model, source: bool, bucket_bytes: int) -> None:
+    def __init__(self, model: Model, source: bool, bucket_bytes: int = 0) -> None:
         self.tensors = list(model.values())
 
-    def sync(self) -> dict[str, Any]:
+    def sync(self, staged: bool = False) -> dict[str, Any]:
         sent = Sent()
         with sent.phase("wire_s"):
             for tensor in self.tensors:

@@ -1,4 +1,4 @@
-"""The report of cluster.py: measurements, the cost model compared with them, and a model of 7.6 B weights.
+"""The report of cluster.py: measurements, and the cost model compared with them.
 
 A point is one case (weights, cut into tensors, changed to a density) on one link; `ways` has, by method, the figures of
 a sync.
@@ -16,12 +16,6 @@ OTHERS = ("dense per tensor", "dense bucketed", "index+value per tensor", "index
 WORK = tuple(f"source_{what}_s" for what in ("copy", "diff", "encode", "digest")) + tuple(
     f"receiver_{what}_s" for what in ("copy", "prepare", "undo", "digest", "apply")
 )
-BILLIONS = 7.6
-# Milliseconds for 7.6 B weights on one H200, 1 % changed (results/gpu_h200_2026-11-17.md, run 7). Whole syncs of two
-# ranks on a GPU are measured with --device, and gpu_report.py computes other links from their stages.
-GPU_DIFF_MS = 10.8
-GPU_ENCODE_MS = 39.6  # with the diff
-GPU_DECODE_MS = 27.7  # with applying and the digest
 
 
 def progress(point: Point) -> str:
@@ -43,7 +37,6 @@ def report(points: list[Point], given: int, rounds: int) -> None:
     for case in cases_of(points):
         print(case_table(case) + "\n")
     print(cost_model(points) + "\n")
-    print(projection(points) + "\n")
     told = list(checks(points))
     print("\n".join(f"- {'yes' if fine else 'NO '} {what}" for fine, what, _ in told) + "\n")
     figures = {name: figure for _, _, named in told for name, figure in named.items()}
@@ -144,52 +137,6 @@ def cost_model(points: list[Point]) -> str:
         "**The cost model**: S bytes dense, S/X sparse, X = 1/(3ρ) for index and value (6 bytes a change); predicted "
         "is bytes over the link as measured plus the work at both ends as measured, one after the other\n\n"
         + table([*head, "measured ÷ predicted"], rows)
-    )
-
-
-def at_one_percent(points: list[Point], way: str) -> Point | None:
-    """The largest case that changes about 1 %, on the fastest link that was measured with this method."""
-    known = [p for p in points if way in p["ways"] and 0.004 < p["density"] < 0.02 and p["tensors"] <= 300]
-    return max(known, key=lambda p: (p["weights"], p["rate"]), default=None)
-
-
-def beyond_bytes_s(point: Point, way: str) -> float:
-    """Seconds of a sync in addition to those of its bytes: work at both ends that did not overlap with the transfer."""
-    found = point["ways"][way]
-    return max(0.0, float(found["seconds"] - 8 * found["sent_bytes"] / point["rate"]))
-
-
-def projection(points: list[Point]) -> str:
-    """What a sync of 7.6 B weights would take: a model, not a measurement."""
-    coded, pairs = at_one_percent(points, "ours, coded"), at_one_percent(points, "index+value bucketed")
-    if coded is None or pairs is None:
-        return "No model at 7.6 B weights: nothing was measured at 1 %."
-    weights, density = BILLIONS * 1e9, 0.01
-    found = coded["ways"]["ours, coded"]
-    bits = 8 * found["sent_bytes"] / found["changed"]
-    sizes = {"dense": 2 * weights, "index+value": 6 * density * weights, "coded": bits / 8 * density * weights}
-    cpu = {
-        "dense": 0.0,
-        "index+value": beyond_bytes_s(pairs, "index+value bucketed") / pairs["weights"] * weights,
-        "coded": beyond_bytes_s(coded, "ours, coded") / coded["weights"] * weights,
-    }
-    gpu = {
-        "dense": 0.0,
-        "index+value": GPU_DIFF_MS / 1e3,
-        "coded": (GPU_ENCODE_MS + GPU_DECODE_MS) / 1e3,
-    }
-    rows = []
-    for gigabits in (0.1, 1, 10, 25, 100):
-        times = [8 * sizes[way] / (gigabits * 1e9) + work[way] for work in (cpu, gpu) for way in sizes]
-        times = [times[0], *times[1:3], *times[4:]]
-        rows.append([f"{gigabits:g} Gbit/s", *(f"{seconds:.3g}" for seconds in times)])
-    head = ["link", "dense", "index+value, CPU", "coded, CPU", "index+value, GPU", "coded, GPU"]
-    return (
-        f"**A model, not a measurement**: seconds for a sync of {BILLIONS} B weights of which 1 % changed, bytes over "
-        f"the link plus work, one after the other: {', '.join(f'{k} {v / 1e9:.3g} GB' for k, v in sizes.items())} "
-        f"({bits:.1f} bits a change). CPU: what this machine took at {coded['weights'] / 1e6:.0f} M weights, scaled "
-        f"(index+value {cpu['index+value']:.1f} s, coded {cpu['coded']:.1f} s). GPU: what one H200 took (index+value"
-        f" {1e3 * gpu['index+value']:.0f} ms, coded {1e3 * gpu['coded']:.0f} ms)\n\n{table(head, rows)}"
     )
 
 

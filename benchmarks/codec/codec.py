@@ -15,26 +15,25 @@ for it. Results are printed only if every method reproduced the new state bit fo
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import pulsesync
+from benchmarks.codec.version import Published, publish
 from benchmarks.harness import recording
 from benchmarks.harness.baselines import Baseline, baselines, check
 from benchmarks.harness.report import Rounds, json_line, provenance, table
 from benchmarks.harness.weights import SEED, State, Steps, as_bf16, flat, generated, recorded
 from pulsesync import kernels
-from pulsesync.core import digest
 from pulsesync.core.threads import spread
-from pulsesync.core.types import Sum, TensorSpec
+from pulsesync.core.types import TensorSpec
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import BaseRef, Manifest, PartRef
+from pulsesync.format.manifest import BaseRef
 from pulsesync.state.host import HostState
 
 QUICK = ("--rounds", "1", "--width", "128", "--step", "3")
@@ -42,17 +41,6 @@ OURS: tuple[patch.CodecName, ...] = ("gap", "context", "history", "auto")
 
 
 # -- the methods ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Published:
-    """A version as it is in a store, and the state of its publisher afterwards."""
-
-    manifest: bytes
-    part: bytes
-    sums: dict[int, Sum]
-    digest: str
-    history: History
 
 
 class Ours:
@@ -68,34 +56,9 @@ class Ours:
 
     def publish(self, step: int, old: State, new: State) -> Published:
         """All that a publisher computes for a version; its base does not change."""
-        before, after = flat(old), flat(new)
-        history = self._history
-        part = patch.encode(
-            self.layout,
-            self.layout.tiles,
-            before,
-            after,
-            self._sums,
-            codec=self.codec,
-            history=history if self.remembers else None,
-        )
-        sums = {**self._sums, **part.sums}
-        state = digest.state_digest(self.layout.tables, sums.values())
-        later = history.after(part.patches, before)
-        manifest = Manifest(
-            run="0" * 32,
-            version=step + 1,
-            step=step,
-            epoch=0,
-            index=history.index + 1,
-            base=BaseRef(step, self._digest),
-            layout=self.layout.id,
-            parts=(PartRef(part.id, len(part.data)),),
-            digest=state,
-            history=later.digest() if later.tiles else None,
-            created=int(time.time()),
-        )
-        return Published(manifest.build(), bytes(part.data), sums, state, later)
+        options: dict[str, Any] = {"codec": self.codec, "remembers": self.remembers}
+        base = BaseRef(step, self._digest)
+        return publish(self.layout, flat(old), flat(new), self._sums, self._history, base=base, **options)
 
     def receive(self, published: Published) -> tuple[float, float]:
         """All that a worker does with a version; return the seconds to prepare it, and those to write the weights."""

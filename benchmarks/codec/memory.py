@@ -18,16 +18,24 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+import pulsesync
+from benchmarks.codec.version import publish
 from benchmarks.harness.processes import last_line
 from benchmarks.harness.report import json_line, provenance, table
 from benchmarks.harness.timing import peak, reset_peak, status
-
-if TYPE_CHECKING:
-    from pulsesync.format.patch import CodecName
+from pulsesync.core.types import TensorSpec
+from pulsesync.format import layout as layouts
+from pulsesync.format import manifest as manifests
+from pulsesync.format import patch
+from pulsesync.format.history import History
+from pulsesync.format.manifest import BaseRef
+from pulsesync.format.patch import CodecName
+from pulsesync.state.host import HostState
+from pulsesync.testing import AdamUpdates
 
 QUICK = ("--small", "--codecs", "context", "--threads", "1")
 
@@ -43,12 +51,12 @@ class Point:
     sweep: str
     weights: int  # a multiple of a tensor's
     density: float
-    codec: "CodecName"
+    codec: CodecName
     threads: int
     index: int  # of the measured patch in its epoch
 
 
-def points(small: bool, codecs: "list[CodecName]", threads_of: list[int]) -> Iterator[Point]:
+def points(small: bool, codecs: list[CodecName], threads_of: list[int]) -> Iterator[Point]:
     """The sweeps, smallest first."""
     size = 1 << 25 if small else 1 << 27
     sizes = [size >> 1, size] if small else [1 << 25, 1 << 26, 1 << 27, 1 << 28]
@@ -70,12 +78,6 @@ def points(small: bool, codecs: "list[CodecName]", threads_of: list[int]) -> Ite
 
 def one_tensor_remembered(times: Any, index: int) -> Any:
     """The history of a tensor before patch index: that of one patch, as if all those before had shared its changes."""
-    from pulsesync.core.types import TensorSpec
-    from pulsesync.format import layout as layouts
-    from pulsesync.format import patch
-    from pulsesync.format.history import History
-    from pulsesync.state.host import HostState
-
     layout = layouts.make([TensorSpec("w", "BF16", SHAPE)])
     old, new = {"w": times[0]}, {"w": times[1]}
     sums = HostState(layout, old, {}).sums
@@ -94,12 +96,6 @@ def one_tensor_remembered(times: Any, index: int) -> Any:
 def measure(point: Point, what: str, folder: Path) -> dict[str, Any]:
     """Encode a patch of this point into the folder, or read it from there and apply it; return the memory taken."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: point.threads])
-    import pulsesync
-    from pulsesync.core.types import TensorSpec
-    from pulsesync.format import layout as layouts
-    from pulsesync.format.history import History
-    from pulsesync.state.host import HostState
-
     pulsesync.warm_up()
     times = np.load(folder / f"{point.density}.npy")
     names = [f"layer{i:03d}" for i in range(point.weights // times[0].size)]
@@ -127,49 +123,22 @@ def measure(point: Point, what: str, folder: Path) -> dict[str, Any]:
 
 def encode(point: Point, worker: Any, new: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Do what a publisher does."""
-    from pulsesync.core import digest
-    from pulsesync.format import patch
-    from pulsesync.format.manifest import BaseRef, Manifest, PartRef
-
-    layout, before = worker.layout, worker.history
-    part = patch.encode(
-        layout,
-        layout.tiles,
-        worker.flats,
-        new,
-        worker.sums,
-        codec=point.codec,
-        history=before if before.tiles else None,
-    )
-    after = digest.state_digest(layout.tables, {**worker.sums, **part.sums}.values())
-    later = before.after(part.patches, worker.flats)
-    manifest = Manifest(
-        run="0" * 32,
-        version=1,
-        step=0,
-        epoch=0,
-        index=point.index,
-        base=BaseRef(0, worker.digest),
-        layout=layout.id,
-        parts=(PartRef(part.id, len(part.data)),),
-        digest=after,
-        history=later.digest() if later.tiles else None,
-        created=0,
-    )
-    (folder / "part").write_bytes(part.data)
-    (folder / "manifest").write_bytes(manifest.build())
+    before = worker.history
+    remembers = bool(before.tiles)
+    options: dict[str, Any] = {"codec": point.codec, "remembers": remembers, "base": BaseRef(0, worker.digest)}
+    published = publish(worker.layout, worker.flats, new, worker.sums, before, **options)
+    (folder / "part").write_bytes(published.part)
+    (folder / "manifest").write_bytes(published.manifest)
     return {
-        "changed": sum(p.changed for p in part.patches),
-        "patch_bytes": len(part.data),
+        "changed": published.changed,
+        "patch_bytes": len(published.part),
         "history_before_bytes": before.size_bytes,
-        "history_after_bytes": later.size_bytes,
+        "history_after_bytes": published.history.size_bytes,
     }
 
 
 def decode(worker: Any, folder: Path) -> dict[str, Any]:
     """Do what a worker does."""
-    from pulsesync.format import manifest as manifests
-
     manifest = manifests.parse((folder / "manifest").read_bytes())
     worker.commit(worker.prepare(manifest, [(folder / "part").read_bytes()]))
     return {}
@@ -180,8 +149,6 @@ def decode(worker: Any, folder: Path) -> dict[str, Any]:
 
 def tensor_in_time(density: float) -> Any:
     """One tensor at three successive steps of a run in which a step changes about this share of the weights."""
-    from pulsesync.testing import AdamUpdates
-
     updates = AdamUpdates({"w": SHAPE}, lr=3e-6 * density / 0.0074, seed=SEED)
     return np.stack([updates.step()["w"].reshape(-1) for _ in range(12)][-3:])
 

@@ -23,7 +23,6 @@ import copy
 import hashlib
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
-from benchmarks.engines.vllm_server import ANSWER_S, Server
+from benchmarks.engines.vllm_server import ANSWER_S, Server, reload, say
 from benchmarks.harness.needs import MissingError
 from benchmarks.harness.report import json_line, provenance, shown, table
 from examples.grpo_vllm import Generator, even_numbers, largest_difference, make_model, numbers, settings
@@ -96,10 +95,6 @@ class Arm:
     rounding: list[float] = field(default_factory=list)  # the same, from the trainer's weights as they are
 
 
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
-
-
 # -- servers -------------------------------------------------------------------------------------------------------
 
 
@@ -133,12 +128,7 @@ class Reload:
     def sync(self, trainer: GRPOTrainer) -> tuple[int, float]:
         model = trainer.model if self._dtype == "FP32" else copy.deepcopy(trainer.model).bfloat16()
         model.save_pretrained(self._folder)
-        self._server.call("POST", "/pause?mode=wait&clear_cache=true", raw=True)
-        began = time.perf_counter()
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
-        self._server.call("POST", "/collective_rpc", body, raw=True)
-        self._server.call("POST", "/resume", raw=True)
-        pause_s = time.perf_counter() - began
+        pause_s = reload(self._server, self._folder, "wait&clear_cache=true")
         return sum(path.stat().st_size for path in self._folder.glob("*.safetensors")), pause_s
 
 

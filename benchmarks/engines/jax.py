@@ -30,10 +30,10 @@ from benchmarks.harness.timing import timed
 from pulsesync.integrations.jax import JaxPublisher, JaxSubscriber
 from pulsesync.store import MemoryStore
 
-QUICK = ("--versions", "2")
+QUICK = ("--size", "trial", "--versions", "2")
 WARM_UP = 3  # versions that compile kernels, and are left out of the medians
 # layers, hidden, intermediate, keys and values, vocabulary; those of the large one are Qwen2.5-0.5B's
-SIZES = {"small": (4, 512, 2048, 128, 16384), "0.5b": (24, 896, 4864, 128, 151936)}
+SIZES = {"trial": (1, 128, 512, 64, 2048), "small": (4, 512, 2048, 128, 16384), "0.5b": (24, 896, 4864, 128, 151936)}
 
 
 def shapes(size: str) -> dict[str, Any]:

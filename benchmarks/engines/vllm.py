@@ -50,6 +50,8 @@ from benchmarks.engines.vllm_server import (
     Answers,
     Server,
     TokenTimes,
+    reload,
+    say,
 )
 from benchmarks.engines.vllm_versions import STEPS, TIED, Replay, Weights, ensure
 from benchmarks.harness.links import ROOT
@@ -85,10 +87,6 @@ class Update:
 
 
 Way = Callable[[int], tuple[int, float, float]]  # from a version to its bytes, and seconds and pause of the update
-
-
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
 
 # -- references ----------------------------------------------------------------------------------------------------
@@ -186,16 +184,6 @@ def answer_one(engine: Any, prompt: str, wanted: Any) -> tuple[list[int], list[f
 
 
 # -- ways ----------------------------------------------------------------------------------------------------------
-
-
-def reload(server: Server, folder: Path) -> float:
-    """Have vLLM load a checkpoint while it is paused; return the seconds of the pause."""
-    server.call("POST", "/pause?mode=keep")
-    began = time.perf_counter()
-    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-    server.call("POST", "/collective_rpc", body)
-    server.call("POST", "/resume")
-    return time.perf_counter() - began
 
 
 def download(url: str, source: Path, folder: Path) -> int:

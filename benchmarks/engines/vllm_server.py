@@ -234,3 +234,18 @@ class TokenTimes:
                     return  # which closes the connection, and so ends the request
         finally:
             link.close()
+
+
+def reload(server: Server, folder: Path, mode: str = "keep") -> float:
+    """Have vLLM load a checkpoint while it is paused; return the seconds of the pause."""
+    server.call("POST", f"/pause?mode={mode}", raw=True)
+    began = time.perf_counter()
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    server.call("POST", "/collective_rpc", body, raw=True)
+    server.call("POST", "/resume", raw=True)
+    return time.perf_counter() - began
+
+
+def say(text: str) -> None:
+    """Print progress to stderr, with the time."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,21 +43,23 @@ from benchmarks.harness.device import (
 from pulsesync import Publisher
 from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
-from pulsesync.device.changes import block_moves, moves
+from pulsesync.device.changes import Changes, block_moves, moves
 from pulsesync.device.encode import code_piles
-from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.hot import DeviceHistory
+from pulsesync.device.state import DeviceState
 from pulsesync.format import layout as layouts
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.baseline import baseline_for
 from pulsesync.publish.commit import next_record, root_record
+from pulsesync.state.live import Transition
 from pulsesync.state.sharding import owner_of, share_of
 from pulsesync.store import MemoryStore
 
-QUICK = ("--sizes", "0.0000011", "--densities", "10", "--repeats", "1")
+QUICK = ("--sizes", "0.0000011", "--densities", "10", "--repeats", "1", "--codecs", "context")
 CODECS: tuple[CodecName, ...] = ("context", "history")
-LARGE = 16e9  # weights from which the two ends are measured one after the other: both together need too much memory
+LARGE = 16e9  # weights from which the new ones do not stay on the GPU while a worker is measured
 
 
 @dataclass
@@ -92,87 +94,65 @@ class Bench:
     def encode(self, codec: CodecName) -> object:
         return self.compare().encode(self.last, codec)
 
-    def record(self, codec: CodecName) -> tuple[Manifest, Body, DeviceDifference]:
+    def record(self, codec: CodecName) -> tuple[Manifest, bytes]:
         """The next version, as a worker gets it."""
-        difference = self.compare()
-        part, transition = difference.encode(self.last, codec)
-        self.data = part.data
+        part, transition = self.compare().encode(self.last, codec)
         history = transition.history.digest() if transition.history.tiles else None
         state = digest.state_digest(self.state.layout.tables, transition.sums.values())
-        manifest = next_record(self.last, 1, (PartRef(part.id, len(part.data)),), state, history, None, ())
-        return manifest, Body.of(self.data, self.state.layout), difference
+        parts = (PartRef(part.id, len(part.data)),)
+        return next_record(self.last, 1, parts, state, history, None, ()), bytes(part.data)
 
 
-def measure(weights: float, density: float, repeats: int = 5) -> Row:
+def measure(weights: float, density: float, repeats: int, codecs: Sequence[CodecName]) -> Row:
+    """Measure publishing first and then syncing: of the largest models only two copies fit on the GPU."""
     model = make_pair(weights, density)
     bench = Bench(model)
-    state, layout = bench.state, bench.state.layout
-    difference = bench.compare()
+    state, difference = bench.state, bench.compare()
     changed = sum(run.count for run in difference.runs)
-    row = Row(model.size, changed / model.size, 0.0, 0)
+    row = Row(model.size, changed / model.size, hot_share(difference), 0)
     some = max(model.old.values(), key=lambda tensor: tensor.numel())
-    speed = 2 * some.numel() * 2 / median_ms(lambda: some.clone(), repeats)  # bytes a millisecond, read and written
+    speed = 2 * some.numel() * 2 / median_ms(some.clone, repeats)  # bytes a millisecond, read and written
     row.ms["copy of all weights (floor of a diff)"] = model.size * 4 / speed
     row.ms["read of all weights (floor of a recount)"] = model.size * 2 / speed
     row.ms["diff + compaction"] = median_ms(bench.compare, repeats)
-    for codec in CODECS:
-        row.ms[f"diff + {codec} encode + patch on the host"] = median_ms(partial(bench.encode, codec), repeats)
-        manifest, body, difference = bench.record(codec)
-        if codec == "context":
-            row.patch_bytes = len(bench.data)
-            row.gigabytes["diff + encode"] = peak_gb(partial(bench.encode, "context"))
-            row.gigabytes["decode"] = peak_gb(partial(state.prepare, manifest, [body]))
-        back = state.commit(state.prepare(manifest, [Body.of(bench.data, layout)]))
-        assert equal(model.old, model.new), "the decoded weights are not the new ones"
-        state.commit(back)
-        times, applies = [], []
-        for _ in range(repeats):
-            transition, prepare_ms = timed_ms(partial(state.prepare, manifest, [Body.of(bench.data, layout)]))
-            back, apply_ms = timed_ms(partial(state.commit, transition))
-            times.append(prepare_ms + apply_ms)
-            applies.append(apply_ms)
-            state.commit(back)
-        row.ms[f"{codec} decode + apply with undo log"] = statistics.median(times)
-        row.ms[f"of it the pause, {codec}"] = statistics.median(applies)
-    row.ms["incremental digest"] = median_ms(lambda: moves(block_moves(difference.runs)), repeats)
-    row.ms["full digest recount"] = median_ms(state.count, repeats)
-    row.hot = hot_share(difference)
-    return row
-
-
-def measure_large(weights: float, density: float, repeats: int = 3) -> Row:
-    """The same for a model of which only two copies fit on the GPU: publishing is measured first, and then syncing."""
-    model = make_pair(weights, density)
-    bench = Bench(model)
-    state, size = bench.state, model.size
-    changed = sum(run.count for run in bench.compare().runs)
-    row = Row(size, changed / size, 0.0, 0)
-    row.ms["diff + compaction"] = median_ms(bench.compare, repeats)
-    for codec in CODECS:
-        row.ms[f"diff + {codec} encode + patch on the host"] = median_ms(partial(bench.encode, codec), repeats)
-        row.gigabytes[f"diff + {codec} encode"] = peak_gb(partial(bench.encode, codec))
-    parts = {}
-    for codec in CODECS:
-        manifest, _, _ = bench.record(codec)
-        parts[codec] = manifest, bytes(bench.data)
-    row.patch_bytes = len(parts["context"][1])
-    model.new.clear()
-    del bench
+    row.ms["incremental digest"] = median_ms(partial(digest_of, difference), repeats)
+    del difference
+    parts: dict[CodecName, tuple[Manifest, bytes]] = {}
+    for codec in codecs:
+        encode = partial(bench.encode, codec)
+        row.ms[f"diff + {codec} encode + patch on the host"] = median_ms(encode, repeats)
+        row.gigabytes[f"diff + {codec} encode"] = peak_gb(encode)
+        parts[codec] = bench.record(codec)
+    row.patch_bytes = len(parts[codecs[0]][1])
+    if large := model.size > LARGE:
+        model.new.clear()
+    del bench, encode
     empty_cache()
     for codec, (manifest, data) in parts.items():
+        body = [Body.of(data, state.layout)]
         row.gigabytes[f"{codec} decode + apply"] = peak_gb(partial(sync_and_undo, state, manifest, data))
-        times = []
+        times, pauses = [], []
         for _ in range(repeats):
-            back, ms = timed_ms(partial(sync, state, manifest, data))
-            times.append(ms)
+            transition, prepare_ms = timed_ms(partial(state.prepare, manifest, body))
+            back, pause_ms = timed_ms(partial(state.commit, transition))
+            times.append(prepare_ms + pause_ms)
+            pauses.append(pause_ms)
             assert state.recount() == manifest.digest
+            assert large or equal(model.old, model.new), "the decoded weights are not the new ones"
             state.commit(back)
+            del transition, back
         row.ms[f"{codec} decode + apply with undo log"] = statistics.median(times)
+        row.ms[f"of it the pause, {codec}"] = statistics.median(pauses)
     row.ms["full digest recount"] = median_ms(state.count, repeats)
     return row
 
 
-def sync(state: DeviceState, manifest: Manifest, data: bytes) -> DeviceTransition:
+def digest_of(difference: DeviceDifference) -> object:
+    """Update the digests of what changed."""
+    return moves(block_moves(difference.runs))
+
+
+def sync(state: DeviceState, manifest: Manifest, data: bytes) -> Transition[Changes, DeviceHistory]:
     """Decode and apply; return what undoes it."""
     return state.commit(state.prepare(manifest, [Body.of(data, state.layout)]))
 
@@ -260,20 +240,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", action="store_true", help="profile one encode and decode, first size and density")
     parser.add_argument("--lines", nargs="*", choices=["context", "history"], default=[], help="time host functions")
     parser.add_argument("--others", action="store_true", help="also measure full weights and other codecs")
-    parser.add_argument("--repeats", type=int, help="of each time; default: 5, and 3 of the largest models")
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
+    parser.add_argument("--repeats", type=int, default=5, help="of each time")
     parser.add_argument("--json", type=Path, help="write the rows, and those of --others, to this file")
 
 
 def main(given: argparse.Namespace) -> None:
     need_gpu(1e9 * max(given.sizes))
     print(f"{name_of()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    repeats = {"repeats": given.repeats} if given.repeats else {}
     rows, size, density = [], 1e9 * given.sizes[0], given.densities[0] / 100
     with as_device():
         for weights in given.sizes:
             for percent in given.densities:
-                one = measure_large if 1e9 * weights > LARGE else measure
-                rows.append(one(1e9 * weights, percent / 100, **repeats))
+                rows.append(measure(1e9 * weights, percent / 100, given.repeats, given.codecs))
                 print(json.dumps(asdict(rows[-1])), flush=True)
                 empty_cache()
         found = others.measure(make_pair(size, density), rows[0]) if given.others else {}

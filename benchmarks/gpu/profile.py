@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def kernels(bench: "Bench") -> str:
     """Where the time goes: kernels of one encode and one decode, by the profiler."""
-    manifest, _, _ = bench.record("context")
+    manifest, _ = bench.record("context")
 
     def all_of_it() -> None:
         encoded = bench.compare().encode(bench.last, "context")
@@ -69,11 +69,11 @@ def lines(bench: "Bench", codec: "CodecName") -> str:
     state, layout = bench.state, bench.state.layout
     if codec == "history":  # measure the second patch of an epoch: the first one has no history
         before = {name: tensor.clone() for name, tensor in bench.model.old.items()}
-        manifest, body, _ = bench.record(codec)
-        state.commit(state.prepare(manifest, [body]))
+        manifest, data = bench.record(codec)
+        state.commit(state.prepare(manifest, [Body.of(data, layout)]))
         bench.last = manifest
         bench.shards = bench.baseline.read(before, {})
-    manifest, _, _ = bench.record(codec)
+    manifest, data = bench.record(codec)
     for module, names in LINES.items():
         at, _, inside = module.partition("._")
         loaded = import_module(f"pulsesync.{at}")
@@ -90,7 +90,7 @@ def lines(bench: "Bench", codec: "CodecName") -> str:
             if what == "encode":
                 _, ms = timed_ms(lambda: bench.encode(codec))
             else:
-                back, ms = timed_ms(lambda: state.commit(state.prepare(manifest, [Body.of(bench.data, layout)])))
+                back, ms = timed_ms(lambda: state.commit(state.prepare(manifest, [Body.of(data, layout)])))
                 state.commit(back)
             walls.append(ms)
         out.append(f"{what}, {codec}: {statistics.median(walls):.2f} ms")

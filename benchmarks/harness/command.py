@@ -1,10 +1,10 @@
 """Find the benchmarks, and run one or all of them by name: what `python -m benchmarks` does.
 
 A benchmark is a module of a folder next to this one with a function `main(given)`, where `given` has the values of its
-options. Its docstring begins with the question that it answers, its name is that of its file, and it may have:
+options. Its docstring begins with the question that it answers, its name is that of its file, and it has:
 
-- `arguments(parser)`, which adds its options;
-- `QUICK`, the options that --quick stands for; those that are given in addition come after them.
+- `QUICK`, the options that --quick stands for; those that are given in addition come after them;
+- perhaps `arguments(parser)`, which adds its options.
 
 It raises `MissingError` for what it needs and this machine does not have. A package that it imports and that is not
 installed counts as such.
@@ -24,6 +24,7 @@ from types import ModuleType
 from benchmarks.harness.links import ROOT
 from benchmarks.harness.needs import MISSING, MissingError
 from benchmarks.harness.processes import command
+from pulsesync.errors import PulseError
 
 FOLDERS = ("codec", "sync", "gpu", "cluster", "engines", "loco", "lab")
 OWN = ("benchmarks", "pulsesync", "pulsesync_lab", "tests")  # a module of these that does not exist is an error
@@ -73,21 +74,21 @@ def parser_of(name: str, path: Path, module: ModuleType | None) -> argparse.Argu
 def run(name: str, options: Sequence[str]) -> int:
     """Run a benchmark; return its exit code."""
     path = find()[name]
+    module = None
     try:
         module = import_module(f"benchmarks.{path.parent.name}.{name}")
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in OWN:
-            raise
-        parser_of(name, path, None).parse_known_args(options)  # which answers --help
-        return missing(name, f"the package {package}")
-    except MissingError as error:
-        return missing(name, str(error))
-    quick = module.QUICK if "--quick" in options and hasattr(module, "QUICK") else ()
-    try:
+        quick = module.QUICK if "--quick" in options else ()
         module.main(parser_of(name, path, module).parse_args([*quick, *options]))
     except MissingError as error:
         return missing(name, str(error))
+    except (ModuleNotFoundError, PulseError) as error:  # the library says so too where a package is missing
+        cause = error.__cause__ if isinstance(error, PulseError) else error
+        package = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+        if not package or package in OWN:
+            raise
+        if module is None:
+            parser_of(name, path, None).parse_known_args(options)  # which answers --help
+        return missing(name, f"the package {package}")
     except KeyboardInterrupt:  # its processes and links are gone by now
         return 130
     return 0

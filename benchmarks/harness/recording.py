@@ -146,17 +146,6 @@ class RecordedRun:
                 if old is not None:
                     yield step, self._split(old), self._split(new)
 
-    def state(self, step: int) -> tuple[State, State]:
-        """The weights before and after a step, in arrays of the caller's own.
-
-        Raises:
-            IndexError: the run has no such step.
-        """
-        for at, old, new in self.steps(first=step):
-            if at == step:
-                return old, new
-        raise IndexError(f"step {step} is outside the recorded {len(self)} steps")
-
     def check(self, sha256: str) -> None:
         """Replay the whole run and compare its last state with the digest from the training machine.
 

@@ -26,7 +26,7 @@ from pulsesync_lab.charts import draw as draw_panels
 from pulsesync_lab.demo.run import DemoRun
 from pulsesync_lab.demo.settings import DemoSettings
 
-QUICK = ("--steps", "4", "--parts", "identical", "links", "--links", "100")
+QUICK = ("--steps", "3", "--parts", "identical", "links", "--links", "100")
 PARTS = ("identical", "links", "delays")
 SAME = ("reward", "loss", "weights_sha256", "rollouts_sha256")
 SYNCS = ("full", "pulse")

@@ -31,7 +31,7 @@ from pulsesync.loco.outer import Nesterov, OwnMomentum
 from pulsesync_lab.demo.game import open_game
 from pulsesync_lab.demo.settings import DemoSettings
 
-QUICK = ("--every", "1", "--trainers", "2", "--rounds", "4", "--prompts", "2", "--group", "2")
+QUICK = ("--lr", "1e-4", "--every", "1", "--trainers", "2", "--rounds", "4", "--prompts", "4", "--group", "8")
 GATES = {"exact": VisibilityGate(), "compact": VisibilityGate(1)}
 EVERY, TRAINERS, RATES = (1, 4, 8, 16, 32), (2, 4, 8), (1e-6, 3e-6, 1e-5, 1e-4)
 FIRST = 3  # rounds that are shown separately: a checkpoint begins on the BF16 grid, where fewer entries are sent
@@ -72,7 +72,7 @@ def ratios(found: dict[str, Any], mode: str, rounds: list[dict[str, Any]]) -> di
     return {
         "sent": mean(lambda r: r["share"]),
         "union": mean(lambda r: r["union"]),
-        "bits": 8 * mean(lambda r: r["payload"]) / (found["size"] * mean(lambda r: r["share"])),
+        "bits": 8 * mean(lambda r: r["payload"]) / max(1.0, found["size"] * mean(lambda r: r["share"])),
         "payload": payload / mean(lambda r: r["payload"]),
         "owner": ring / mean(lambda r: r["wire"]["owner"][0]),
         "gather": ring / mean(lambda r: r["wire"]["gather"][0]),

@@ -10,8 +10,7 @@ drift and by noise, which make about as many entries visible as GRPO does on Smo
 round is everything from the trainer's weights to its next ones, digest included. It is measured with and without
 coding, since only an update that is sent must be coded. Memory is the peak of resident memory during a round, minus
 what the process had before the weights were made, minus theta, residual, momentum and the trainer's weights (16 bytes a
-weight). Then the pieces of a round are timed one by one, and a round as the last release computed it, reimplemented
-here in numpy: whole vectors at a time, with one shared momentum.
+weight). Then the pieces of a round are timed one by one.
 
 With --device cuda, theta, residual, momentum, weights and all intermediate results are on the GPU. First, small rounds
 are compared with those of the host: every digest and every payload must be the same. Where numba is installed, the
@@ -34,16 +33,13 @@ from benchmarks.harness.device import PIECE, wait
 from benchmarks.harness.report import json_line, provenance, table
 from benchmarks.harness.timing import peak, reset_peak, status, timed
 from pulsesync import kernels
-from pulsesync.core.digest import count_tile
 from pulsesync.core.threads import default_threads, spread
-from pulsesync.core.types import TensorSpec
-from pulsesync.format import layout as layouts
 from pulsesync.kernels import reference
 from pulsesync.loco import Nesterov, PulseLoCo
 from pulsesync.loco.exchange import EncodedUpdate
 from pulsesync.loco.fragments import FragmentTensors
 from pulsesync.loco.gate import SentUpdate, VisibilityGate
-from pulsesync.loco.outer import OwnMomentum, TrainerUpdate, aggregate, diverges, mean_of
+from pulsesync.loco.outer import OwnMomentum, TrainerUpdate, aggregate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
 from pulsesync.loco.vectors import F32, chunks_of
@@ -213,48 +209,6 @@ def _move(values: F32, number: int, options: argparse.Namespace) -> None:
         values[here] -= drift(here, number, options.drift, options.noise)
 
     spread(move, chunks_of(values.size))
-
-
-# A round of the last release
-
-
-def last_release(options: argparse.Namespace, size: int) -> dict[str, float]:
-    """The published form in numpy: shared momentum, the whole update in memory, every check a pass of its own."""
-    outer, watch = Nesterov(), Watch()
-    theta, momentum, residual = checkpoint(size), np.zeros(size, np.float32), np.zeros(size, np.float32)
-    model = torch.from_numpy(theta.copy())
-
-    def one() -> tuple[F32, F32, F32]:
-        s = residual + (theta - model.numpy().copy())
-        assert np.isfinite(s).all()
-
-        def visible(here: slice) -> Any:
-            return (
-                np.flatnonzero((reference.bf16(theta[here]) != reference.bf16(theta[here] - s[here])) & (s[here] != 0))
-                + here.start
-            )
-
-        positions = np.concatenate(spread(visible, chunks_of(size)))
-        values, described = s[positions], np.empty(size, np.uint16)
-        spread(lambda here: reference.describe(theta[here], momentum[here], described[here]), chunks_of(size))
-        total = np.zeros(size, np.float32)
-        for _ in range(options.trainers):
-            total[positions] += values
-        assert not diverges(mean_of(total, options.trainers))
-        after, moved = outer.step(theta, momentum, total, options.trainers)
-        assert np.isfinite(after).all()
-        assert np.isfinite(moved).all()
-        for vector in (after, moved):
-            count_tile(layouts.make([TensorSpec("w", "F32", (size,))]).tiles[0], vector.view(np.uint32))
-        np.count_nonzero(total)
-        s[positions] -= values
-        model.copy_(torch.from_numpy(after))
-        return after, moved, s
-
-    for number in range(WARM + options.rounds):
-        _move(model.numpy(), number, options)
-        theta, momentum, residual = watch("last release, not coded", one)
-    return watch.medians()
 
 
 # On a GPU
@@ -466,15 +420,13 @@ def main(given: argparse.Namespace) -> None:
         "not coded": whole(given, size, False),
         "coded": whole(given, size, True),
         "pieces": pieces(given, torch.from_numpy(checkpoint(size)), move, given.rounds)[0],
-        "last release": last_release(given, size)["last release, not coded"],
     }
-    plain, coded, before = found["not coded"], found["coded"], found["last release"]
+    plain, coded = found["not coded"], found["coded"]
     print(f"{size:,} weights, {default_threads()} cores, R = {given.trainers}, {plain['share']:.2%} sent.\n")
-    head = ["a round without the exchange", "seconds", "× last release"]
+    head = ["a round without the exchange", "seconds"]
     cells = [
-        ["not coded", f"{plain['seconds']:.2f}", f"{before / plain['seconds']:.1f}", f"{plain['peak']:.1f}"],
-        ["coded", f"{coded['seconds']:.2f}", "", f"{coded['peak']:.1f}"],
-        ["last release, in numpy, not coded", f"{before:.2f}", "1", ""],
+        ["not coded", f"{plain['seconds']:.2f}", f"{plain['peak']:.1f}"],
+        ["coded", f"{coded['seconds']:.2f}", f"{coded['peak']:.1f}"],
     ]
     print(table([*head, "bytes a weight in addition to theta, e, m and x"], cells) + "\n")
     print(table(["piece", "seconds"], [[name, f"{seconds:.3f}"] for name, seconds in found["pieces"].items()]) + "\n")

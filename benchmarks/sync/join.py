@@ -14,7 +14,6 @@ received.
 
 import argparse
 import hashlib
-import inspect
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +37,13 @@ from pulsesync.core.types import TensorSpec
 from pulsesync.format import layout as layouts
 from pulsesync.format.manifest import Manifest
 from pulsesync.publish.anchors import AnchorWriter
+from pulsesync.publish.costs import AnchorCosts
 from pulsesync.run.spool import Outbox
 from pulsesync.state.host import HostState
 from pulsesync.store import LocalStore, MemoryStore, Store, ThrottledStore
 
+Codec = Literal["dense", "raw"]
+CODECS: tuple[Codec, ...] = ("dense", "raw")
 QUICK = ("--model", "4M", "--rounds", "1")
 Weights = dict[str, npt.NDArray[np.uint16]]
 GB = 1e9
@@ -114,21 +116,13 @@ def hashing_s(size: int) -> tuple[float, float]:
 # -- an anchor on this machine -------------------------------------------------------------------------------------
 
 
-def choices() -> list[str]:
-    """The codecs with which this commit can write anchors."""
-    return ["dense", "raw"] if "anchor_codec" in inspect.signature(Publisher).parameters else ["dense"]
-
-
-def write_once(state: HostState, store: Store, codec: str) -> dict[str, float]:
+def write_once(state: HostState, store: Store, codec: Codec) -> dict[str, float]:
     """Write an anchor of a state, from a snapshot to the store."""
     record = Manifest("0" * 32, 0, 0, 0, 0, None, state.layout.id, (), state.digest, None, 0)
-    options: dict[str, Any] = {}
-    if len(choices()) > 1:
-        from pulsesync.publish.costs import AnchorCosts  # an earlier commit does not have it
-
-        options["costs"] = AnchorCosts(codec)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as executor:
-        writer = AnchorWriter(store, Outbox(Path(folder)), lambda _: b"", executor, lambda: None, **options)
+        writer = AnchorWriter(
+            store, Outbox(Path(folder)), lambda _: b"", executor, lambda: None, costs=AnchorCosts(codec)
+        )
 
         def write() -> None:
             writer.begin(state.snapshot(), record, state.layout.tiles)
@@ -137,9 +131,8 @@ def write_once(state: HostState, store: Store, codec: str) -> dict[str, float]:
         return timed(write)
 
 
-def published(weights: Weights, store: Store, codec: str) -> Store:
-    options: dict[str, Any] = {"anchor_codec": codec} if len(choices()) > 1 else {}
-    with Publisher(store, **options) as publisher:
+def published(weights: Weights, store: Store, codec: Codec) -> Store:
+    with Publisher(store, anchor_codec=codec) as publisher:
         publisher.publish(weights)
     return store
 
@@ -171,7 +164,7 @@ def measure_here(shapes: Shapes, rounds: int) -> dict[str, Any]:
     layout = layouts.make([TensorSpec(name, "BF16", shape) for name, shape in shapes.items()])
     state = HostState(layout, {name: bits.reshape(-1) for name, bits in weights.items()}, {})
     out: dict[str, Any] = {}
-    for codec in choices():
+    for codec in CODECS:
         store = published(weights, MemoryStore(), codec)
         stored = sum(len(store.get(entry.key)) for entry in store.list("parts/"))
         hashed_s, rate = hashing_s(stored)
@@ -238,7 +231,7 @@ def copy_plain(store: Store, held: Weights) -> None:
         list(executor.map(fetch, jobs))
 
 
-def role(what: str, folder: str, shapes: Shapes, rate: float, codec: str) -> dict[str, float]:
+def role(what: str, folder: str, shapes: Shapes, rate: float, codec: Codec) -> dict[str, float]:
     """One process of the measurement over a link; rate in bytes a second."""
     warm_up()
     if what == "write":
@@ -256,17 +249,17 @@ def role(what: str, folder: str, shapes: Shapes, rate: float, codec: str) -> dic
 def measure_links(model: str, gigabits: list[float], rounds: int, within: str | None) -> dict[str, Any]:
     folder = tempfile.mkdtemp(prefix="pulse-join-", dir=within)
 
-    def run(what: str, rate: float = 1.0, codec: str = "dense") -> dict[str, float]:
+    def run(what: str, rate: float = 1.0, codec: Codec = "dense") -> dict[str, float]:
         role = ("--role", what, folder, rate, codec)
         found: dict[str, float] = last_line("benchmarks", "join", "--model", model, *role)
         return found
 
     try:
-        out: dict[str, Any] = {f"write {codec}": run("write", codec=codec) for codec in choices()}
+        out: dict[str, Any] = {f"write {codec}": run("write", codec=codec) for codec in CODECS}
         for gigabit in gigabits:
             rate = gigabit * 1e9 / 8
             rows = {"plain copy": smallest(run("copy", rate) for _ in range(rounds))}
-            for codec in choices():
+            for codec in CODECS:
                 rows[f"join, {codec}"] = smallest(run("join", rate, codec) for _ in range(rounds))
             out[f"{gigabit:g} Gbit/s"] = rows
         return out

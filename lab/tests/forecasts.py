@@ -1,13 +1,15 @@
 """Forecasts for tests of plans: each is made once."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from pulsesync_lab.study.predict import plan
-from pulsesync_lab.study.predict.forecast import Forecast, forecast
+from pulsesync_lab.study.predict.evidence import STEPS
+from pulsesync_lab.study.predict.forecast import Forecast, TrainingSettings, forecast
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,3 +25,14 @@ def forecast_once() -> Iterator[None]:
 
     with mock.patch.object(plan, "forecast", remembered):
         yield
+
+
+@cache
+def _small() -> Forecast:
+    return forecast({118: 1_000_000}, 1, TrainingSettings(1e-6), steps=STEPS[1])
+
+
+@pytest.fixture
+def one_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For plans of which a test asks what supports them: whatever the run, the forecast is that of a small one."""
+    monkeypatch.setattr(plan, "forecast", lambda *_, **__: _small())

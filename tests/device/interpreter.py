@@ -137,7 +137,7 @@ class Replays:
 
     def _record(self, name: Any, tensors: list[Any], member: Any, args: Any, options: Any) -> Any:
         builder = self._semantic.builder
-        calls: list[tuple[str, Callable[..., Any], tuple[Any, ...], Any]] = []
+        calls: list[tuple[str, Callable[..., Any], tuple[Any, ...] | None, Any]] = []
 
         class Recorder:
             def __getattr__(self, method: str) -> Any:

@@ -103,7 +103,12 @@ def published(device: str, versions: int, **options: Any) -> tuple[MemoryStore, 
 
 
 @pytest.mark.parametrize(
-    ("codec", "keep", "versions"), [("gap", "device", 3), ("gap", "host", 3), ("history", None, 2)]
+    ("codec", "keep", "versions"),
+    [
+        pytest.param("gap", "device", 3, marks=pytest.mark.slow),
+        pytest.param("gap", "host", 3, marks=pytest.mark.slow),
+        ("history", None, 2),
+    ],
 )
 def test_a_run_is_byte_for_byte_that_of_the_host_and_is_read_there(
     codec: CodecName, keep: Keep | None, versions: int, device: str, many_lanes: None
@@ -148,7 +153,7 @@ def test_a_worker_here_finds_and_repairs_what_something_else_wrote(device: str) 
         assert equal(weights, states[1])
 
 
-@pytest.mark.parametrize("keep", ["device", "host"])
+@pytest.mark.parametrize("keep", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_torchs_default_device_is_of_no_concern(keep: Keep, device: str, many_lanes: None) -> None:
     store, weights = MemoryStore(), model(device)
     held = {name: torch.zeros_like(tensor).contiguous() for name, tensor in weights.items()}
@@ -248,7 +253,7 @@ def test_what_is_published_is_what_was_there_at_the_call(keep: Keep, device: str
     assert equal(read(store, 2, states[2]), states[2])
 
 
-@pytest.mark.parametrize("keep", ["device", "host"])
+@pytest.mark.parametrize("keep", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_without_coalescing_every_step_is_a_version(keep: Keep, device: str) -> None:
     """The store takes 0.1 s for a body, so that steps come faster than versions are sent."""
     store, weights, states = Watched(), model(device), []
@@ -342,7 +347,7 @@ def test_a_publisher_that_begins_again_takes_up_the_run(
     assert len(objects(store)) == 3  # an anchor and two patches
 
 
-@pytest.mark.parametrize("keep", [None, "host"])
+@pytest.mark.parametrize("keep", [None, pytest.param("host", marks=pytest.mark.slow)])
 def test_a_fresh_model_is_refused_here_too(keep: Keep | None, device: str) -> None:
     store, states = published(device, 1)
     before = objects(store)
@@ -462,10 +467,10 @@ def all_of_it(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
     ("split", "codec", "versions", "keep"),
     [
         (by_rows, "history", 3, None),
-        (by_rows, "history", 3, "host"),
+        pytest.param(by_rows, "history", 3, "host", marks=pytest.mark.slow),
         (by_columns, "context", 2, "device"),
         (by_both, "gap", 2, "host"),
-        (by_leftovers, "context", 2, None),
+        pytest.param(by_leftovers, "context", 2, None, marks=pytest.mark.slow),
         (by_leftovers, "context", 2, "host"),
     ],
 )
@@ -495,7 +500,12 @@ def test_a_version_of_all_ranks_is_that_from_host_memory(
 
 
 @pytest.mark.parametrize(
-    ("split", "keep"), [(by_rows, None), (all_of_it, None), (by_rows, "host"), (all_of_it, "host")]
+    ("split", "keep"),
+    [
+        (by_rows, None),
+        (all_of_it, "host"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((all_of_it, None), (by_rows, "host"))),
+    ],
 )
 def test_ranks_resume_a_run_continue_it_without_a_change_and_write_anchors(
     split: Callable[..., dict[str, Any]],

@@ -79,7 +79,7 @@ def every_method(rank: int, size: int, folder: str, memories: str, methods: list
     return seen
 
 
-@pytest.mark.parametrize("memories", MIXED)
+@pytest.mark.parametrize("memories", [pytest.param(one, marks=[pytest.mark.slow] * (one != "device")) for one in MIXED])
 def test_all_ranks_have_the_same_bits_by_every_method(fleet: Fleet, memories: str) -> None:
     results = fleet.run(every_method, 2, memories=memories, methods=list(METHODS))
     for (push, sent, report), (_, got, other) in zip(*results, strict=True):

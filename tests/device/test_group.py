@@ -165,8 +165,14 @@ def test_messages_are_byte_for_byte_those_of_the_host(method: Method, device: st
     assert np.array_equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("memories", BOTH)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "memories"),
+    [
+        pytest.param(method, memories, marks=[pytest.mark.slow] * (memories != BOTH[0] and method != "coded"))
+        for method in METHODS
+        for memories in BOTH
+    ],
+)
 def test_a_receiver_gets_every_bit_and_can_return(method: Method, memories: tuple[str, str], device: str) -> None:
     old = random_model()
     pair = Joined(old, {name: torch.zeros_like(tensor) for name, tensor in old.items()}, memories, device)
@@ -186,7 +192,7 @@ def test_a_receiver_gets_every_bit_and_can_return(method: Method, memories: tupl
     assert same(pair.weights(), new)
 
 
-@pytest.mark.parametrize("method", TABLES)
+@pytest.mark.parametrize("method", [pytest.param("dense", marks=pytest.mark.slow), "plain"])
 def test_a_message_that_comes_on_the_device_is_read_there(method: Method, device: str) -> None:
     """The message arrives in device memory, as over NCCL. Coded parts, in the next test, are copied to the host."""
     old = random_model()
@@ -208,7 +214,7 @@ def test_a_part_that_comes_on_the_device_is_read_from_the_host(device: str) -> N
     assert same(pair.weights(), new)
 
 
-@pytest.mark.parametrize("method", TABLES)
+@pytest.mark.parametrize("method", ["dense", pytest.param("plain", marks=pytest.mark.slow)])
 def test_no_changed_byte_gets_through(method: Method, device: str) -> None:
     old = random_model()
     pair = Joined(old, old, ("device", "device"), device)
@@ -246,11 +252,12 @@ def test_changes_out_of_order_or_outside_their_tile_are_refused(places: list[int
 def test_tensor_parallel_receivers_get_their_columns_from_a_source_that_has_all(device: str) -> None:
     old = {"up": random_model()["large"], "norm": torch.ones(20).bfloat16()}
     new = changed(old, 4)
-    for rank in range(2):
+    ways: tuple[tuple[Method, ...], ...] = (("dense", "coded"), ("plain",))
+    for rank, methods in enumerate(ways):
         mine = {"up": torch.zeros(20, 10).bfloat16(), "norm": torch.zeros(20).bfloat16()}
         received = tensor_parallel(mine, rank, 2, columns=["up"])
         other = tensor_parallel(mine, 1 - rank, 2, columns=["up"])
-        for method in ("dense", "plain", "coded"):
+        for method in methods:
             pair = Joined(old, received, ("device", "device"), device, other)
             pair.bring(new)
             pair.commit(*pair.carry(method))
@@ -379,17 +386,17 @@ def test_a_source_that_owns_no_bundle_takes_part(device: str) -> None:
         assert end.has_weights
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
-def test_a_sample_tells_how_much_has_changed(share: float, device: str) -> None:
+def test_a_sample_tells_how_much_has_changed(device: str) -> None:
     old = random_model()
     pair = Joined(old, old, ("device", "host"), device)
-    new = {name: tensor.clone() for name, tensor in old.items()}
-    for tensor in new.values():
-        flat = tensor.view(-1)
-        flat[: round(share * flat.numel())] += 1
-    pair.bring(new)
-    for load in pair.source.weights.sample(0):
-        assert load.changed == pytest.approx(share * load.weights, abs=3)
+    for share in (0.0, 0.05, 1.0):
+        new = {name: tensor.clone() for name, tensor in old.items()}
+        for tensor in new.values():
+            flat = tensor.view(-1)
+            flat[: round(share * flat.numel())] += 1
+        pair.bring(new)
+        for load in pair.source.weights.sample(0):
+            assert load.changed == pytest.approx(share * load.weights, abs=3), share
 
 
 def test_what_methods_take_follows_the_speed_of_the_devices_memory(device: str) -> None:
@@ -425,7 +432,9 @@ class _Counted:
         return self._kernel[grid]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["coded", "plain", *(pytest.param(method, marks=pytest.mark.slow) for method in ("gap", "dense"))]
+)
 def test_launches_do_not_grow_with_tensors(method: Method, device: str) -> None:
     counted = []
     for tensors in (3, 30):

@@ -65,7 +65,10 @@ def summary(one: Trainer) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW_WAYS = ("PulseLoCo, exact", "DiLoCo", "nothing is sent")  # what others do, too
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW_WAYS)) for way in WAYS])
 def test_rounds_are_those_of_the_host_byte_for_byte(device: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceVectors, "chunk", 100)
     found = []
@@ -77,7 +80,9 @@ def test_rounds_are_those_of_the_host_byte_for_byte(device: str, way: str, monke
     assert found[0]["reports"]
 
 
-@pytest.mark.parametrize("way", ["PulseLoCo", "DiLoCo", "delay", "DDP"])
+@pytest.mark.parametrize(
+    "way", ["PulseLoCo", "delay", *(pytest.param(way, marks=pytest.mark.slow) for way in ("DiLoCo", "DDP"))]
+)
 def test_a_trainer_on_a_device_and_one_on_a_host_meet(device: str, way: str) -> None:
     found = []
     for first in (device, "host"):

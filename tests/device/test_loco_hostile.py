@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("cryptography", reason="hostile payloads are NOT tested: pip install cryptography")
 
 from pulsesync.device.vectors import vectors_on
-from pulsesync.errors import FormatError, PulseError
+from pulsesync.errors import FormatError
 from pulsesync.loco.payload import Coder
 from tests.hostile import forge
 from tests.hostile.test_loco_payloads import ATTACKS, LAYOUT, SIZE, Attack, letter, victim
@@ -23,14 +23,21 @@ def brought(coder: Coder, device: str) -> Coder:
     return replace(coder, described=described, vectors=there)
 
 
-@pytest.mark.parametrize("case", ATTACKS, ids=lambda case: case.name)
-def test_payload_is_refused_on_a_device(case: Attack, device: str) -> None:
+def test_every_payload_that_a_host_refuses_is_refused_on_a_device(device: str) -> None:
+    ends = [(case.name, case.end, outcome(case, device)) for case in ATTACKS]
+    assert [(name, found) for name, expected, found in ends if found is not expected] == []
+
+
+def outcome(case: Attack, device: str) -> type[Exception] | None:
+    """What a trainer on a device raises; None: it accepts the payload."""
     coder, _, _ = victim(case.on)
     spoilt = letter(case.on)
     data = case.spoil(spoilt)
-    with pytest.raises(PulseError) as caught:
+    try:
         brought(coder, device).decode(spoilt.write() if data is None else data, "ada", 0, SIZE)
-    assert type(caught.value) is case.end
+    except Exception as e:  # noqa: BLE001 - an error of another kind is a failure, with the name of its attack
+        return type(e)
+    return None
 
 
 @pytest.mark.parametrize("mode", ["exact", "compact", "dense"])
@@ -48,7 +55,7 @@ def test_a_device_and_a_host_agree_on_which_spoilt_payloads_are_good_and_on_what
     """Otherwise a round would fail for some trainers, or lead them to different weights."""
     here, _, _ = victim(mode)
     there, rng, refused = brought(here, device), np.random.default_rng(0), 0
-    for _ in range(60):
+    for _ in range(60 if device == "cuda" else 25):
         it = letter(mode)
         part = forge.read_part(it.coded, LAYOUT)
         spoilt = [bytearray(section) for section in part.sections()]
@@ -58,7 +65,7 @@ def test_a_device_and_a_host_agree_on_which_spoilt_payloads_are_good_and_on_what
         outcomes = [read(coder, it.write()) for coder in (here, there)]
         assert outcomes[0] == outcomes[1]
         refused += outcomes[0] is None
-    assert refused > 10
+    assert refused > 4
 
 
 def read(coder: Coder, data: bytes) -> tuple[bytes, bytes] | None:

@@ -29,7 +29,7 @@ from tests.processes import Fleet, die, fleet, group, join_group
 
 __all__ = ["fleet"]
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = 20.0  # nobody waits as long: a rank that died is seen at once, and other tests ask for less
 EVERY_METHOD: tuple[Method | Literal["auto"], ...] = ("auto", *METHODS)
 Model = dict[str, torch.Tensor]
 
@@ -94,7 +94,9 @@ def every_push(rank: int, size: int, folder: str, seed: int) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize(("size", "seed"), [(2, 0), (3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "seed"), [(3, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0), (4, 2)))]
+)
 def test_all_ranks_hold_the_same_bits_after_every_push_by_every_method(fleet: Fleet, size: int, seed: int) -> None:
     results = fleet.run(every_push, size, seed=seed)
     for steps in zip(*results, strict=True):
@@ -137,24 +139,26 @@ class Tied(torch.nn.Module):
             self.head.weight = self.embed.weight
 
 
-def tied(rank: int, size: int, folder: str, receiver_ties: bool) -> Any:
-    torch.manual_seed(rank)
-    model = Tied(rank == 0 or receiver_ties).bfloat16()
+def tied(rank: int, size: int, folder: str) -> list[Any]:
+    out = []
     with group(folder, "one", rank, size):
-        cast = Broadcast(timeout_s=TIMEOUT_S)
-        for _ in range(3):
-            with torch.no_grad():
-                if rank == 0:
-                    model.embed.weight[3] += 0.5
-            report = sync(cast, rank, model)
-    return bits(model), report.total
+        for receiver_ties in (True, False):
+            torch.manual_seed(rank)
+            model = Tied(rank == 0 or receiver_ties).bfloat16()
+            cast = Broadcast(timeout_s=TIMEOUT_S)
+            for _ in range(3):
+                with torch.no_grad():
+                    if rank == 0:
+                        model.embed.weight[3] += 0.5
+                report = sync(cast, rank, model)
+            out.append((receiver_ties, bits(model), report.total))
+    return out
 
 
-@pytest.mark.parametrize("receiver_ties", [True, False])
-def test_tied_weights_travel_once_and_arrive_in_both_places(fleet: Fleet, receiver_ties: bool) -> None:
-    (sent, total), (got, _) = fleet.run(tied, 2, receiver_ties=receiver_ties)
-    assert total == 400
-    assert same(sent, got)
+def test_tied_weights_travel_once_and_arrive_in_both_places(fleet: Fleet) -> None:
+    for (receiver_ties, sent, total), (_, got, _) in zip(*fleet.run(tied, 2), strict=True):
+        assert total == 400, receiver_ties
+        assert same(sent, got), receiver_ties
 
 
 def tied_here_alone(rank: int, size: int, folder: str) -> str:
@@ -208,7 +212,7 @@ def counted(rank: int, size: int, folder: str, tensors: int) -> list[tuple[int, 
 
 
 def test_messages_do_not_grow_with_the_number_of_tensors(fleet: Fleet) -> None:
-    few, many = fleet.run(counted, 2, tensors=10)[0], fleet.run(counted, 2, tensors=600)[0]
+    few, many = fleet.run(counted, 2, tensors=10)[0], fleet.run(counted, 2, tensors=200)[0]
     assert [n for n, _ in few[1:]] == [n for n, _ in many[1:]]
     assert many[1][0] <= 5
 
@@ -319,7 +323,7 @@ def corrupted(rank: int, size: int, folder: str, method: Any) -> list[tuple[str,
     model = weights(rng)
     model = zeros(model) if rank else model
     out = []
-    with group(folder, "one", rank, size):
+    with group(folder, method, rank, size):
         cast = Broadcast(timeout_s=TIMEOUT_S, method=method)
         sync(cast, rank, model)
         for byte in DAMAGED_BYTES:
@@ -341,14 +345,21 @@ def corrupted(rank: int, size: int, folder: str, method: Any) -> list[tuple[str,
 DAMAGED_BYTES = (0, 8, 40, 100, 1000, 100_003)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_damaged_bucket_is_refused_by_all_and_the_next_push_makes_up_for_it(fleet: Fleet, method: str) -> None:
-    for byte, results in zip(DAMAGED_BYTES, zip(*fleet.run(corrupted, 3, method=method), strict=True), strict=True):
-        said = [one for one, _ in results]
-        assert "GroupError: rank 1 failed in this sync, which is aborted with all weights unchanged: " in said[0], byte
-        assert said[0] == said[2], byte
-        assert said[1].split(":")[0] in ("ChecksumError", "FormatError", "VerificationError", "UnsupportedError"), said
-        assert all(methods == [method, method] for _, methods in results), byte
+def all_corrupted(rank: int, size: int, folder: str) -> dict[str, Any]:
+    return {method: corrupted(rank, size, folder, method) for method in METHODS}
+
+
+def test_a_damaged_bucket_is_refused_by_all_and_the_next_push_makes_up_for_it(fleet: Fleet) -> None:
+    found = fleet.run(all_corrupted, 3)
+    for method in METHODS:
+        for byte, results in zip(DAMAGED_BYTES, zip(*(each[method] for each in found), strict=True), strict=True):
+            said, case = [one for one, _ in results], (method, byte)
+            expected = "GroupError: rank 1 failed in this sync, which is aborted with all weights unchanged: "
+            assert expected in said[0], case
+            assert said[0] == said[2], case
+            kinds = ("ChecksumError", "FormatError", "VerificationError", "UnsupportedError")
+            assert said[1].split(":")[0] in kinds, (case, said)
+            assert all(methods == [method, method] for _, methods in results), case
 
 
 # Those who die, fall behind and come late
@@ -407,7 +418,7 @@ def test_a_receiver_killed_in_a_push_ends_it_for_all_and_a_new_group_goes_on_wit
     fleet: Fleet, victim: int, message: int
 ) -> None:
     results = [r for r in fleet.run(killed, 3, killed=[victim], victim=victim, message=message) if r]
-    assert all(waited < TIMEOUT_S + 2 for waited, _, _ in results)
+    assert all(waited < TIMEOUT_S / 2 for waited, _, _ in results)
     assert [method for _, method, _ in results] == ["coded", "coded"]
     assert same(results[0][2], results[1][2])
 
@@ -422,23 +433,27 @@ def test_a_source_killed_in_a_push_leaves_weights_and_another_can_take_over(flee
 def behind(rank: int, size: int, folder: str) -> float:
     model = weights(np.random.default_rng(0))
     with group(folder, "one", rank, size):
-        cast = Broadcast(timeout_s=1.5)
+        cast = Broadcast(timeout_s=3)
         sync(cast, rank, model)
         before, began = bits(model), time.monotonic()
+        done = [Path(folder) / f"done-{other}" for other in (0, 1)]
         if rank == 2:
-            time.sleep(4)  # busy with something else
+            while not all(one.exists() for one in done):  # busy with something else
+                time.sleep(0.05)
             return 0.0
         with pytest.raises(GroupError, match="lost the other ranks"):
             sync(cast, rank, model)
         waited = time.monotonic() - began
         assert same(bits(model), before)
-        time.sleep(max(0.0, 4 - waited))
+        done[rank].touch()
+        while not all(one.exists() for one in done):  # the end of this process must not be what others notice
+            time.sleep(0.05)
         return waited
 
 
 @pytest.mark.slow
 def test_a_rank_that_falls_behind_is_not_waited_for_longer_than_asked(fleet: Fleet) -> None:
-    assert all(waited < 3 for waited in fleet.run(behind, 3))
+    assert all(waited < 2 * 3 for waited in fleet.run(behind, 3))
 
 
 def late(rank: int, size: int, folder: str, how: str) -> Any:
@@ -723,6 +738,7 @@ def cut(name: str, whole: np.ndarray, layout: str, place: int) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(140)
 def test_the_example_in_the_documentation_runs(tmp_path: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "integrations" / "torch.md").read_text()
     example = page.partition("<!-- run by tests/group/test_broadcast.py -->\n```python\n")[2].partition("```")[0]
@@ -732,7 +748,7 @@ def test_the_example_in_the_documentation_runs(tmp_path: Any) -> None:
         port = free.getsockname()[1]
     environment = {**os.environ, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, env=environment, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -875,20 +891,26 @@ def test_a_join_that_fails_leaves_the_other_ranks_at_their_version(fleet: Fleet)
     assert all(same(seen[4], results[0][4]) for seen in results)
 
 
-def out_of_step(rank: int, size: int, folder: str, other: str) -> str:
+NO_NOTES = ["not JSON", "7", "[]", "{}", '[["fault", ""]]']
+
+
+def out_of_step(rank: int, size: int, folder: str) -> list[str]:
+    said = []
     with group(folder, "one", rank, size):
-        if rank == 1:
-            note = np.frombuffer(other.encode().ljust(NOTE_BYTES + 16), np.uint8)
-            Collective(timeout_s=TIMEOUT_S).gather_rows(note)
-            return ""
-        with pytest.raises(GroupError) as e:
-            Broadcast(timeout_s=TIMEOUT_S).push(weights(np.random.default_rng(0)))
-        return str(e.value)
+        for other in NO_NOTES:
+            if rank == 1:
+                note = np.frombuffer(other.encode().ljust(NOTE_BYTES + 16), np.uint8)
+                Collective(timeout_s=TIMEOUT_S).gather_rows(note)
+                continue
+            with pytest.raises(GroupError) as e:
+                Broadcast(timeout_s=TIMEOUT_S).push(weights(np.random.default_rng(0)))
+            said.append(str(e.value))
+    return said
 
 
-@pytest.mark.parametrize("other", ["not JSON", "7", "[]", "{}", '[["fault", ""]]'])
-def test_bytes_that_are_no_note_are_reported_with_the_rank_that_sent_them(fleet: Fleet, other: str) -> None:
-    assert "malformed message from rank 1" in fleet.run(out_of_step, 2, other=other)[0]
+def test_bytes_that_are_no_note_are_reported_with_the_rank_that_sent_them(fleet: Fleet) -> None:
+    said = fleet.run(out_of_step, 2)[0]
+    assert [note for note, one in zip(NO_NOTES, said, strict=True) if "malformed message from rank 1" not in one] == []
 
 
 def tied_otherwise(rank: int, size: int, folder: str) -> str:
@@ -910,7 +932,7 @@ def slow_to_bring(rank: int, size: int, folder: str) -> Any:
     model = zeros(model) if rank else model
     if rank < 2:
         with group(folder, "one", rank, 2):
-            cast = Broadcast(timeout_s=1.5, method="coded", bucket_weights=1 << 18)
+            cast = Broadcast(timeout_s=3, method="coded", bucket_weights=1 << 18)
             sync(cast, rank, model)
     else:
         time.sleep(0.3)
@@ -918,11 +940,11 @@ def slow_to_bring(rank: int, size: int, folder: str) -> Any:
     if rank < 2:
         cast.regroup()
     else:
-        cast = Broadcast(timeout_s=1.5, method="coded", bucket_weights=1 << 18)
+        cast = Broadcast(timeout_s=3, method="coded", bucket_weights=1 << 18)
     plain = Collective.send_
 
     def send_(self: Collective, *args: Any) -> None:
-        time.sleep(0.4)
+        time.sleep(0.8)
         plain(self, *args)
 
     if rank == 0:
@@ -953,7 +975,7 @@ def trailer(rank: int, size: int, folder: str, value: int) -> str:
     Collective.broadcast_ = broadcast_  # type: ignore[method-assign]
     before = bits(model)
     with pytest.raises(GroupError) as e:
-        sync(Broadcast(timeout_s=2), rank, model)
+        sync(Broadcast(timeout_s=TIMEOUT_S), rank, model)
     assert same(bits(model), before)
     return str(e.value)
 

@@ -9,7 +9,6 @@ import torch
 
 from pulsesync.errors import GroupError, PulseError, VerificationError
 from pulsesync.group.broadcast import Broadcast
-from pulsesync.group.cost_model import METHODS
 from tests.foreign_writes import TENSOR, WRITES, train, weights
 from tests.processes import Fleet, fleet, group
 
@@ -22,7 +21,7 @@ def written(rank: int, size: int, folder: str, method: Any) -> list[tuple[str, l
     arrays = weights(ml_dtypes.bfloat16)
     model = {name: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) for name, array in arrays.items()}
     with group(folder, "one", rank, size):
-        cast = Broadcast(timeout_s=6.0, method=method)
+        cast = Broadcast(timeout_s=20.0, method=method)
         for name, write in WRITES.items():
             (cast.pull_ if rank else cast.push)(model)
             if rank == 1:
@@ -39,7 +38,9 @@ def written(rank: int, size: int, folder: str, method: Any) -> list[tuple[str, l
     return out
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["coded", "dense", *(pytest.param(m, marks=pytest.mark.slow) for m in ("gap", "plain"))]
+)
 def test_a_receiver_that_something_else_has_written_to_keeps_nobody_waiting(fleet: Fleet, method: str) -> None:
     source, damaged, other = fleet.run(written, 3, method=method)
     for (name, at_source, sent), (_, at_damaged, received), (_, at_other, also) in zip(

@@ -134,18 +134,21 @@ def spread(source: Any, options: dict[str, int]) -> None:
     assert layouts == [f"#ttg.blocked<{{{one}}}>"], layouts
 
 
-def run(step: str, kernel: str, cache: Path, script: Path = Path(__file__)) -> int:
-    """Take a step with one kernel, a share of them or "all", in a process of its own: this one's Triton interprets."""
+def run(cache: Path, *steps: str, script: Path = Path(__file__)) -> list[int]:
+    """Take steps, each "step:kernel", in a process of their own, as this one's Triton interprets; count the kernels.
+
+    Instead of a kernel: "all", or a share of them.
+    """
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
-        [sys.executable, script, step, kernel],
+        [sys.executable, script, *steps],
         env={**clean, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    return int(ran.stdout)
+    return [int(line) for line in ran.stdout.splitlines()]
 
 
 def test_all_kernels_are_here() -> None:
@@ -155,19 +158,15 @@ def test_all_kernels_are_here() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_front_end_accepts_every_kernel(tmp_path: Path) -> None:
-    """An error in a kernel is nearly always found here, in a tenth of the time that machine code takes."""
-    assert run("translate", "all", tmp_path) == 99
+def test_the_front_end_accepts_every_kernel_and_one_compiles_to_machine_code(tmp_path: Path) -> None:
+    """An error in a kernel is nearly always found by the front end, in a tenth of the time that machine code takes."""
+    assert run(tmp_path, "translate:all", "assemble:gather") == [99, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_kernel_compiles_to_machine_code(tmp_path: Path) -> None:
-    assert run("assemble", "gather", tmp_path) == 4
-
-
-@pytest.mark.timeout(300)
-def test_tensor_cores_find_the_bytes_of_a_recount_in_the_threads_that_have_them(tmp_path: Path) -> None:
-    assert run("spread", "recount", tmp_path) == 2
+def test_tensor_cores_find_the_bytes_of_every_recount_in_the_threads_that_have_them(tmp_path: Path) -> None:
+    assert run(tmp_path, "spread:recount") == [2]
 
 
 @pytest.mark.slow
@@ -175,11 +174,18 @@ def test_tensor_cores_find_the_bytes_of_a_recount_in_the_threads_that_have_them(
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_kernel_compiles_to_machine_code(share: int, tmp_path: Path) -> None:
     """In shares of some 20 s: pytest ends a test that takes 150 s, as one did on a busy machine."""
-    assert run("assemble", str(share), tmp_path) == len(range(share, 99, SHARES))
+    assert run(tmp_path, f"assemble:{share}") == [len(range(share, 99, SHARES))]
+
+
+def main() -> None:
+    for step, which in (order.split(":") for order in sys.argv[1:]):
+        count = 0
+        for n, (source, options) in enumerate(sources()):
+            if which in ("all", source.name, str(n % SHARES)):
+                {"translate": translate, "assemble": assemble, "spread": spread}[step](source, options)
+                count += 1
+        print(count)
 
 
 if __name__ == "__main__":
-    chosen = [one for n, one in enumerate(sources()) if sys.argv[2] in ("all", one[0].name, str(n % SHARES))]
-    for one in chosen:
-        {"translate": translate, "assemble": assemble, "spread": spread}[sys.argv[1]](*one)
-    print(len(chosen))
+    main()

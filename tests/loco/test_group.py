@@ -528,17 +528,21 @@ def behind(rank: int, size: int, folder: str, victim: int, late: int, tries: int
     trainer.loco.__enter__()
     trainer.step(4)
     inner = trainer.exchange.inner
-    if rank in (victim, late):
-        plain = inner.confirm
+    plain, heard = inner.confirm, Path(folder) / "heard"
 
-        def confirm(*args: Any) -> None:
-            plain(*args)
-            time.sleep(0.1)  # the others have heard it
-            if rank == victim:
-                die()
-            raise RoundError("the exchange between the trainers failed: on purpose")
+    def confirm(*args: Any) -> None:
+        plain(*args)
+        if rank not in (victim, late):
+            heard.touch()
+            return
+        until = time.monotonic() + GROUP_TIMEOUT_S
+        while not heard.exists() and time.monotonic() < until:
+            time.sleep(0.001)
+        if rank == victim:
+            die()
+        raise RoundError("the exchange between the trainers failed: on purpose")
 
-        inner.confirm = confirm
+    inner.confirm = confirm
     offered = None
     try:
         trainer.step(4)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +24,8 @@ from pulsesync.store.http import HttpStore
 
 pytest.importorskip("starlette")
 pytest.importorskip("granian")
-from tests.commands import pulse, start
+from tests.commands import PULSE, pulse
+from tests.forked import Forked
 from tests.runs import publish_steps
 from tests.serving import running
 
@@ -172,16 +174,17 @@ def test_a_client_of_a_relay_adds_no_object_to_a_run_but_heartbeats(monkeypatch:
 
 
 def test_a_client_that_makes_up_names_does_not_fill_the_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PASS_EVERY_S, 0.01)
-    upstream = Upstream()
-    board = HeartbeatBoard(CoalescingStore(upstream), max_workers=4, keep_s=0.5)
+    now_s, upstream = 1000.0, Upstream()
+    clock = SimpleNamespace(time=lambda: now_s, monotonic=lambda: now_s, sleep=lambda _: time.sleep(0.01))
+    monkeypatch.setattr("pulsesync.server.board.time", clock)
+    board = HeartbeatBoard(CoalescingStore(upstream), max_workers=4, keep_s=100.0)
     for n in range(18):
         ended = replace(RECORD, worker=f"w{n}", ended=n != 1).build()  # these make room for others here
         board.put(f"heartbeats/w{n}", ended, client="ab"[n % 2])
     wait_until(lambda: not board._waiting)
     board.put("heartbeats/w1", record("w1", 5), client="b")
     wait_until(lambda: upstream.sent == [f"heartbeats/w{n}" for n in (*range(16), 1)])
-    time.sleep(0.55)
+    now_s += 101
     board.put("heartbeats/w17", record("w17", 5), client="a")
     wait_until(lambda: upstream.sent[17:] == ["heartbeats/w17"])
 
@@ -467,8 +470,8 @@ def test_a_worker_behind_a_relay_is_seen_at_the_server(tmp_path: Path) -> None:
         running("serve", runs) as server,
         running("relay", server.url, cache=tmp_path / "cache") as near,
     ):
-        process = start("follow", f"{near.url}/one", tmp_path / "weights", "--heartbeat", "far-1", "--interval", 0.2)
-        try:
+        command = ("follow", f"{near.url}/one", tmp_path / "weights", "--heartbeat", "far-1", "--interval", 0.2)
+        with Forked(PULSE[-1], *command, kernels=True) as process:
             for url in (near.url, server.url):
                 wait_until(lambda url=url: len(workers(f"{url}/one")) == 1, 60)  # type: ignore[misc]
                 (worker,) = workers(f"{url}/one")
@@ -476,11 +479,8 @@ def test_a_worker_behind_a_relay_is_seen_at_the_server(tmp_path: Path) -> None:
                 assert worker["heartbeat"]["recount_equal"] is True
             assert pulse("status", f"{server.url}/two", "--json").code == 3
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=30)
+            process.wait(30)
             wait_until(lambda: workers(f"{server.url}/one")[0]["state"] == "ended")
-        finally:
-            process.kill()
-            process.communicate()
     assert not (runs / "one" / "heartbeats").exists()
 
 

@@ -750,7 +750,7 @@ class _UpstreamHandler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def upstream() -> Iterator[Upstream]:
     with Upstream(dict(RUN)) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
         server.ending.set()

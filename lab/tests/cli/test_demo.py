@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ import pulsesync_lab
 from pulsesync.cli.options import UsageError
 from pulsesync.errors import PulseError
 from pulsesync_lab import contrast
+from pulsesync_lab.cli import demo
 from pulsesync_lab.cli.demo import check_trainers, find_model, open_folder, read_link, run
 from pulsesync_lab.demo import replay, smollm2
 from pulsesync_lab.demo.replay import RECORDED
@@ -33,9 +35,18 @@ pytestmark = pytest.mark.timeout(180)  # on a machine without cached kernels eac
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A run whose processes are forked; in the slow tier they are started as the command does."""
     pytest.importorskip("torch")
+    from lab.tests.demo import forked
+    from tests.processes import one_fleet
+
+    fleet = one_fleet(tmp_path_factory)
     folder, out = tmp_path_factory.mktemp("demo") / "run", io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with (
+        contextlib.redirect_stdout(out),
+        mock.patch.object(demo, "DemoRun", partial(forked.ForkedRun, fleet)),
+        mock.patch.object(demo, "ReplayRun", partial(forked.ForkedReplay, fleet)),
+    ):
         assert run(DemoSettings(steps=3, workers=1, prompts=8, group=4), folder, as_json=True) == 0
     return folder, [json.loads(line) for line in out.getvalue().splitlines()]
 
@@ -284,8 +295,8 @@ def test_several_trainers_are_shown_and_summed_up(tmp_path: Path) -> None:
 def test_a_model_that_was_not_fetched_names_the_command_that_does(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     command = f"{sys.executable} -m pulsesync_lab.demo.smollm2 .models/smollm2"
-    for demo in (["demo"], ["study", "experiment", "scale"]):
-        done = commands.pulse(*demo, "--model", "smollm2")
+    for command_of in (["demo"], ["study", "experiment", "scale"]):
+        done = commands.pulse(*command_of, "--model", "smollm2")
         assert done.refused(2, f"{command} downloads it (93 MB) and needs the packages of pip install")
     (tmp_path / ".models" / "smollm2").mkdir(parents=True)
     assert find_model("smollm2") == ".models/smollm2"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lab.tests.forecasts import forecast_once
+from lab.tests.forecasts import forecast_once, one_forecast
 from pulsesync.cli.options import read_rate
 from pulsesync.core.threads import default_threads
 from pulsesync_lab.cli.plan import rate, size
@@ -18,7 +18,7 @@ from pulsesync_lab.study.predict.models import read_model
 from pulsesync_lab.study.predict.theory import ADAM, LION
 from tests.commands import pulse
 
-__all__ = ["forecast_once"]
+__all__ = ["forecast_once", "one_forecast"]
 
 ASKED = ("--lr", "1e-6", "--bandwidth", "200mbit", "--step-time", "50")
 
@@ -106,19 +106,15 @@ def test_optimizers_without_a_theory_are_refused_with_the_reason(checkpoint: Pat
     assert done.refused(2, f"--optimizer must be one of adamw, lion; got {optimizer}, for which there is no forecast")
 
 
+@pytest.mark.usefixtures("one_forecast")
 @pytest.mark.parametrize(
     ("options", "saying"),
     [
         (("--optimizer", "lion", "--no-masters"), "not measured for lion with betas of 0.9 and 0.99 and no masters"),
         (("--every", 4, "--warm-up", 9), "error not measured for syncs of 4 steps; a warm-up"),
-        *(
-            pytest.param(options, saying, marks=pytest.mark.slow)
-            for options, saying in [
-                (("--betas", "0.5,0.9"), "error not measured for adamw with betas of 0.5 and 0.9 and FP32 masters"),
-                (("--dtype", "F8_E4M3"), "error not measured for F8_E4M3"),
-                (("--every", 1000), "error not measured for syncs of 1000 steps"),
-            ]
-        ),
+        (("--betas", "0.5,0.9"), "error not measured for adamw with betas of 0.5 and 0.9 and FP32 masters"),
+        (("--dtype", "F8_E4M3"), "error not measured for F8_E4M3"),
+        (("--every", 1000), "error not measured for syncs of 1000 steps"),
     ],
 )
 def test_of_runs_unlike_those_measured_it_says_so_and_claims_nothing(

@@ -3,6 +3,7 @@
 `lab/tests/cli/test_demo.py` starts them as the command does.
 """
 
+import importlib
 import os
 import pickle
 import signal
@@ -12,7 +13,6 @@ import time
 from pathlib import Path
 from typing import cast
 
-from pulsesync_lab.demo import process
 from pulsesync_lab.demo.run import DemoRun
 from pulsesync_lab.demo.settings import DemoSettings
 from tests.processes import Fleet, alive
@@ -20,14 +20,15 @@ from tests.processes import Fleet, alive
 LONGEST_S = 220  # of a process, whatever becomes of the test
 
 
-def run_process(folder: str, name: str) -> int:
-    """What `python -m pulsesync_lab.demo.process FOLDER NAME` does; returns its exit code."""
+def run_process(folder: str, name: str, program: str) -> int:
+    """What `python -m PROGRAM FOLDER NAME` does; returns its exit code."""
     signal.alarm(LONGEST_S)
     log = os.open(Path(folder) / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.argv = ["process", folder, name]
-    return process.main()
+    sys.argv = [program, folder, name]
+    code: int = importlib.import_module(program).main()
+    return code
 
 
 class ForkedProcess:
@@ -42,6 +43,10 @@ class ForkedProcess:
             return None
         return int(pickle.loads(self.result.read_bytes())) if self.result.exists() else -signal.SIGKILL
 
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
     def kill(self) -> None:
         if alive(self.pid):
             os.kill(self.pid, signal.SIGKILL)
@@ -52,10 +57,17 @@ class ForkedProcess:
 
 
 class ForkedRun(DemoRun):
+    program = "pulsesync_lab.demo.process"
+
     def __init__(self, fleet: Fleet, folder: Path, settings: DemoSettings) -> None:
         super().__init__(folder, settings)
         self.fleet = fleet
 
     def _start(self, name: str) -> None:
-        forked = ForkedProcess(*self.fleet.start(run_process, folder=str(self.folder), name=name))
+        started = self.fleet.start(run_process, folder=str(self.folder), name=name, program=self.program)
+        forked = ForkedProcess(*started)
         self.processes[name] = cast("subprocess.Popen[bytes]", forked)
+
+
+class ForkedReplay(ForkedRun):
+    program = "pulsesync_lab.demo.replay"

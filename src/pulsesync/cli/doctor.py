@@ -181,7 +181,7 @@ def _extras() -> Finding:
 def _kernels() -> Finding:
     """Whether numba has compiled kernels of this version on disk, and can keep more."""
     if _version("numba") is None:
-        slower = "numba is not installed: plain numpy gives the same weights, but a patch takes some 15 times as long"
+        slower = "numba is not installed: plain numpy gives the same weights, but a patch takes some 20 times as long"
         return Finding("kernels", "warn", slower, "pip install numba, where there is room for 213 MB more")
     from numba.core.dispatcher import Dispatcher
 

@@ -43,7 +43,7 @@ def active(*, warns: bool = True) -> Any:
     if why and warns and _warning.acquire(blocking=False):
         logger.warning(
             "numba %s: weights in host memory are compared, decoded and checked in plain numpy. The weights are the "
-            "same, but a patch takes some 15 times as long. For fast kernels: pip install numba",
+            "same, but a patch takes some 20 times as long. For fast kernels: pip install numba",
             why,
         )
     return load(name)

@@ -62,10 +62,19 @@ def test_the_reference_counts_what_the_values_say(itemsize: int) -> None:
     assert sum(expected[: len(ends)]) > 100
 
 
-@pytest.mark.parametrize("size", [0, 1, 31, 4096, 2_200_001])  # the last goes to several threads
-@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize("itemsize", [pytest.param(1, marks=pytest.mark.slow), 2, 4])  # 3 s to compile each
 @pytest.mark.parametrize("density", [0.01, 0.6])
-def test_all_ways_of_counting_are_the_same(size: int, itemsize: int, density: float) -> None:
+def test_all_ways_of_counting_are_the_same(itemsize: int, density: float) -> None:
+    for size in (0, 1, 31, 4096):
+        assert_same_counts(size, itemsize, density)
+
+
+@pytest.mark.parametrize("itemsize", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+def test_all_ways_of_counting_are_the_same_in_several_threads(itemsize: int) -> None:
+    assert_same_counts(2_200_001, itemsize, 0.6)
+
+
+def assert_same_counts(size: int, itemsize: int, density: float) -> None:
     rng = np.random.default_rng([size, itemsize])
     old, new, last = two_states(rng, size, itemsize, density)
     if itemsize == 2 and size > 1000:

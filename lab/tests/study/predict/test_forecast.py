@@ -61,10 +61,8 @@ def test_it_tells_what_generated_updates_do_step_by_step() -> None:
     assert densities == pytest.approx(real, rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("lr", "published"),
-    [(3e-6, (0.00574, 0.01232)), pytest.param(5e-6, (0.00942, 0.02137), marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("lr", "published"), [(3e-6, (0.00574, 0.01232)), (5e-6, (0.00942, 0.02137))])
 def test_without_masters_it_is_near_the_published_runs(lr: float, published: tuple[float, float]) -> None:
     """Qwen2.5-1.5B with a warm-up of 20 steps: density over 1 and 32 steps. No constant was fitted to these."""
     told = forecast(QWEN, 338, TrainingSettings(lr, warm_up=20, masters=False))
@@ -85,6 +83,7 @@ def test_dtypes_are_in_the_order_that_theory_asks_for() -> None:
     assert plateau["F32"] > 0.95 > plateau["F16"] > 2 * plateau["BF16"] > 2 * plateau["F8_E4M3"] > 0
 
 
+@pytest.mark.slow
 def test_in_fp8_under_a_scale_it_is_near_the_published_density() -> None:
     """0.0655 % at 1e-6; without a scale most weights would be subnormal, and an eighth of that."""
     size, dtype = 4_000_000, "F8_E4M3"  # takes a second: 400 steps, so that gradients have lost their direction
@@ -126,6 +125,7 @@ def test_what_is_less_than_a_sync_or_too_far_is_refused() -> None:
         forecast(QWEN, 338, TrainingSettings(LR, every=MOST_STEPS))
 
 
+@pytest.mark.slow
 def test_more_learning_rate_changes_more_and_masters_lose_nothing() -> None:
     slow, fast = (forecast(QWEN, 338, TrainingSettings(lr), steps=40).mean().density for lr in (1e-6, 3e-6))
     assert slow < fast
@@ -142,8 +142,10 @@ def test_a_sync_of_several_steps_is_larger_than_one_and_smaller_than_all() -> No
     assert folded.plateau.sizes["history"] < 4 * each.plateau.sizes["history"]
 
 
-def test_windows_grow_and_codecs_are_in_order() -> None:
+def test_windows_grow_and_codecs_are_in_order_within_seconds() -> None:
+    began = time.process_time()
     told = forecast(QWEN, 338, TrainingSettings(LR))
+    assert time.process_time() - began < 5  # 0.5 s where nothing else runs
     assert list(told.windows) == [1, 2, 4, 8, 16, 32]
     assert list(told.windows.values()) == sorted(told.windows.values())
     sizes = told.mean().sizes
@@ -172,7 +174,8 @@ def test_lion_moves_every_weight_by_the_learning_rate() -> None:
     assert np.abs(moves) == pytest.approx(np.full(moves.shape, 1e-6))
 
 
-@pytest.mark.parametrize(("lr", "measured"), [(1e-6, 0.03733), pytest.param(3e-6, 0.09159, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("lr", "measured"), [(1e-6, 0.03733), (3e-6, 0.09159)])
+@pytest.mark.slow
 def test_under_lion_it_is_near_the_measured_density_of_the_demo(lr: float, measured: float) -> None:
     """200 steps of the demo's policy, warm-up of 20: benchmarks/results/study/optimizer. Nothing was fitted to it."""
     told = forecast(DEMO, 28, TrainingSettings(lr, LION, warm_up=20, optimizer="lion"), steps=200)
@@ -187,9 +190,3 @@ def test_weights_that_nothing_reaches_give_a_forecast_of_nothing() -> None:
     told = forecast({127: 1000}, 1, TrainingSettings(1e-9), steps=3)
     assert told.mean().density == 0
     assert told.mean().sizes["history"] < 1000
-
-
-def test_it_is_quick() -> None:
-    began = time.process_time()
-    forecast(QWEN, 338, TrainingSettings(LR))
-    assert time.process_time() - began < 5  # 0.5 s where nothing else runs

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from lab.tests.forecasts import forecast_once
+from lab.tests.forecasts import forecast_once, one_forecast
 from pulsesync.core.threads import default_threads
 from pulsesync_lab.study.predict import evidence, theory
 from pulsesync_lab.study.predict.forecast import TrainingSettings
 from pulsesync_lab.study.predict.models import ModelFacts, largest_normal, normal_classes, scale_of
 from pulsesync_lab.study.predict.plan import ENOUGH, SyncPlan, make_plan
 
-__all__ = ["forecast_once"]
+__all__ = ["forecast_once", "one_forecast"]
 
 SEVEN = ModelFacts("seven", 339, normal_classes(0.02, 7_600_000_000), "", assumed=True)
 
@@ -85,6 +85,7 @@ def test_without_a_number_the_cores_are_those_of_this_machine() -> None:
 SEEN = ModelFacts("seen", 1, normal_classes(0.02, 300_000), "")
 
 
+@pytest.mark.usefixtures("one_forecast")
 @pytest.mark.parametrize("training", [TrainingSettings(1e-6), TrainingSettings(3e-6, theory.LION, optimizer="lion")])
 def test_for_runs_like_those_measured_the_error_is_the_one_of_the_table(training: TrainingSettings) -> None:
     told = make_plan(SEEN, training, 200e6, 50.0)
@@ -92,20 +93,16 @@ def test_for_runs_like_those_measured_the_error_is_the_one_of_the_table(training
     assert told.evidence == evidence.find(training) != ()
 
 
+@pytest.mark.usefixtures("one_forecast")
 @pytest.mark.parametrize(
     ("changed", "saying"),
     [
         ({"every": 4}, "syncs of 4 steps"),
         ({"betas": (0.8, 0.9), "masters": False}, "adamw with betas of 0.8 and 0.9 and no masters"),
-        *(
-            pytest.param(changed, saying, marks=pytest.mark.slow)
-            for changed, saying in [
-                ({"warm_up": 20}, "a warm-up"),
-                ({"betas": (0.8, 0.9)}, "adamw with betas of 0.8 and 0.9 and FP32 masters"),
-                ({"lr": 5e-7}, "a learning rate of 5e-07"),
-                ({"lr": 1e-4, "betas": theory.LION, "optimizer": "lion"}, "a learning rate of 0.0001"),
-            ]
-        ),
+        ({"warm_up": 20}, "a warm-up"),
+        ({"betas": (0.8, 0.9)}, "adamw with betas of 0.8 and 0.9 and FP32 masters"),
+        ({"lr": 5e-7}, "a learning rate of 5e-07"),
+        ({"lr": 1e-4, "betas": theory.LION, "optimizer": "lion"}, "a learning rate of 0.0001"),
     ],
 )
 def test_nothing_is_claimed_of_runs_unlike_those_that_were_measured(changed: dict[str, object], saying: str) -> None:
@@ -114,21 +111,22 @@ def test_nothing_is_claimed_of_runs_unlike_those_that_were_measured(changed: dic
     assert told.evidence == ()
 
 
-@pytest.mark.parametrize(
-    "weights", [100_000, *(pytest.param(n, marks=pytest.mark.slow) for n in (200_000_000, 7_600_000_000))]
-)
+@pytest.mark.usefixtures("one_forecast")
+@pytest.mark.parametrize("weights", [100_000, 200_000_000, 7_600_000_000])
 def test_nothing_is_claimed_of_models_smaller_or_larger_than_those_that_were_measured(weights: int) -> None:
     told = make_plan(ModelFacts("model", 1, normal_classes(0.02, weights), ""), TrainingSettings(1e-6), 200e6, 50.0)
     assert told.unlike == (f"a model of {told.model.size:,} weights",)
     assert told.evidence == ()
 
 
+@pytest.mark.usefixtures("one_forecast")
 def test_a_size_that_was_measured_for_one_kind_of_model_supports_a_claim_for_that_kind_alone() -> None:
     told = make_plan(ModelFacts("model", 1, normal_classes(0.02, 100_000_000), ""), TrainingSettings(1e-6), 200e6, 50.0)
     assert told.unlike == ()
     assert [one.kind for one in told.evidence] == ["trained"]  # up to 135 million; random ones up to 4 million
 
 
+@pytest.mark.usefixtures("one_forecast")
 def test_other_dtypes_finer_starts_and_assumed_magnitudes_are_unlike_them_too() -> None:
     asked = TrainingSettings(1e-6), 200e6, 50.0
     assert make_plan(ModelFacts("half", 1, normal_classes(0.02, 300_000, "F16"), ""), *asked, "F16").unlike == ("F16",)

@@ -78,9 +78,9 @@ def test_the_worst_gradients_reach_the_bound() -> None:
 
 def test_in_noise_a_move_is_as_long_as_the_theory_says() -> None:
     words = np.random.default_rng(0)
-    first, second = np.zeros(20_000), np.zeros(20_000)
+    first, second = np.zeros(4000), np.zeros(4000)
     for _ in range(3000):
-        gradient = words.standard_normal(20_000)
+        gradient = words.standard_normal(4000)
         first = 0.9 * first + 0.1 * gradient
         second = 0.999 * second + 0.001 * gradient**2
     moves = first / np.sqrt(second)

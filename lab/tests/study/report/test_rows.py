@@ -77,7 +77,7 @@ def test_a_recording_without_steps_has_empty_tables(tmp_path: Path) -> None:
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path) -> None:
-    with mock.patch.dict(sys.modules, {"pyarrow": None}), pytest.raises(PulseError, match=r"pulsesync\[study\]"):
+    with mock.patch.dict(sys.modules, {"pyarrow": None}), pytest.raises(PulseError, match=r"pulsesync-lab\[study\]"):
         rows.write_parquet(made(), tmp_path)
 
 

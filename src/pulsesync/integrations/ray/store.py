@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from pulsesync.core.types import Bits
 from pulsesync.errors import ConflictError, NotFoundError, PulseError, StoreError
-from pulsesync.integrations.ray.cluster import find_actor, kill_actor, named_actor, ray
+from pulsesync.integrations.ray.cluster import check_joined, find_actor, kill_actor, named_actor, ray
 from pulsesync.store.base import ObjectEntry
 from pulsesync.store.keys import check_key, check_prefix
 
@@ -122,7 +122,8 @@ class RayStore:
                 array: Bits = ray().get(found[0], timeout=self.timeout_s)  # mapped, not copied
                 return array[begin:end].tobytes()
         finally:
-            self._actor.end_loan.remote(loan)  # nobody waits for it
+            with suppress(PulseError):  # this process has left the cluster
+                self._send("end_loan", loan)  # nobody waits for it
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         check_key(key)
@@ -162,7 +163,11 @@ class RayStore:
                     "new Link or RayStore",
                     key=key,
                 )
-            return ray().get(getattr(self._actor, verb).remote(key, *rest), timeout=self.timeout_s)
+            return ray().get(self._send(verb, key, *rest), timeout=self.timeout_s)
+
+    def _send(self, verb: str, *given: Any) -> Any:
+        check_joined()  # or the call would start a cluster, for instance that of a thread that outlives ray.shutdown
+        return getattr(self._actor, verb).remote(*given)
 
     @contextmanager
     def _translated(self, key: str, verb: str) -> Iterator[None]:

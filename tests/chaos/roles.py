@@ -1,13 +1,10 @@
-"""Forks the processes of a trial from one that has everything loaded, so that hundreds of restarts take seconds.
+"""What the processes of a trial do: what real ones do, through the library's public interface.
 
-Reads one JSON object a line: {"role": "publisher", "name": …, …}; forks, and answers with the child's process id. The
-children do what real ones do, through the library's public interface, end as real ones end (the whole shutdown of the
-interpreter is run), and report every step of it to the witness. The zygote reports how each child ended.
+They end as real ones end (the interpreter waits for threads and runs exit handlers), and report every step to the
+witness.
 """
 
-import json
 import logging
-import os
 import resource
 import signal
 import sys
@@ -20,10 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from pulsesync import Publisher, PublishReport, Subscriber, warm_up
+from pulsesync import Publisher, PublishReport, Subscriber
 from pulsesync.errors import AnotherPublisherError, PulseError, StoreError
 from pulsesync.maintain.squash import Squasher
 from pulsesync.store import ObjectEntry, Store, open_store
@@ -282,44 +278,15 @@ ROLES: dict[str, Any] = {
 }
 
 
-def run(order: dict[str, Any]) -> None:
-    """The child: do the work; what it raises is written down, and ends the interpreter as it would anywhere."""
-    errors = os.open(order.pop("errors"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(errors, 2)
-    os.dup2(errors, 1)
+def play(role: str, name: str, **order: Any) -> None:
+    """Play a role; what it raises is written down, and ends the interpreter as it would anywhere."""
     logging.getLogger("pulsesync").addHandler(WitnessHandler())
-    say("started", name=order.pop("name"))
+    say("started", name=name)
     try:
-        ROLES[order.pop("role")](**order)
+        ROLES[role](**order)
     except AnotherPublisherError:
         sys.exit(4)
     except PulseError as e:
         say("stopped", error=type(e).__name__)
         traceback.print_exc()
         sys.exit(3)
-
-
-def reap(*_: object) -> None:
-    """Report every child that has ended."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            say("ended", child=ended[0], code=os.waitstatus_to_exitcode(ended[1]))
-
-
-def main() -> None:
-    signal.signal(signal.SIGCHLD, reap)
-    assert ml_dtypes
-    warm_up()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            run(json.loads(line))
-            return
-        print(pid, flush=True)
-
-
-if __name__ == "__main__":
-    main()

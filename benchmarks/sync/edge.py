@@ -1,8 +1,7 @@
 """How long does a worker on a small machine need without numba and torch, and how much memory?
 
-    python benchmarks/bench_edge.py                            # two minutes
-    python benchmarks/bench_edge.py --quick                    # twenty seconds: 2 M weights, two codecs
-    python benchmarks/bench_edge.py --against ../other/src     # and with the package of another checkout, in turns
+    python -m benchmarks edge                            # two minutes
+    python -m benchmarks edge --against ../other/src     # and with the package of another checkout, in turns
 
 A trainer publishes an anchor and some patches to a folder, once for each codec. Then fresh processes follow the run,
 version by version, with the kernels of numba and with those of plain numpy: there numba and torch cannot be imported.
@@ -21,15 +20,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench_codec import Rounds, generated, json_line, provenance, shown, table
-
+from benchmarks.harness.links import ROOT
+from benchmarks.harness.report import Rounds, json_line, provenance, table
+from benchmarks.harness.weights import as_bf16, generated
 from pulsesync import Publisher
+from pulsesync.format.patch import CodecName
 
+QUICK = ("--width", "128", "--versions", "3", "--rounds", "1", "--codecs", "auto", "history")
 CODECS = ("auto", "history", "step", "gap")
 MB = 1e6
 WORKER = """
 import json, os, sys, time
-from pathlib import Path
 
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
 run, tensors, kernels, last = json.loads(sys.argv[1])
@@ -40,16 +41,13 @@ logging.disable(logging.WARNING)
 import numpy as np
 import ml_dtypes
 import pulsesync
-
-def resident(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+from benchmarks.harness.timing import peak, status
 
 weights = {name: np.zeros(shape, ml_dtypes.bfloat16) for name, shape in tensors}
 for array in weights.values():
     array[...] = 1
 pulsesync.warm_up()
-before = resident("VmRSS")
+before = status("VmRSS")
 seconds, subscriber = {}, pulsesync.Subscriber(run)
 for version in range(last + 1):
     began = time.process_time()
@@ -58,20 +56,20 @@ for version in range(last + 1):
 began = time.process_time()
 digest = subscriber.verify()
 seconds["a recount"] = [time.process_time() - began]
-peak = resident("VmHWM")
-print(json.dumps({"seconds": seconds, "digest": digest, "peak": peak, "own": peak - before}))
+most = peak()
+print(json.dumps({"seconds": seconds, "digest": digest, "peak": most, "own": most - before}))
 """
 MEASURED = ("a patch", "the anchor", "a recount")
 
 
-def publish(codec: str, width: int, versions: int, run: Path) -> dict[str, Any]:
+def publish(codec: CodecName, width: int, versions: int, run: Path) -> dict[str, Any]:
     """Publish an anchor and patches; return tensors, digest, and changes and bytes of the patches."""
     _, steps = generated(width)
     reports = []
     with Publisher(str(run), codec=codec) as publisher:
         for step, old, new in steps:
             weights = old if step == 0 else new
-            reports.append(publisher.publish({name: as_bf16(bits) for name, bits in weights.items()}, coalesce=False))
+            reports.append(publisher.publish(as_bf16(weights), coalesce=False))
             if step == versions:
                 break
         digest = publisher.digest
@@ -85,42 +83,38 @@ def publish(codec: str, width: int, versions: int, run: Path) -> dict[str, Any]:
     }
 
 
-def as_bf16(bits: Any) -> Any:
-    import ml_dtypes
-
-    return bits.view(ml_dtypes.bfloat16)
-
-
 def follow(run: Path, of: dict[str, Any], kernels: str, source: str | None) -> dict[str, Any]:
     """Follow a run in a fresh process, with the package in this folder or with ours."""
     given = json.dumps([str(run), of["tensors"], kernels, len(of["changed"])])
     environment = {**os.environ, **({"PYTHONPATH": source} if source else {})}
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER, given], env=environment, capture_output=True, text=True, check=True
-    )
-    found = json.loads(done.stdout)
+    worker = [sys.executable, "-c", WORKER, given]
+    done = subprocess.run(worker, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
     assert found["digest"] == of["digest"], "a worker has other weights than the trainer"
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", help="the src folder of another checkout")
-    given = parser.parse_args()
-    width, versions, rounds, codecs = (128, 3, 1, CODECS[:2]) if given.quick else (320, 6, 3, CODECS)
-    workers = [("numpy", None), ("numba", None)]
+    parser.add_argument("--width", type=int, default=320, help="of the generated model: 320 is 12 M weights")
+    parser.add_argument("--versions", type=int, default=6, help="patches after the anchor")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each kind")
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
+
+
+def main(given: argparse.Namespace) -> None:
+    workers: list[tuple[str, str | None]] = [("numpy", None), ("numba", None)]
     if given.against:
         workers.insert(1, ("numpy", str(Path(given.against).resolve())))
     names = {worker: worker[0] + (", before" if worker[1] else "") for worker in workers}
     rows, data = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for codec in codecs:
+        for codec in given.codecs:
             run = Path(folder) / codec
-            published = publish(codec, width, versions, run)
+            published = publish(codec, given.width, given.versions, run)
             times = {worker: Rounds(names[worker]) for worker in workers}
             memory: dict[Any, list[tuple[float, float]]] = {worker: [] for worker in workers}
-            for _, worker in product(range(rounds), workers):
+            for _, worker in product(range(given.rounds), workers):
                 found = follow(run, published, *worker)
                 memory[worker].append((found["peak"] / MB, found["own"] / MB))
                 for what, seconds in found["seconds"].items():
@@ -128,16 +122,18 @@ def main() -> None:
                         times[worker].add(what, one)
             for worker in workers:
                 spread = {what: times[worker].spread(what) for what in MEASURED}
+                shown = [times[worker].shown(what) for what in MEASURED]
                 peak, own = map(max, zip(*memory[worker], strict=True))
-                rows.append([f"{codec}, {names[worker]}", *map(shown, spread.values()), f"{peak:.0f}", f"{own:.0f}"])
+                rows.append([f"{codec}, {names[worker]}", *shown, f"{peak:.0f}", f"{own:.0f}"])
                 data.append({"codec": codec, "kernels": names[worker], "seconds": spread, "peak_mb": peak})
             data.append({"codec": codec, **{key: published[key] for key in ("weights", "changed", "bytes")}})
-    print(f"{published['weights']:,} BF16 weights, {versions} patches with {min(published['changed']):.2%} to ", end="")
-    print(f"{max(published['changed']):.2%} changed.\nSeconds of one core, medians of {rounds} processes ", end="")
+    print(
+        f"{published['weights']:,} BF16 weights, {given.versions} patches with {min(published['changed']):.2%} to ",
+        end="",
+    )
+    print(
+        f"{max(published['changed']):.2%} changed.\nSeconds of one core, medians of {given.rounds} processes ", end=""
+    )
     print("(20th–80th percentile); MB resident at the peak, and of these, above the weights and the packages.\n")
     print(table(["codec, kernels", *MEASURED, "peak MB", "of these, sync"], rows) + "\n")
     print(json_line({"bench": "edge", **provenance("ml_dtypes"), "found": data}))
-
-
-if __name__ == "__main__":
-    main()
