@@ -66,20 +66,23 @@ test-grpo: $(TRL)/.made $(VLLM)/.made  ## run GRPO with TRL and rollouts from a 
 	PULSE_TRL_PYTHON=$(abspath $(TRL))/bin/python $(VLLM)/bin/python -m pytest -q -o faulthandler_timeout=900 \
 		tests/integrations/vllm/test_grpo.py
 
-dist-test: $(VENV)/.dev  ## build wheel and sdist, check them, and use each in an empty environment, as a user installs it
-	@rm -rf dist $(DIST)
-	@$(PYTHON) -m venv $(DIST)/tools && $(DIST)/tools/bin/python -m pip install -qq build twine
-	$(DIST)/tools/bin/python -m build --outdir dist .
-	$(DIST)/tools/bin/python -m build --outdir dist lab
+dist-test: $(VENV)/.dev $(DIST)/tools/.made  ## build wheel and sdist, check them, and use them in empty environments, as a user installs them
+	@rm -rf dist $(DIST)/from-sdist
+	$(BIN)/python -m hatchling build -d dist
+	cd lab && $(abspath $(BIN))/python -m hatchling build -d ../dist
 	$(DIST)/tools/bin/python -m twine check --strict dist/*
-	set -e; for kind in whl tar.gz; do echo "In an empty environment: pulsesync and pulsesync-lab, *.$$kind"; \
-	  $(PYTHON) -m venv --clear $(DIST)/user; $(DIST)/user/bin/python -m pip install -qq dist/pulsesync-*.$$kind; \
-	  $(PYTHON) -m venv --clear $(DIST)/edge; \
-	  $(DIST)/edge/bin/python -m pip install -qq --no-deps -r constraints/edge.txt dist/pulsesync-*.$$kind; \
-	  PULSE_INSTALLED=$(abspath $(DIST))/user/bin PULSE_EDGE=$(abspath $(DIST))/edge/bin \
-	    $(BIN)/pytest -q tests/test_installed.py; \
-	  $(DIST)/user/bin/python -m pip install -qq dist/pulsesync_lab-*.$$kind; \
-	  PULSE_INSTALLED_LAB=$(abspath $(DIST))/user/bin $(BIN)/pytest -q lab/tests/test_installed.py; done
+	@echo "In an empty environment, and in one without numba:"
+	@$(PYTHON) -m venv --clear $(DIST)/user && $(DIST)/user/bin/python -m pip install -qq dist/pulsesync-*.whl
+	@$(PYTHON) -m venv --clear $(DIST)/edge && \
+	  $(DIST)/edge/bin/python -m pip install -qq --no-deps -r constraints/edge.txt dist/pulsesync-*.whl
+	! $(DIST)/user/bin/pulse demo
+	PULSE_INSTALLED=$(abspath $(DIST))/user/bin PULSE_EDGE=$(abspath $(DIST))/edge/bin $(BIN)/pytest -q tests/test_installed.py
+	@echo "With the lab:"
+	@$(DIST)/user/bin/python -m pip install -qq dist/pulsesync_lab-*.whl
+	PULSE_INSTALLED_LAB=$(abspath $(DIST))/user/bin $(BIN)/pytest -q lab/tests/test_installed.py
+	@echo "What pip builds from an sdist is the same wheel:"
+	@$(DIST)/user/bin/python -m pip wheel -qq --no-deps -w $(DIST)/from-sdist dist/*.tar.gz
+	set -e; for wheel in dist/*.whl; do cmp $$wheel $(DIST)/from-sdist/$${wheel#dist/}; done
 
 gpu-test:  ## run the tests of the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes pytest pytest-timeout hypothesis)
@@ -138,6 +141,9 @@ define new
 $(PYTHON) -m venv --clear "$$(readlink -f $(1))" && $(1)/bin/python -m pip install -qq -c constraints/dev.txt pip
 endef
 
+# Python compiles what is imported, a fraction of what is installed, when it is imported.
+$(DOCS)/.made $(JAX)/.made $(SGLANG)/.made $(TRL)/.made $(VERL)/.made $(VLLM)/.made dist-test: export PIP_NO_COMPILE := 1
+
 # Stamps, so that a second run starts at once. A stamp is written last: an interrupted installation is repeated.
 
 $(VENV)/.made:
@@ -166,6 +172,12 @@ $(VENV)/.dev: $(VENV)/.made $(PINNED)
 	@echo "Installing pulsesync, the tools to check it, torch, Triton and Ray into $(VENV): a minute or two, longer where torch comes with CUDA ..."
 	@$(PIP) -e '.[torch,serve]' -e ./lab --group dev
 	@touch $(VENV)/.core $(VENV)/.torch $@
+
+$(DIST)/tools/.made:
+	@mkdir -p $(DIST)
+	@$(call new,$(DIST)/tools)
+	@$(DIST)/tools/bin/python -m pip install -qq twine
+	@touch $@
 
 $(DOCS)/.made: $(PINNED) constraints/docs.txt
 	@$(call new,$(DOCS))

@@ -34,7 +34,7 @@ import torch
 
 from tests.examples import python_path
 
-GROUP_TIMEOUT_S = 10
+GROUP_TIMEOUT_S = 20  # nobody waits as long
 PROCESS_S = 45  # after which processes that still run are ended, and the test fails
 ROOT = Path(__file__).parents[1]
 # The exit handler that is registered first, before anything is imported, runs last.
@@ -260,15 +260,18 @@ _PATHS: dict[int, Path] = {}  # of the processes that run, in the zygote
 
 
 def _reap(*_: object) -> None:
-    """Write down how every process ended, and only then let it be gone."""
+    """Write down how every process ended, and only then let it be gone. One call may interrupt another one."""
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            out = _PATHS.pop(ended.si_pid)
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            with suppress(OSError):  # the folder may be gone with its test
-                out.with_suffix(".ended").write_text(str(code))
-                out.with_suffix(".ended").rename(out.with_suffix(".code"))
+            if (out := _PATHS.get(ended.si_pid)) is not None:
+                with suppress(
+                    OSError
+                ):  # the folder is gone with its test, or the call that interrupted this one did it
+                    out.with_suffix(".ended").write_text(str(code))
+                    out.with_suffix(".ended").rename(out.with_suffix(".code"))
             os.waitpid(ended.si_pid, 0)
+            _PATHS.pop(ended.si_pid, None)
 
 
 def main(last: list[Callable[[], None]]) -> None:

@@ -86,7 +86,7 @@ def test_a_file_that_lies_in_the_checkout_does_not_get_into_the_sdist(tmp_path: 
 
 def test_tests_of_the_sdist_run_from_it(unpacked: Path) -> None:
     """Some that need golden files, pages, tools and the package itself."""
-    some = ["tests/test_pages.py", "tests/test_docs_site.py", "tests/test_layout.py", "tests/format/test_golden.py"]
+    some = ["tests/test_lints.py", "tests/test_docs_site.py", "tests/format/test_golden.py"]
     options = ["-q", "-p", "no:cacheprovider", "-k", "not read and not squash and not writing"]  # nor compile kernels
     program = [sys.executable, "-m", "pytest", *options, *some]
     env = {**CLEAN, "PYTHONPATH": str(unpacked / "src")}

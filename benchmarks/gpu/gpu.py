@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,7 @@ from pulsesync.state.live import Transition
 from pulsesync.state.sharding import owner_of, share_of
 from pulsesync.store import MemoryStore
 
-QUICK = ("--sizes", "0.0000011", "--densities", "10", "--repeats", "1")
+QUICK = ("--sizes", "0.0000011", "--densities", "10", "--repeats", "1", "--codecs", "context")
 CODECS: tuple[CodecName, ...] = ("context", "history")
 LARGE = 16e9  # weights from which the new ones do not stay on the GPU while a worker is measured
 
@@ -103,7 +103,7 @@ class Bench:
         return next_record(self.last, 1, parts, state, history, None, ()), bytes(part.data)
 
 
-def measure(weights: float, density: float, repeats: int) -> Row:
+def measure(weights: float, density: float, repeats: int, codecs: Sequence[CodecName]) -> Row:
     """Measure publishing first and then syncing: of the largest models only two copies fit on the GPU."""
     model = make_pair(weights, density)
     bench = Bench(model)
@@ -118,12 +118,12 @@ def measure(weights: float, density: float, repeats: int) -> Row:
     row.ms["incremental digest"] = median_ms(partial(digest_of, difference), repeats)
     del difference
     parts: dict[CodecName, tuple[Manifest, bytes]] = {}
-    for codec in CODECS:
+    for codec in codecs:
         encode = partial(bench.encode, codec)
         row.ms[f"diff + {codec} encode + patch on the host"] = median_ms(encode, repeats)
         row.gigabytes[f"diff + {codec} encode"] = peak_gb(encode)
         parts[codec] = bench.record(codec)
-    row.patch_bytes = len(parts["context"][1])
+    row.patch_bytes = len(parts[codecs[0]][1])
     if large := model.size > LARGE:
         model.new.clear()
     del bench, encode
@@ -240,6 +240,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", action="store_true", help="profile one encode and decode, first size and density")
     parser.add_argument("--lines", nargs="*", choices=["context", "history"], default=[], help="time host functions")
     parser.add_argument("--others", action="store_true", help="also measure full weights and other codecs")
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
     parser.add_argument("--repeats", type=int, default=5, help="of each time")
     parser.add_argument("--json", type=Path, help="write the rows, and those of --others, to this file")
 
@@ -251,7 +252,7 @@ def main(given: argparse.Namespace) -> None:
     with as_device():
         for weights in given.sizes:
             for percent in given.densities:
-                rows.append(measure(1e9 * weights, percent / 100, given.repeats))
+                rows.append(measure(1e9 * weights, percent / 100, given.repeats, given.codecs))
                 print(json.dumps(asdict(rows[-1])), flush=True)
                 empty_cache()
         found = others.measure(make_pair(size, density), rows[0]) if given.others else {}

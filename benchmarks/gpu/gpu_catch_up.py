@@ -95,9 +95,9 @@ class CatchUp:
             done.append(transition)
             return back
 
-        def seen(some: Any, *rest: Any) -> Any:
-            bodies.extend(some if not bodies else ())
-            return read(some, *rest)
+        def seen(versions: Any, *rest: Any) -> Any:
+            bodies.extend(versions[0] if not bodies else ())
+            return read(versions, *rest)
 
         with mock.patch.object(state, "commit", timed_commit), mock.patch.object(state, "decode", seen):
             report, took_ms, peak = timed(lambda: self.subscriber.sync(self.worker))

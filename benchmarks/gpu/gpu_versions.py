@@ -33,8 +33,7 @@ from pulsesync.state.views import SourceMarks
 from pulsesync.store import MemoryStore
 
 QUICK = (
-    "--weights", "1100", "--tensors", "6", "--size", "40", "--few", "2", "--layers", "2", "--experts", "2",
-    "--expert-size", "30", "--versions", "3",
+    "--cases", "few", "many", "--tensors", "6", "--size", "40", "--few", "2", "--weights", "1100", "--versions", "2",
 )  # fmt: skip
 CASES = ("model", "few", "many", "experts")
 DENSITIES = [0.0005 * 400 ** (step * 5 % 8 / 7) for step in range(8)]  # of `model`

@@ -36,7 +36,7 @@ def test_a_run_without_workers_is_well(run: Path) -> None:
 
 
 def test_workers_are_shown_with_what_is_wrong(run: Path) -> None:
-    put(run, "good", pause_s=0.0125, fetched_bytes=1000, recounted_s=time.time() - 20, recount_equal=True)
+    put(run, "good", pause_s=0.0125, fetched_bytes=1000, recounted_s=RECORD.time_s - 20, recount_equal=True)
     assert pulse("status", run).code == 0
     put(run, "bad", error="digest mismatch", torn=True)
     put(run, "late", version=0)

@@ -347,7 +347,7 @@ def test_a_publisher_that_begins_again_takes_up_the_run(
     assert len(objects(store)) == 3  # an anchor and two patches
 
 
-@pytest.mark.parametrize("keep", [None, "host"])
+@pytest.mark.parametrize("keep", [None, pytest.param("host", marks=pytest.mark.slow)])
 def test_a_fresh_model_is_refused_here_too(keep: Keep | None, device: str) -> None:
     store, states = published(device, 1)
     before = objects(store)

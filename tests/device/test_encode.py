@@ -37,7 +37,7 @@ def test_parts_are_those_of_the_host(codec: CodecName, used: set[Codec], device:
         assert same(to_bits(pair.state.flats), state)
 
 
-@pytest.mark.parametrize("codec", ["history", "context"])
+@pytest.mark.parametrize("codec", ["history", pytest.param("context", marks=pytest.mark.slow)])
 def test_piles_of_a_dtype_share_a_table_and_make_the_parts_of_one(
     codec: CodecName, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +99,11 @@ def test_long_steps_and_every_float_are_coded_as_on_the_host(device: str, many_l
 
 @pytest.mark.parametrize(
     ("dtype", "listed_once", "few"),
-    [("BF16", True, 1 << 13), ("BF16", False, 10), ("F8_E4M3", True, 10), ("F32", True, 1 << 13)],
+    [
+        ("BF16", False, 10),
+        ("F32", True, 1 << 13),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("BF16", True, 1 << 13), ("F8_E4M3", True, 10))),
+    ],
 )
 def test_long_steps_that_occur_often_are_listed_as_on_the_host(
     dtype: str, listed_once: bool, few: int, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch

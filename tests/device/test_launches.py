@@ -99,7 +99,9 @@ def test_neither_end_compiles_after_the_third_version(
 
 
 # A second each: two epochs of three patches in the interpreter.
-@pytest.mark.parametrize(("keep", "dtype"), [("host", torch.float32), ("hook", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("keep", "dtype"), [pytest.param("host", torch.float32, marks=pytest.mark.slow), ("hook", torch.bfloat16)]
+)
 def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_is(
     keep: Keep,
     dtype: torch.dtype,

@@ -55,7 +55,7 @@ def test_a_device_and_a_host_agree_on_which_spoilt_payloads_are_good_and_on_what
     """Otherwise a round would fail for some trainers, or lead them to different weights."""
     here, _, _ = victim(mode)
     there, rng, refused = brought(here, device), np.random.default_rng(0), 0
-    for _ in range(60):
+    for _ in range(60 if device == "cuda" else 25):
         it = letter(mode)
         part = forge.read_part(it.coded, LAYOUT)
         spoilt = [bytearray(section) for section in part.sections()]
@@ -65,7 +65,7 @@ def test_a_device_and_a_host_agree_on_which_spoilt_payloads_are_good_and_on_what
         outcomes = [read(coder, it.write()) for coder in (here, there)]
         assert outcomes[0] == outcomes[1]
         refused += outcomes[0] is None
-    assert refused > 10
+    assert refused > 4
 
 
 def read(coder: Coder, data: bytes) -> tuple[bytes, bytes] | None:

@@ -106,6 +106,7 @@ with host_as_device():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(140)
 def test_without_triton_it_is_said_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ def follow_model(dtype: str, masters: bool, device: str, codec: CodecName) -> No
             train_(weights, step, unit)
 
 
-# A minute each: three versions twice, and 20 of a small model, in the interpreter.
+# Ten seconds each: three versions twice, and 20 of a small model, in the interpreter.
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])

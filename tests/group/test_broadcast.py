@@ -418,7 +418,7 @@ def test_a_receiver_killed_in_a_push_ends_it_for_all_and_a_new_group_goes_on_wit
     fleet: Fleet, victim: int, message: int
 ) -> None:
     results = [r for r in fleet.run(killed, 3, killed=[victim], victim=victim, message=message) if r]
-    assert all(waited < TIMEOUT_S + 2 for waited, _, _ in results)
+    assert all(waited < TIMEOUT_S / 2 for waited, _, _ in results)
     assert [method for _, method, _ in results] == ["coded", "coded"]
     assert same(results[0][2], results[1][2])
 
@@ -433,23 +433,27 @@ def test_a_source_killed_in_a_push_leaves_weights_and_another_can_take_over(flee
 def behind(rank: int, size: int, folder: str) -> float:
     model = weights(np.random.default_rng(0))
     with group(folder, "one", rank, size):
-        cast = Broadcast(timeout_s=1.5)
+        cast = Broadcast(timeout_s=3)
         sync(cast, rank, model)
         before, began = bits(model), time.monotonic()
+        done = [Path(folder) / f"done-{other}" for other in (0, 1)]
         if rank == 2:
-            time.sleep(4)  # busy with something else
+            while not all(one.exists() for one in done):  # busy with something else
+                time.sleep(0.05)
             return 0.0
         with pytest.raises(GroupError, match="lost the other ranks"):
             sync(cast, rank, model)
         waited = time.monotonic() - began
         assert same(bits(model), before)
-        time.sleep(max(0.0, 4 - waited))
+        done[rank].touch()
+        while not all(one.exists() for one in done):  # the end of this process must not be what others notice
+            time.sleep(0.05)
         return waited
 
 
 @pytest.mark.slow
 def test_a_rank_that_falls_behind_is_not_waited_for_longer_than_asked(fleet: Fleet) -> None:
-    assert all(waited < 3 for waited in fleet.run(behind, 3))
+    assert all(waited < 2 * 3 for waited in fleet.run(behind, 3))
 
 
 def late(rank: int, size: int, folder: str, how: str) -> Any:
@@ -734,6 +738,7 @@ def cut(name: str, whole: np.ndarray, layout: str, place: int) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(140)
 def test_the_example_in_the_documentation_runs(tmp_path: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "integrations" / "torch.md").read_text()
     example = page.partition("<!-- run by tests/group/test_broadcast.py -->\n```python\n")[2].partition("```")[0]
@@ -743,7 +748,7 @@ def test_the_example_in_the_documentation_runs(tmp_path: Any) -> None:
         port = free.getsockname()[1]
     environment = {**os.environ, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, env=environment, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -927,7 +932,7 @@ def slow_to_bring(rank: int, size: int, folder: str) -> Any:
     model = zeros(model) if rank else model
     if rank < 2:
         with group(folder, "one", rank, 2):
-            cast = Broadcast(timeout_s=1.5, method="coded", bucket_weights=1 << 18)
+            cast = Broadcast(timeout_s=3, method="coded", bucket_weights=1 << 18)
             sync(cast, rank, model)
     else:
         time.sleep(0.3)
@@ -935,11 +940,11 @@ def slow_to_bring(rank: int, size: int, folder: str) -> Any:
     if rank < 2:
         cast.regroup()
     else:
-        cast = Broadcast(timeout_s=1.5, method="coded", bucket_weights=1 << 18)
+        cast = Broadcast(timeout_s=3, method="coded", bucket_weights=1 << 18)
     plain = Collective.send_
 
     def send_(self: Collective, *args: Any) -> None:
-        time.sleep(0.4)
+        time.sleep(0.8)
         plain(self, *args)
 
     if rank == 0:

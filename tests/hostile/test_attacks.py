@@ -2109,10 +2109,10 @@ def test_every_prefix_of_a_file_is_refused() -> None:
 
 
 # A prime number of bytes or bits apart, so that fields of every kind and every bit of a byte are met.
-SOME, EVERY = pytest.param(29, id="some"), pytest.param(1, id="every", marks=pytest.mark.slow)
+SOME, MANY = pytest.param(29, id="some"), pytest.param(5, id="many", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("step", [SOME, EVERY])
+@pytest.mark.parametrize("step", [SOME, MANY])
 @pytest.mark.parametrize("kind", ["history", "gap"])
 def test_a_flipped_bit_anywhere_is_refused(kind: str, step: int) -> None:
     target = victim(kind)
@@ -2127,7 +2127,7 @@ def test_a_flipped_bit_anywhere_is_refused(kind: str, step: int) -> None:
     assert target.untouched
 
 
-@pytest.mark.parametrize("step", [SOME, EVERY])
+@pytest.mark.parametrize("step", [SOME, MANY])
 @pytest.mark.parametrize("kind", ["history", "inline"])
 def test_a_flipped_bit_anywhere_in_a_manifest_is_refused(kind: str, step: int) -> None:
     target = victim(kind)
@@ -2145,8 +2145,8 @@ def test_a_flipped_bit_anywhere_in_a_manifest_is_refused(kind: str, step: int) -
     [
         ("history", 29),
         ("inline", 211),
-        pytest.param("history", 1, marks=pytest.mark.slow),
-        pytest.param("inline", 13, marks=pytest.mark.slow),
+        pytest.param("history", 5, marks=pytest.mark.slow),
+        pytest.param("inline", 29, marks=pytest.mark.slow),
     ],
 )
 def test_a_bit_flipped_under_a_good_checksum_is_refused_or_changes_only_what_no_weight_depends_on(

@@ -137,7 +137,7 @@ def spread(source: Any, options: dict[str, int]) -> None:
 def run(cache: Path, *steps: str, script: Path = Path(__file__)) -> list[int]:
     """Take steps, each "step:kernel", in a process of their own, as this one's Triton interprets; count the kernels.
 
-    Instead of a kernel: "all", a share of them, or those of one size of weights, as "recount/2".
+    Instead of a kernel: "all", or a share of them.
     """
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
@@ -159,11 +159,8 @@ def test_all_kernels_are_here() -> None:
 
 @pytest.mark.timeout(300)
 def test_the_front_end_accepts_every_kernel_and_one_compiles_to_machine_code(tmp_path: Path) -> None:
-    """An error in a kernel is nearly always found by the front end, in a tenth of the time that machine code takes.
-
-    And tensor cores find the bytes of a recount in the threads that have them.
-    """
-    assert run(tmp_path, "translate:all", "assemble:gather", "spread:recount/2") == [99, 4, 1]
+    """An error in a kernel is nearly always found by the front end, in a tenth of the time that machine code takes."""
+    assert run(tmp_path, "translate:all", "assemble:gather") == [99, 4]
 
 
 @pytest.mark.slow
@@ -184,8 +181,7 @@ def main() -> None:
     for step, which in (order.split(":") for order in sys.argv[1:]):
         count = 0
         for n, (source, options) in enumerate(sources()):
-            unit = source.constants.get((source.fn.arg_names.index("UNIT"),)) if "UNIT" in source.fn.arg_names else 0
-            if which in ("all", source.name, f"{source.name}/{unit}", str(n % SHARES)):
+            if which in ("all", source.name, str(n % SHARES)):
                 {"translate": translate, "assemble": assemble, "spread": spread}[step](source, options)
                 count += 1
         print(count)

@@ -416,11 +416,11 @@ def test_what_a_rank_tells_grows_with_its_changed_tiles_and_not_with_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(layouts, "SMALL", 0)  # a tile for each tensor
-    training = {f"layer.{n:03d}": np.zeros((6, 4), BF16) for n in range(300)}
+    training = {f"layer.{n:03d}": np.zeros((6, 4), BF16) for n in range(100)}
     group = Group(MemoryStore(), 3)
     group.publish(training)
     told = [sum(pub.team.told) for pub in group.pubs]  # type: ignore[attr-defined]
-    training["layer.100"][5, 3] = 1
+    training["layer.050"][5, 3] = 1
     group.publish(training)
     few = [sum(pub.team.told) - before for pub, before in zip(group.pubs, told, strict=True)]  # type: ignore[attr-defined]
     for array in training.values():
@@ -431,7 +431,7 @@ def test_what_a_rank_tells_grows_with_its_changed_tiles_and_not_with_the_model(
         for pub, before, some in zip(group.pubs, told, few, strict=True)
     ]
     assert max(few[1:]) < 400
-    assert min(many[1:]) > 300 * 20
+    assert min(many[1:]) > 100 * 20
 
 
 def test_odd_bits_empty_tensors_scalars_and_ties_arrive_exactly() -> None:
@@ -467,7 +467,7 @@ def test_odd_bits_empty_tensors_scalars_and_ties_arrive_exactly() -> None:
     assert b'"ties":{"head":"embed"}' in layout
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.integers(0, 1 << 32), st.integers(1, 5), st.sampled_from(["auto", "history", "gap", "dense"]))
 def test_any_rectangles_of_any_dtype_make_the_whole_model(seed: int, size: int, codec: CodecName) -> None:
     rng = np.random.default_rng(seed)
@@ -940,7 +940,7 @@ def test_a_rank_that_alone_does_not_hear_the_others_any_more_is_brought_back(ran
 
         group.crew.after = lose
         failed = 0
-        for step in range(4):
+        for step in range(3):
             training.step()
             results = group.try_publish(training.weights, step)
             group.crew.reset()

@@ -38,7 +38,7 @@ class Place:
         return {name: moved[tensor.data_ptr()] for name, tensor in some.items()}
 
 
-SLOW_WITHOUT_GPU = () if GPU else pytest.mark.slow  # the interpreter takes 2 to 10 s for each of these tests
+SLOW_WITHOUT_GPU = () if GPU else pytest.mark.slow  # the interpreter takes 1 to 3 s for each of these tests
 
 
 @pytest.fixture(params=["host", pytest.param("device", marks=SLOW_WITHOUT_GPU)])
@@ -123,7 +123,7 @@ def test_every_version_is_what_quantising_all_of_it_gives(recipe: str, place: Pl
             assert sub.verify() == report.digest == sub.digest
 
 
-def test_a_device_follows_with_its_kernels(device: str) -> None:  # 4 s in the interpreter
+def test_a_device_follows_with_its_kernels(device: str) -> None:  # a second in the interpreter
     with on_device(device) as place:
         trainer = Trainer(place)
         worker = trainer.worker("vllm-fp8-block")

@@ -61,10 +61,8 @@ def test_it_tells_what_generated_updates_do_step_by_step() -> None:
     assert densities == pytest.approx(real, rel=0.2)
 
 
-@pytest.mark.parametrize(
-    ("lr", "published"),
-    [(3e-6, (0.00574, 0.01232)), pytest.param(5e-6, (0.00942, 0.02137), marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("lr", "published"), [(3e-6, (0.00574, 0.01232)), (5e-6, (0.00942, 0.02137))])
 def test_without_masters_it_is_near_the_published_runs(lr: float, published: tuple[float, float]) -> None:
     """Qwen2.5-1.5B with a warm-up of 20 steps: density over 1 and 32 steps. No constant was fitted to these."""
     told = forecast(QWEN, 338, TrainingSettings(lr, warm_up=20, masters=False))
@@ -127,6 +125,7 @@ def test_what_is_less_than_a_sync_or_too_far_is_refused() -> None:
         forecast(QWEN, 338, TrainingSettings(LR, every=MOST_STEPS))
 
 
+@pytest.mark.slow
 def test_more_learning_rate_changes_more_and_masters_lose_nothing() -> None:
     slow, fast = (forecast(QWEN, 338, TrainingSettings(lr), steps=40).mean().density for lr in (1e-6, 3e-6))
     assert slow < fast
