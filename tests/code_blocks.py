@@ -1,4 +1,4 @@
-"""The fenced blocks of README.md and docs/, and the command lines in them."""
+"""The fenced blocks of README.md and of the pages of docs/ and lab/docs/, and the command lines in them."""
 
 import re
 import shlex
@@ -9,7 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```[ ]*$", re.DOTALL | re.MULTILINE)
 SHELL = ("bash", "sh", "console")
-GENERATED = {"docs/cli.md"}  # its blocks are usage lines; tests/test_docs_site.py compares the page with the commands
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,10 @@ class CommandLine:
 
 
 def pages() -> list[str]:
-    """README.md and every page of docs/ that people write."""
-    found = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
-    return [page for page in found if page not in GENERATED]
+    """README.md and every page of docs/ and lab/docs/."""
+    folders = (ROOT / "docs", ROOT / "lab" / "docs")
+    found = sorted(path.relative_to(ROOT).as_posix() for folder in folders for path in folder.rglob("*.md"))
+    return ["README.md", *found]
 
 
 def blocks_of(page: str) -> list[Block]:

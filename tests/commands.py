@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 from pulsesync.cli import main
@@ -36,14 +36,15 @@ class Done:
         return self.err.startswith("pulse: ") and not self.out
 
 
-def pulse(*arguments: object) -> Done:
+def pulse(*arguments: object, stderr: TextIO | None = None) -> Done:
+    """Run a command in this process; its stderr can be a file of the caller's, such as a terminal."""
     out, err = io.StringIO(), io.StringIO()
     before = signal.getsignal(signal.SIGTERM)
     try:
         with (
             mock.patch.object(sys, "argv", ["pulse", *map(str, arguments)]),
             contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
+            contextlib.redirect_stderr(stderr or err),
         ):
             main()
     except SystemExit as e:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socketserver
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +25,11 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray gives its workers a low priority: while tests use all cores, they would miss their time limits.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+# A server of the standard library looks twice a second whether it shall end, and a test would wait for that.
+socketserver.BaseServer.serve_forever.__defaults__ = (0.01,)
+# It writes an answer in two packets, and the second would wait 40 ms for the client to acknowledge the first.
+socketserver.StreamRequestHandler.disable_nagle_algorithm = True
 
 # No deadline: the first example of a test may wait for numba to compile a kernel.
 settings.register_profile("default", deadline=None, max_examples=50)

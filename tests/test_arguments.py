@@ -20,7 +20,7 @@ from pulsesync import loco, metrics, quantized, server, store
 from pulsesync.integrations import delta_folder, folder, frameworks, sglang, vllm
 from pulsesync.maintain import prune, squash, verify
 from pulsesync.store import CachedStore, LocalStore, MemoryStore, RetryStore, ThrottledStore
-from tests.test_api import RETURNED
+from tools.lint.arguments import RETURNED
 
 KEY = pulse.SigningKey("11" * 32)
 COUNTS = ["3", 1.5, -1, True]

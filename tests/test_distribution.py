@@ -47,11 +47,8 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(built: Path)
     wanted = {name for name in wanted if "__pycache__" not in name}
     found = {name for name in contents(wheel_in(built)) if ".dist-info/" not in name}
     assert found == wanted
-    assert {
-        "pulsesync/py.typed",
-        "pulsesync/lab/demo/policy.safetensors",
-        "pulsesync/lab/demo/data/grpo-slice.npz",
-    } <= found
+    assert "pulsesync/py.typed" in found
+    assert wheel_in(built).stat().st_size < 1_500_000
 
 
 def test_the_wheel_built_from_the_sdist_is_the_wheel_built_from_the_tree(
@@ -89,7 +86,7 @@ def test_a_file_that_lies_in_the_checkout_does_not_get_into_the_sdist(tmp_path: 
 
 def test_tests_of_the_sdist_run_from_it(unpacked: Path) -> None:
     """Some that need golden files, pages, tools and the package itself."""
-    some = ["tests/test_pages.py", "tests/test_docs_site.py", "tests/test_layout.py", "tests/format/test_golden.py"]
+    some = ["tests/test_lints.py", "tests/test_docs_site.py", "tests/format/test_golden.py"]
     options = ["-q", "-p", "no:cacheprovider", "-k", "not read and not squash and not writing"]  # nor compile kernels
     program = [sys.executable, "-m", "pytest", *options, *some]
     env = {**CLEAN, "PYTHONPATH": str(unpacked / "src")}

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ is executed, or one of the tables below says why it is not.
+"""Every code block of README.md, docs/ and lab/docs/ is executed, or one of the tables below says why it is not.
 
 The blocks of a page run in order, in a temporary folder. Its Python blocks share their names. A block that a table does
 not list, and that does not run, fails. What a page cannot have in a test is replaced here, where it can be seen: a
@@ -29,6 +29,7 @@ from tests.examples import python_path
 torch = pytest.importorskip("torch", reason="the code blocks of the pages need torch: they are NOT tested")
 pytestmark = pytest.mark.timeout(300)  # on a machine without cached kernels the first page compiles them
 BUCKET = "s3://bucket/"  # replaced by a folder in every block that runs
+PAUSE = "time.sleep(0.01 * "  # in place of time.sleep(: a small model's step stands for that of a larger one
 DATA = ("", "text", "json", "toml", "yaml", "mermaid", "promql")  # drawings, listings and files: nothing to execute
 PROGRAM = re.compile(r"^(\$ )?(pulse|pip|make|python|torchrun|vllm|curl|docker) ", re.MULTILINE)
 
@@ -83,7 +84,7 @@ data, first = [], True  # no batch, so no round, which would wait for three othe
 def loss(model, batch):
     return model(batch).square().mean()
 """,
-    ("docs/integrations/delta_folders.md", ""): """
+    ("docs/integrations/other_trainers.md", ""): """
 import numpy as np
 import pulsesync as pulse
 weights = {"w": np.zeros(1000, np.float32)}
@@ -93,20 +94,20 @@ with pulse.Publisher("bucket/run") as publisher:
         publisher.publish(weights, step=step)
 """,
     ("docs/operations.md", ""): RUN.format(name="run"),
-    ("docs/tutorials/vllm_fleet.md", ""): RUN.format(name="policy"),
-    ("docs/integrations/delta_folders.md", "pulse import"): """
+    ("docs/fleet.md", ""): RUN.format(name="policy"),
+    ("docs/integrations/other_trainers.md", "pulse import updates/"): """
 import shutil  # the folders of the export stand for a trainer's, and their first checkpoint for the base
 shutil.rmtree("bucket/run")
 shutil.copytree("updates/weight_v000000", "Qwen3-8B")
 """,
-    ("docs/theory.md", ""): """
+    ("lab/docs/theory.md", ""): """
 import torch
 from pathlib import Path
 from safetensors.torch import save_file
 Path("checkpoint").mkdir()
 save_file({"w": (torch.randn(1 << 16) * 0.02).bfloat16()}, "checkpoint/model.safetensors")
 """,
-    ("docs/study.md", ""): MODEL
+    ("lab/docs/study.md", ""): MODEL
     + """
 import shutil
 from pathlib import Path
@@ -117,7 +118,7 @@ def train_on(batch):
     loss = model(torch.ones(4, 64).bfloat16()).square().mean()
     loss.backward()
     return loss
-from pulsesync.lab.study import Recorder
+from pulsesync_lab.study import Recorder
 for file in ("study-rank0.jsonl", "study-rank1.jsonl", "lr1e-6.jsonl", "lr3e-6.jsonl"):
     with Recorder(file) as one:
         for n, state in enumerate(states):
@@ -132,19 +133,19 @@ for location in ("bucket/run", "runs/2026-11-15"):
         for n, state in enumerate(states):
             one.publish(state, step=n)
 """,
-    ("docs/study.md", "recorder.feed("): """
+    ("lab/docs/study.md", "recorder.feed("): """
 Path("study.jsonl").unlink()  # of the block before, to which this one is an alternative
 """,
 }
 
 # Blocks that another test executes, because they need its packages, or more time than there is here.
 ELSEWHERE = {
-    ("docs/checkpoints.md", "checkpoint.pt"): "tests/publish/test_checkpoints.py",
+    ("docs/usage.md", "checkpoint.pt"): "tests/publish/test_checkpoints.py",
     ("docs/format.md", "def read_run("): "tests/format/test_format_document.py",
     ("docs/integrations/huggingface.md", "trainer.train()"): "tests/integrations/hf/test_page.py",
     ("docs/integrations/huggingface.md", "accelerator.prepare"): "tests/integrations/hf/test_page.py",
-    ("docs/integrations/jax.md", "jax.grad(loss)"): "tests/integrations/jax/test_page.py",
-    ("docs/integrations/keras.md", "trainer.compile("): "tests/integrations/keras/test_page.py",
+    ("docs/integrations/frameworks.md", "jax.grad(loss)"): "tests/integrations/jax/test_page.py",
+    ("docs/integrations/frameworks.md", "trainer.compile("): "tests/integrations/keras/test_page.py",
     ("docs/integrations/torch.md", "mp.spawn(run"): "tests/group/test_broadcast.py",
     ("docs/integrations/ray.md", "ray.kill("): "tests/integrations/test_ray.py",
     ("docs/integrations/ray.md", "PPOConfig()"): "tests/integrations/test_ray.py",
@@ -177,7 +178,7 @@ COMPILED = {
     ("docs/gpu.md", 'keep="hook"'): "needs a GPU: make gpu-test publishes with keep='hook'",
     ("docs/gpu.md", "pulse.warm_up(device="): "needs a GPU: make gpu-test warms its kernels up",
     (
-        "docs/integrations/delta_folders.md",
+        "docs/integrations/other_trainers.md",
         "while True:",
     ): "does not end; tests/integrations/test_delta_folder.py imports",
     ("docs/integrations/huggingface.md", "trainer = Trainer(..., callbacks="): HF,
@@ -185,11 +186,11 @@ COMPILED = {
     ("docs/integrations/huggingface.md", "def rollout("): HF,
     ("docs/integrations/huggingface.md", "Trainer(peft_model"): HF,
     ("docs/integrations/huggingface.md", "adapter_weights(model)"): HF,
-    ("docs/integrations/jax.md", "# in the trainer"): JAX,
-    ("docs/integrations/jax.md", "# in the worker"): JAX,
-    ("docs/integrations/keras.md", "# in the trainer"): KERAS,
-    ("docs/integrations/keras.md", "# in the worker"): KERAS,
-    ("docs/integrations/keras.md", "model.fit("): KERAS,
+    ("docs/integrations/frameworks.md", "JaxPublisher  # in the trainer"): JAX,
+    ("docs/integrations/frameworks.md", "JaxSubscriber  # in the worker"): JAX,
+    ("docs/integrations/frameworks.md", "KerasPublisher  # in the trainer"): KERAS,
+    ("docs/integrations/frameworks.md", "KerasSubscriber  # in the worker"): KERAS,
+    ("docs/integrations/frameworks.md", "model.fit("): KERAS,
     ("docs/integrations/sglang.md", "SglangServer("): "needs an SGLang server: make test-sglang serves one",
     ("docs/integrations/sglang.md", "sglang.Engine("): "needs SGLang on a GPU",
     ("docs/integrations/torch.md", "src=[0, 1, 2, 3]"): RANKS,
@@ -206,13 +207,12 @@ COMPILED = {
 
 # Shell blocks whose `pulse` commands are parsed by the real parser and not run.
 PARSED = {
-    ("docs/doctor.md", "pulse doctor"): "checks the machine of the reader; tests/cli/test_doctor.py runs it",
     ("docs/usage.md", "pulse publish checkpoint/"): "an overview of the commands; tests/cli runs each of them",
-    ("docs/experiments.md", "pulse study experiment list"): "trains for minutes to hours; tests/lab runs small ones",
+    ("lab/docs/experiments.md", "study experiment list"): "trains for minutes to hours; lab/tests runs small ones",
     ("docs/fleet.md", "$ pulse status"): "shows a fleet of three workers; tests/cli/test_status.py has one",
     (
         "docs/integrations/other_trainers.md",
-        "pulse import",
+        "pulse import /shared/sync",
     ): "reads what a trainer writes: test_delta_folder.py imports",
 }
 
@@ -233,7 +233,7 @@ ENDLESS = {
     "follow": "tests/cli/test_follow.py",
     "serve": "tests/cli/test_serve.py",
     "relay": "tests/cli/test_serve.py",
-    "demo": "tests/cli/test_demo.py",
+    "demo": "lab/tests/cli/test_demo.py",
 }
 TIMEOUT_S = 100  # for processes that compile their kernels on a busy machine; else 5 s
 
@@ -353,7 +353,7 @@ class Page:
             assert _fits(printed, command.shown), f"{block}: prints\n{printed}and the page shows\n{command.shown}"
 
     def _local(self, text: str) -> str:
-        return text.replace(BUCKET, f"{self.folder}/bucket/")
+        return text.replace(BUCKET, f"{self.folder}/bucket/").replace("time.sleep(", PAUSE)
 
 
 def _is_on_page(block: Block, script: str) -> bool:

@@ -596,8 +596,8 @@ def test_a_request_that_is_repeated_is_logged(tmp_path: Path, caplog: pytest.Log
 # The page
 
 
-def test_the_page_on_events_has_every_event_with_every_field() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "events.md").read_text()
+def test_the_page_on_metrics_has_every_event_with_every_field() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
     rows = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `")}
     common = {field.name for field in fields(events.RunEvent)}
     kinds = [getattr(events, name) for name in events.__all__]
@@ -605,4 +605,4 @@ def test_the_page_on_events_has_every_event_with_every_field() -> None:
     for kind in set(concrete) - {events.Event, events.RunEvent}:
         named = rows[kind.__name__].split("|")[3]
         missing = {field.name for field in fields(kind)} - common - set(re.findall(r"`(\w+)`", named))
-        assert not missing, f"docs/events.md: {kind.__name__} lacks {missing}"
+        assert not missing, f"docs/metrics.md: {kind.__name__} lacks {missing}"

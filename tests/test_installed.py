@@ -1,50 +1,27 @@
 """The wheel in an environment of its own, that has only what it declares: no checkout, no extras, no tools.
 
 Dependencies are linked from this environment, which needs no network. `make dist-test` installs the wheel and the sdist
-with pip instead, as a user does, and has these tests use that environment: PULSE_INSTALLED is its folder of commands.
+with pip instead, as a user does, and has these tests use that environment: PULSE_INSTALLED is its folder of commands,
+and PULSE_EDGE that of an environment without numba, which has what constraints/edge.txt lists.
 """
 
+import json
 import os
 import re
 import subprocess
-import sys
-import venv
-from importlib.metadata import distribution
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from packaging.metadata import Metadata
-from packaging.requirements import Requirement
 
 import pulsesync
 from tests.code_blocks import blocks_of
-from tests.distributions import CLEAN, ROOT, build, metadata_of, run, wheel_in
-from tests.test_api import MODULES
+from tests.commands import start
+from tests.distributions import CLEAN, ROOT, new_environment, pins, run
+from tools.lint.public_names import MODULES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-def declared(wheel: Path) -> set[str]:
-    """The distributions that a plain install of the wheel brings along: its dependencies, theirs, and so on."""
-    asked = list(Metadata.from_email(metadata_of(wheel)).requires_dist or ())
-    found: set[str] = set()
-    while asked:
-        requirement = asked.pop()
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            assert not requirement.extras, f"{requirement}: this walk does not follow the extras of a dependency"
-            if requirement.name not in found:
-                found.add(requirement.name)
-                asked += map(Requirement, distribution(requirement.name).requires or ())
-    return found
-
-
-def link(name: str, into: Path) -> None:
-    """Show a distribution of this environment to another one, without its scripts."""
-    source = distribution(name)
-    assert source.files is not None
-    for top in {file.parts[0] for file in source.files} - {"..", "__pycache__"}:
-        (into / top).symlink_to(Path(str(source.locate_file(top))))
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +37,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new environment: the wheel is installed, its declared dependencies are linked."""
     if given := os.environ.get("PULSE_INSTALLED"):
         return Path(given)
-    folder, dist = tmp_path_factory.mktemp("installed") / "venv", tmp_path_factory.mktemp("dist")
-    venv.create(folder, symlinks=True, with_pip=False)
-    commands = folder / "bin"
-    build(ROOT, dist, "wheel")
-    options = ["--no-index", "--no-deps", "--no-compile", "--quiet", "--disable-pip-version-check"]
-    run(sys.executable, "-m", "pip", "--python", commands / "python", "install", *options, wheel_in(dist))
-    (packages,) = folder.glob("lib/python*/site-packages")
-    for name in declared(wheel_in(dist)):
-        link(name, packages)
-    return commands
+    return new_environment(tmp_path_factory.mktemp("installed"), ROOT)
 
 
 def test_an_empty_environment_uses_the_installed_wheel_and_no_more_than_it_declares(
@@ -85,12 +53,6 @@ def test_the_installed_command_says_the_version_of_the_source(installed: Path, t
     assert run(installed / "pulse", "--version", cwd=tmp_path).strip() == pulsesync.__version__
     program = "from importlib.metadata import version; print(version('pulsesync'))"
     assert run(installed / "python", "-c", program, cwd=tmp_path).strip() == pulsesync.__version__
-
-
-def test_the_demo_replays_the_recorded_steps_in_an_empty_environment(installed: Path, tmp_path: Path) -> None:
-    out = run(installed / "pulse", "demo", "--replay", "--steps", "4", "--workers", "1", "--out", "run", cwd=tmp_path)
-    assert len([line for line in out.splitlines() if line.startswith("step ")]) == 4
-    assert "all workers recounted at the end" in out
 
 
 PUBLISH = """
@@ -146,7 +108,7 @@ from pulsesync import Subscriber, kernels
 from pulsesync.format import layout
 from pulsesync.state.views import new_tensors
 
-kernels.active = lambda: kernels.load("reference")  # those for every dtype take minutes to compile
+kernels.active = lambda **_: kernels.load("reference")  # those for every dtype take minutes to compile
 for run in sorted(Path(sys.argv[1]).iterdir()):
     (table,) = (run / "layouts").iterdir()
     tensors = new_tensors(layout.parse(table.read_bytes()).tensors)
@@ -195,7 +157,7 @@ for name in module.__all__:
 """
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "pulsesync.testing"])
+@pytest.mark.parametrize("module", sorted({*MODULES} - {"pulsesync.testing", "pulsesync_lab.study"}))
 def test_every_public_module_is_imported_without_extras_or_names_the_one_that_is_missing(
     module: str, installed: Path, tmp_path: Path
 ) -> None:
@@ -227,9 +189,7 @@ def test_what_needs_an_extra_names_it(program: str, installed: Path, tmp_path: P
     assert f"pip install 'pulsesync[{WITHOUT[program]}]'" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("command", "extra"), [("serve .", "serve"), ("relay http://127.0.0.1:1", "serve"), ("demo", "torch")]
-)
+@pytest.mark.parametrize(("command", "extra"), [("serve .", "serve"), ("relay http://127.0.0.1:1", "serve")])
 def test_a_command_that_needs_an_extra_names_it(command: str, extra: str, installed: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [installed / "pulse", *command.split()], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False
@@ -237,3 +197,138 @@ def test_a_command_that_needs_an_extra_names_it(command: str, extra: str, instal
     assert done.returncode == 1
     assert done.stderr.startswith("pulse: ")
     assert f"pip install 'pulsesync[{extra}]'" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["demo", "study recorded", "plan --model small"])
+def test_a_command_of_the_lab_names_the_package_that_is_missing(command: str, installed: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [installed / "pulse", *command.split()], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    name, lab = command.split()[0], f"pulsesync-lab {pulsesync.__version__}"
+    assert done.stderr.startswith(f"pulse: pulse {name} needs the package {lab}, which is not installed")
+    assert f"\n  {name} " in run(installed / "pulse", "--help", cwd=tmp_path)
+
+
+# A small machine: no numba, and nothing that a list does not name
+
+EDGE = ROOT / "constraints" / "edge.txt"
+
+
+@pytest.fixture(scope="module")
+def edge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of commands of an environment as docs/usage.md makes it for a small machine."""
+    if given := os.environ.get("PULSE_EDGE"):
+        return Path(given)
+    return new_environment(tmp_path_factory.mktemp("edge"), ROOT, only=pins(EDGE))
+
+
+INSTALLED = """
+from importlib.metadata import distributions
+print(*{d.metadata["Name"].lower().replace("_", "-") for d in distributions()})
+"""
+
+
+def test_a_small_machine_has_what_its_list_names_and_the_page_installs_that_list(edge: Path, tmp_path: Path) -> None:
+    found = set(run(edge / "python", "-c", INSTALLED, cwd=tmp_path).split()) - {"pip", "setuptools"}
+    assert found == {"pulsesync", *pins(EDGE)}
+    assert not {"numba", "llvmlite", "torch"} & found
+    commands = [block.text for block in blocks_of("docs/usage.md") if block.language == "bash"]
+    assert any(f"pip install --no-deps -r {EDGE.relative_to(ROOT)} .\n" in text for text in commands)
+
+
+PUBLISH_UPDATES = """
+from pulsesync import Publisher
+from pulsesync.testing import AdamUpdates
+import ml_dtypes
+
+updates = AdamUpdates({"w": (300, 1000), "v": (70_000,), "b": (7,)}, lr=1e-5)
+with Publisher("run", codec="history") as publisher:
+    for step in range(5):
+        weights = {name: bits.view(ml_dtypes.bfloat16) for name, bits in updates.step().items()}
+        print(publisher.publish(weights, step=step, coalesce=False).changed, publisher.digest)
+"""
+FOLLOW_UPDATES = """
+import sys
+import ml_dtypes
+import numpy as np
+from pulsesync import Subscriber
+
+def empty():
+    return {"w": np.zeros((300, 1000), ml_dtypes.bfloat16), "v": np.zeros(70_000, ml_dtypes.bfloat16),
+            "b": np.zeros(7, ml_dtypes.bfloat16)}
+
+weights, subscriber = empty(), Subscriber(sys.argv[1])
+for version in range(5):
+    report = subscriber.sync(weights, version)
+    print(*report.path, report.digest, subscriber.verify())
+joins = Subscriber(sys.argv[1])
+joins.sync(empty())
+print(joins.verify())
+"""
+
+
+@pytest.fixture(scope="module")
+def updates(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run that the normal environment has published, and the digest of each version."""
+    folder = tmp_path_factory.mktemp("updates")
+    published = [line.split() for line in run(installed / "python", "-c", PUBLISH_UPDATES, cwd=folder).splitlines()]
+    assert all(int(changed) > 1000 for changed, _ in published)
+    return folder / "run", [digest for _, digest in published]
+
+
+@pytest.fixture(params=["folder", "server"])
+def place(request: pytest.FixtureRequest, updates: tuple[Path, list[str]]) -> Iterator[str]:
+    """Where a worker finds the run."""
+    folder = str(updates[0])
+    if request.param == "folder":
+        yield folder
+        return
+    with start("serve", folder, "--port", "0", "--json") as server:
+        assert server.stdout is not None
+        try:
+            yield json.loads(server.stdout.readline())["url"]
+        finally:
+            server.terminate()
+
+
+def test_a_small_machine_has_the_weights_of_every_version_and_warns_once(
+    edge: Path, updates: tuple[Path, list[str]], place: str, tmp_path: Path
+) -> None:
+    command = [str(edge / "python"), "-c", FOLLOW_UPDATES, place]
+    done = subprocess.run(command, cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *synced, joined = done.stdout.splitlines()
+    digests = updates[1]
+    assert synced == [f"{'patch' if n else 'anchor'} {one} {one}" for n, one in enumerate(digests)]
+    assert joined == digests[-1]
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("numba is not installed")
+
+
+def test_a_small_machine_follows_into_a_folder_and_its_doctor_finds_nothing_broken(
+    edge: Path, updates: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    run(edge / "pulse", "follow", str(updates[0]), "model", "--once", cwd=tmp_path)
+    (file,) = (tmp_path / "model" / "current").glob("*.safetensors")
+    assert file.stat().st_size > 2 * 370_007
+    found = run(edge / "pulse", "doctor", str(updates[0]), "--read-only", cwd=tmp_path)
+    assert "warn    kernels           numba is not installed" in found
+    assert "fail  " not in found
+
+
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [
+        ("from pulsesync import Subscriber; Subscriber('s3://bucket/run')", "obstore"),
+        ("from pulsesync import SigningKey; SigningKey('00' * 32).public", "cryptography"),
+    ],
+)
+def test_what_a_small_machine_leaves_out_is_named_where_it_is_needed(
+    program: str, package: str, edge: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [edge / "python", "-c", program], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"pip install {package}" in done.stderr.splitlines()[-1]

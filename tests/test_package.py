@@ -1,9 +1,13 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 import pulsesync
+from tests.distributions import ROOT, pins
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
 
@@ -82,10 +86,31 @@ assert np.array_equal(held["w"].view(np.uint16), weights["w"].view(np.uint16))
 assert "numba" not in sys.modules
 print(kernels.active().__name__)
 """
+# What is logged there, before kernels are used and afterwards; threads may choose kernels at the same time.
+LOGGED = """
+import io, logging
+log = io.StringIO()
+logging.basicConfig(stream=log)
+from concurrent.futures import ThreadPoolExecutor
+"""
+USED_AT_ONCE = """
+kernels.active(warns=False)
+assert log.getvalue() == "", log.getvalue()
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(lambda _: kernels.active(), range(8)))
+print(log.getvalue())
+"""
 
 
 def test_without_numba_everything_still_works() -> None:
     assert run(WITHOUT_NUMBA) == "pulsesync.kernels.reference"
+
+
+def test_without_numba_the_first_use_of_kernels_logs_one_warning() -> None:
+    hidden, imports, _ = WITHOUT_NUMBA.partition("from pulsesync import Publisher, Subscriber, kernels\n")
+    (line,) = run(LOGGED + hidden + imports + USED_AT_ONCE).splitlines()
+    assert line.startswith("WARNING:pulsesync.kernels:numba is not installed")
+    assert "pip install numba" in line
 
 
 def test_a_numba_that_cannot_be_imported_counts_as_absent(tmp_path: Path) -> None:
@@ -116,3 +141,12 @@ def test_where_nothing_can_be_cached_kernels_are_compiled_all_the_same() -> None
 
 def test_warm_up_says_how_long_it_took() -> None:
     assert pulsesync.warm_up() > 0
+
+
+def test_the_list_for_a_small_machine_is_complete_and_has_the_versions_of_all_constraints() -> None:
+    """pip installs it with --no-deps, so nothing would bring along what it lacks."""
+    small, every = pins(ROOT / "constraints" / "edge.txt"), pins(ROOT / "constraints" / "dev.txt")
+    assert small.items() <= every.items()
+    needed = [Requirement(text) for name in small for text in requires(name) or ()]
+    names = {one.name.lower() for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})}
+    assert names <= set(small)

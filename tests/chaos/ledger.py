@@ -42,7 +42,7 @@ def balance(trial: str, zoo: Zoo, location: str, *, names: Iterable[str] | None 
     """
     counts = Counts(trial, kills=zoo.kills)
     found = dict(_replayed(zoo, location, counts))
-    killed = {line["child"] for line in zoo.witness.said("ended") if line["code"] < 0}
+    killed = zoo.killed
     started = {line["pid"]: line["name"] for line in zoo.witness.said("started")}
     pids = {pid for pid, name in started.items() if names is None or name in names}
     said = [line for line in zoo.witness.said() if line["pid"] in pids]

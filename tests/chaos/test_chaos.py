@@ -10,6 +10,7 @@ import pytest
 
 from tests.chaos import trials
 from tests.chaos.trials import Trial
+from tests.processes import Fleet
 from tests.s3 import Server
 
 pytestmark = pytest.mark.timeout(2 * trials.DEADLINE_S + 20)
@@ -33,8 +34,8 @@ pytestmark = pytest.mark.timeout(2 * trials.DEADLINE_S + 20)
         pytest.param(trials.restored(), id="restored", marks=pytest.mark.slow),
     ],
 )
-def test_no_wrong_weights_and_no_silent_loss(trial: Trial, tmp_path: Path, s3_server: Server) -> None:
-    counts = trial(tmp_path, s3_server)
+def test_no_wrong_weights_and_no_silent_loss(trial: Trial, tmp_path: Path, fleet: Fleet, s3_server: Server) -> None:
+    counts = trial(fleet, tmp_path, s3_server)
     assert counts.wrong_weights == 0, counts
     assert counts.silent_losses == 0, counts
     assert counts.acknowledged > 0, counts

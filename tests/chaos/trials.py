@@ -16,6 +16,7 @@ from tests.chaos.ledger import Counts, balance
 from tests.chaos.proxy import Proxy
 from tests.chaos.training import STEPS
 from tests.chaos.zoo import Zoo
+from tests.processes import Fleet
 from tests.s3 import Server, free_ports
 
 TRANSPORTS = ["folder", "s3", "relays"]
@@ -23,15 +24,15 @@ MODES = ["wait", "background", "every-step"]
 BETWEEN_S = 0.1  # kills, on average
 CONCURRENT_EXITS = 4  # processes, each with a run of its own: most of their time they wait for a slow store
 DEADLINE_S = 100.0
-Trial = Callable[[Path, Server], Counts]
+Trial = Callable[[Fleet, Path, Server], Counts]
 
 
 def killed(transport: str, kills: int, seed: int = 5) -> Trial:
     """Kill publishers, followers, a squasher, a server and relays with SIGKILL at random moments."""
 
-    def trial(folder: Path, s3: Server) -> Counts:
+    def trial(fleet: Fleet, folder: Path, s3: Server) -> Counts:
         rng = random.Random(seed)
-        with _transport(transport, folder, s3) as (zoo, write, read):
+        with _transport(fleet, transport, folder, s3) as (zoo, write, read):
             finish, done = folder / "finish", folder / "done"
             zoo.start(
                 "publisher",
@@ -85,9 +86,9 @@ def killed(transport: str, kills: int, seed: int = 5) -> Trial:
 def ended(points: int, how: tuple[str, ...] = ("return", "exit", "raise")) -> Trial:
     """Let the interpreter end at every point of some versions: while any one of the store's calls is under way."""
 
-    def trial(folder: Path, _s3: Server) -> Counts:
+    def trial(fleet: Fleet, folder: Path, _s3: Server) -> Counts:
         counts = Counts("the interpreter ends, folder")
-        with Zoo(folder) as zoo:
+        with Zoo(fleet, folder) as zoo:
             cases = [(point, way, folder / f"run-{point}-{way}") for point in range(points) for way in how]
             for first in range(0, len(cases), CONCURRENT_EXITS):
                 runs = {}
@@ -107,13 +108,13 @@ def ended(points: int, how: tuple[str, ...] = ("return", "exit", "raise")) -> Tr
 def refused(transport: str, mode: str, steps: int = 12) -> Trial:
     """A store that fails for good from one step on: S3 answers 403, or the disk takes nothing more."""
 
-    def trial(folder: Path, s3: Server) -> Counts:
+    def trial(fleet: Fleet, folder: Path, s3: Server) -> Counts:
         at = urlsplit(s3.endpoint)
         with ExitStack() as stack:
             proxy = stack.enter_context(Proxy(str(at.hostname), int(at.port or 0)))
             on_s3 = transport == "s3"
             location = s3.fresh_url() if on_s3 else str(folder / "run")
-            zoo = stack.enter_context(Zoo(folder, {**s3.environment, "AWS_ENDPOINT_URL": proxy.url}))
+            zoo = stack.enter_context(Zoo(fleet, folder, {**s3.environment, "AWS_ENDPOINT_URL": proxy.url}))
             zoo.start(
                 "publisher",
                 role="refused publisher",
@@ -140,12 +141,12 @@ def refused(transport: str, mode: str, steps: int = 12) -> Trial:
 def hung(seconds: float) -> Trial:
     """S3 hangs, drops connections and comes back while a publisher publishes and a follower follows."""
 
-    def trial(folder: Path, s3: Server) -> Counts:
+    def trial(fleet: Fleet, folder: Path, s3: Server) -> Counts:
         at = urlsplit(s3.endpoint)
         done, finish = folder / "done", folder / "finish"
         with (
             Proxy(str(at.hostname), int(at.port or 0)) as proxy,
-            Zoo(folder, {**s3.environment, "AWS_ENDPOINT_URL": proxy.url}) as zoo,
+            Zoo(fleet, folder, {**s3.environment, "AWS_ENDPOINT_URL": proxy.url}) as zoo,
         ):
             location = s3.fresh_url()
             zoo.start(
@@ -175,12 +176,12 @@ def hung(seconds: float) -> Trial:
 def slow_server() -> Trial:
     """A server that sends one byte every 0.4 s, or nothing: readers end with an error that names it, in seconds."""
 
-    def trial(folder: Path, _s3: Server) -> Counts:
+    def trial(fleet: Fleet, folder: Path, _s3: Server) -> Counts:
         from pulsesync.store import HttpStore
 
         (port,) = free_ports(1)
         counts = Counts("a server that trickles or hangs, http")
-        with Zoo(folder) as zoo:
+        with Zoo(fleet, folder) as zoo:
             _publish_some(zoo, folder, steps=6)
             zoo.start("server", role="server", folder=str(folder / "run"), port=port)
             _wait_for_server(zoo, f"http://127.0.0.1:{port}")
@@ -202,9 +203,9 @@ def slow_server() -> Trial:
 def replaced() -> Trial:
     """The folder is emptied and another run is published into it while workers follow."""
 
-    def trial(folder: Path, _s3: Server) -> Counts:
+    def trial(fleet: Fleet, folder: Path, _s3: Server) -> Counts:
         run, done = folder / "run", folder / "done"
-        with Zoo(folder) as zoo:
+        with Zoo(fleet, folder) as zoo:
             _publish_some(zoo, folder, steps=9)
             zoo.start("plain", role="follower", location=str(run), cache=None, done=str(done))
             zoo.start("cached", role="follower", location=str(run), cache=str(folder / "cache"), done=str(done))
@@ -228,9 +229,9 @@ def replaced() -> Trial:
 def restored() -> Trial:
     """The store is set back to a backup, and the publisher resumes from there with other weights."""
 
-    def trial(folder: Path, _s3: Server) -> Counts:
+    def trial(fleet: Fleet, folder: Path, _s3: Server) -> Counts:
         run, backup, done = folder / "run", folder / "backup", folder / "done"
-        with Zoo(folder) as zoo:
+        with Zoo(fleet, folder) as zoo:
             _publish_some(zoo, folder, steps=6)
             shutil.copytree(run, backup)
             _publish_some(zoo, folder, steps=11, again=True)
@@ -258,10 +259,10 @@ def restored() -> Trial:
 
 
 @contextmanager
-def _transport(name: str, folder: Path, s3: Server) -> Iterator[tuple[Zoo, str, str]]:
+def _transport(fleet: Fleet, name: str, folder: Path, s3: Server) -> Iterator[tuple[Zoo, str, str]]:
     """Processes without a publisher yet; where it publishes, and where followers read."""
     write = read = s3.fresh_url() if name == "s3" else str(folder / "run")
-    with Zoo(folder, s3.environment if name == "s3" else None) as zoo:
+    with Zoo(fleet, folder, s3.environment if name == "s3" else None) as zoo:
         if name == "relays":
             Path(write).mkdir()
             ports = free_ports(3)

@@ -9,17 +9,24 @@ import logging
 import os
 import threading
 import time
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 _LONGEST = 4096  # PIPE_BUF: up to here the kernel does not mix lines of different processes
-_FD_VARIABLE = "PULSE_CHAOS_WITNESS"
+_VARIABLE = "PULSE_CHAOS_WITNESS"
 
 
 def say(event: str, **facts: Any) -> None:
-    """Write one line to the witness of this process's ancestor."""
+    """Write one line to the witness that this process's environment names."""
     line = json.dumps({"event": event, "pid": os.getpid(), "at": time.monotonic(), **facts}).encode() + b"\n"
     assert len(line) <= _LONGEST, line
-    os.write(int(os.environ[_FD_VARIABLE]), line)
+    os.write(_writing_end(os.environ[_VARIABLE]), line)
+
+
+@cache
+def _writing_end(path: str) -> int:
+    return os.open(path, os.O_WRONLY)
 
 
 class WitnessHandler(logging.Handler):
@@ -35,17 +42,16 @@ class WitnessHandler(logging.Handler):
 class Witness:
     """The reading end. `said` is what has arrived so far."""
 
-    def __init__(self) -> None:
-        self._reads, self.writes = os.pipe()
+    def __init__(self, path: Path) -> None:
+        os.mkfifo(path)
+        self.environment = {_VARIABLE: str(path)}
+        self._reads = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self._writes = os.open(path, os.O_WRONLY)  # until `close`, there is no end of the file
+        os.set_blocking(self._reads, True)
         self._lines: list[dict[str, Any]] = []
         self._arrived = threading.Condition()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a process that inherits `writes` needs to know."""
-        return {_FD_VARIABLE: str(self.writes)}
 
     def said(self, event: str | None = None, **facts: Any) -> list[dict[str, Any]]:
         """The lines of an event that carry these facts, in the order in which they were written."""
@@ -68,7 +74,7 @@ class Witness:
 
     def close(self) -> None:
         """Read what is left. Every writer must be gone."""
-        os.close(self.writes)
+        os.close(self._writes)
         self._thread.join()
 
     def _found(self, event: str, facts: dict[str, Any]) -> dict[str, Any] | None:

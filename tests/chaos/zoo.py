@@ -1,83 +1,67 @@
-"""Processes by name: started by the zygote, killed, started again, and watched by a witness outside of them."""
+"""Processes by name: started, killed, started again, and watched by a witness outside of them."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.chaos import roles
 from tests.chaos.witness import Witness
+from tests.processes import Fleet, Program, told
 
-ROOT = Path(__file__).parents[2]
+LONGEST_S = 240  # of a process, whatever becomes of the trial
 
 
 class Zoo:
     """The processes of one trial. Every one of them is gone when the `with` block ends."""
 
-    def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
-        self.folder = folder
-        self.witness = Witness()
+    def __init__(self, fleet: Fleet, folder: Path, environment: dict[str, str] | None = None) -> None:
+        self.fleet, self.folder = fleet, folder
+        (folder / "tmp").mkdir(parents=True, exist_ok=True)  # of their own: what they leave behind there can be counted
+        self.witness = Witness(Path(tempfile.mkdtemp(dir=folder)) / "witness")
+        self.environment = {**(environment or {}), **self.witness.environment, "TMPDIR": str(folder / "tmp")}
         self.orders: dict[str, dict[str, Any]] = {}
-        self.pids: dict[str, int] = {}
+        self.started: list[Program] = []
+        self.processes: dict[str, Program] = {}  # the last one of each name
         self.kills = 0
-        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-        self._zygote = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.zygote"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,
-            pass_fds=[self.witness.writes],
-            env={
-                **os.environ,
-                **(environment or {}),
-                **self.witness.environment,
-                "PYTHONPATH": path,
-                "TMPDIR": str(self._temporary()),
-            },
-        )
-        assert self._zygote.stdout is not None
-        assert self._zygote.stdout.readline() == "ready\n", "the zygote did not start"
 
     def __enter__(self) -> "Zoo":
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.killpg(self._zygote.pid, signal.SIGKILL)
-        self._zygote.communicate()
+        for one in self.started:
+            one.kill()
         self.witness.close()
 
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: one.pid for name, one in self.processes.items()}
+
+    @property
+    def killed(self) -> set[int]:
+        """The ids of all processes that a signal has ended."""
+        return {one.pid for one in self.started if (one.code or 0) < 0}
+
     def start(self, name: str, **order: Any) -> None:
-        self.orders[name] = {**order, "name": name, "errors": str(self.folder / f"{name}.err")}
+        self.orders[name] = {**order, "name": name}
         self.again(name)
 
     def again(self, name: str, **changed: Any) -> None:
         """Start a process once more, as it was ordered before, but for what has changed."""
-        assert self._zygote.stdin is not None
-        assert self._zygote.stdout is not None
         self.orders[name].update(changed)
-        self._zygote.stdin.write(json.dumps(self.orders[name]) + "\n")
-        self._zygote.stdin.flush()
-        self.pids[name] = int(self._zygote.stdout.readline())
+        self.processes[name] = self.fleet.start_program(
+            roles.play, environment=self.environment, longest_s=LONGEST_S, **self.orders[name]
+        )
+        self.started.append(self.processes[name])
 
     def alive(self, name: str) -> bool:
-        try:
-            os.kill(self.pids[name], 0)
-        except ProcessLookupError:
-            return False
-        return True
+        return self.processes[name].code is None
 
     def kill(self, name: str) -> None:
         if self.alive(name):
-            os.kill(self.pids[name], signal.SIGKILL)
+            self.processes[name].kill()
             self.kills += 1
-            while self.alive(name):
-                time.sleep(0.001)
 
     def join(self, *names: str, timeout_s: float) -> None:
         """Wait until these processes have ended by themselves. Raises: AssertionError."""
@@ -90,15 +74,8 @@ class Zoo:
             time.sleep(0.01)
 
     def exit_code(self, name: str) -> int:
-        code: int = self.witness.wait_for("ended", 10, child=self.pids[name])["code"]
-        return code
+        return self.processes[name].wait(10)
 
     def errors(self) -> str:
         """The last words of every process."""
-        return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.err")))
-
-    def _temporary(self) -> Path:
-        """A folder for temporary files of their own: what processes leave behind there can be counted."""
-        folder = self.folder / "tmp"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return "\n".join(f"{one.out.name}, {one.pid}:\n{words}" for one in self.started if (words := told(one.out)))

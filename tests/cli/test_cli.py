@@ -1,4 +1,4 @@
-"""The command as people run it: real processes, real folders. Inspect, and what all commands have in common."""
+"""The command as people run it, on real folders. Inspect, and what all commands have in common."""
 
 import json
 import os
@@ -22,10 +22,6 @@ from tests.runs import publish_steps
 pytestmark = pytest.mark.timeout(180)  # on a machine without cached kernels two processes compile them side by side
 
 
-def pulse(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*PULSE, *arguments], capture_output=True, text=True, timeout=150, check=False)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cli") / "run"
@@ -34,13 +30,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_inspect_lists_the_versions_of_a_run(run: Path) -> None:
-    done = pulse("inspect", str(run), "--json")
+    """In a process of its own, as people run it."""
+    done = subprocess.run([*PULSE, "inspect", run, "--json"], capture_output=True, text=True, timeout=150, check=True)
     assert [row["version"] for row in json.loads(done.stdout)["versions"]] == [0, 1, 2, 3]
 
 
 def test_inspect_shows_the_tiles_of_a_part(run: Path) -> None:
     part = max((run / "parts").iterdir(), key=lambda path: path.stat().st_size)
-    facts = json.loads(pulse("inspect", str(part), "--json").stdout)
+    (facts,) = commands.pulse("inspect", part, "--json").events
     assert [tile["codec"] for tile in facts["tiles"]] == ["dense"]  # three small tensors in one bundle
     assert facts["bytes"] == part.stat().st_size
 
@@ -50,11 +47,9 @@ def test_inspect_refuses_a_damaged_part_in_one_line(run: Path) -> None:
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     (part.parent / "damaged").write_bytes(data)
-    done = pulse("inspect", str(part.parent / "damaged"))
+    done = commands.pulse("inspect", part.parent / "damaged")
     (part.parent / "damaged").unlink()
-    assert done.returncode == 1
-    assert done.stderr.startswith("pulse: section")
-    assert len(done.stderr.splitlines()) == 1
+    assert done.refused(1, "section")
 
 
 def test_inspect_shows_the_tiles_of_a_part_that_stands_in_its_record(run: Path) -> None:
@@ -239,9 +234,8 @@ def test_the_list_of_commands_is_shown_without_loading_any_of_them_or_a_parser()
     assert not {name for name in loaded if name.startswith("pulsesync.cli.")}
 
 
-def test_whoever_stops_reading_gets_no_traceback(tmp_path: Path) -> None:
-    publish_steps(str(tmp_path / "run"), 2)
-    process = start("log", tmp_path / "run")
+def test_whoever_stops_reading_gets_no_traceback(run: Path) -> None:
+    process = start("log", run)
     assert process.stdout
     process.stdout.close()
     assert process.stderr
@@ -250,15 +244,15 @@ def test_whoever_stops_reading_gets_no_traceback(tmp_path: Path) -> None:
     process.stderr.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_is_exit_code_130_and_no_traceback(number: int, tmp_path: Path) -> None:
-    publish_steps(str(tmp_path / "run"), 2)
-    process = start("follow", tmp_path / "run", tmp_path / "f", "--json")
-    assert process.stdout
-    assert [json.loads(process.stdout.readline())["event"] for _ in range(3)] == ["waits", "version", "missing"]
-    os.kill(process.pid, number)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "", "")
+def test_an_interrupt_is_exit_code_130_and_no_traceback(run: Path, tmp_path: Path) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    followers = [start("follow", run, tmp_path / f"f{number}", "--json") for number in numbers]
+    for number, process in zip(numbers, followers, strict=True):
+        assert process.stdout
+        assert [json.loads(process.stdout.readline())["event"] for _ in range(3)] == ["waits", "version", "missing"]
+        os.kill(process.pid, number)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err) == (130, "", ""), number
 
 
 SECRET = "s3cr3t"

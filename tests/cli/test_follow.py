@@ -20,6 +20,8 @@ from pulsesync.state.checkpoint_files import open_checkpoint
 from tests.commands import pulse, start
 from tests.runs import equal
 
+pytestmark = pytest.mark.timeout(180)  # on a machine without cached kernels the first test compiles them
+
 
 def remove(run: Path) -> None:
     """Delete a run that another process may be writing its heartbeat to."""

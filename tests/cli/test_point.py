@@ -16,6 +16,8 @@ from tests.cli.test_look import plain_web_server
 from tests.commands import pulse, start
 from tests.runs import publish_steps, versions, worker
 
+pytestmark = pytest.mark.timeout(180)  # on a machine without cached kernels the first test compiles them
+
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:

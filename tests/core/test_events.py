@@ -1,15 +1,18 @@
 """Events reach every listener, and no listener can be in the way."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 import pulsesync as pulse
 from pulsesync.core import events
+from tests.processes import Fleet, fleet, told
+
+__all__ = ["fleet"]
 
 
 def recounted(version: int) -> events.Recounted:
@@ -153,48 +156,44 @@ def test_a_queue_of_no_events_is_refused() -> None:
         pulse.listen(print, queued=0)
 
 
-def run(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def end_with_queued_events() -> None:
+    def late(event: events.Event) -> None:
+        time.sleep(0.1)
+        assert isinstance(event, events.Recounted)
+        print(event.version, flush=True)
+
+    events.listen(late)
+    for version in range(3):
+        events.emit(recounted(version))
 
 
-def test_what_is_queued_is_delivered_before_the_interpreter_ends() -> None:
-    script = """
-import time
-from pulsesync.core import events
-def late(event):
-    time.sleep(0.1)
-    print(event.version, flush=True)
-events.listen(late)
-for version in range(3):
-    events.emit(events.Recounted(location="", version=version, equal=True, seconds=0))
-"""
-    assert run(script).split() == ["0", "1", "2"]
-
-
-def test_a_listener_that_hangs_does_not_keep_the_interpreter_from_ending() -> None:
-    script = """
-import time
-from pulsesync.core import events
-events.listen(lambda event: time.sleep(1000))
-events.emit(events.Event())
-print("ends", flush=True)
-"""
-    assert run(script) == "ends\n"
-
-
-def test_a_forked_child_delivers_nothing_and_can_listen_itself() -> None:
-    script = """
-import os
-from pulsesync.core import events
-events.listen(lambda event: print("parent", flush=True))
-child = os.fork()
-if child == 0:
+def end_with_a_listener_that_hangs() -> None:
+    events.EXIT_S = 0.2
+    events.listen(lambda event: time.sleep(1000))
     events.emit(events.Event())
-    with events.listen(lambda event: print("child", flush=True)):
+    print("ends", flush=True)
+
+
+def fork_with_a_listener() -> None:
+    events.listen(lambda event: print("parent", flush=True))
+    child = os.fork()
+    if child == 0:
         events.emit(events.Event())
-    os._exit(0)
-os.waitpid(child, 0)
-"""
-    assert run(script) == "child\n"
+        with events.listen(lambda event: print("child", flush=True)):
+            events.emit(events.Event())
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        pytest.param(end_with_queued_events, ["0", "1", "2"], id="what is queued is delivered before the end"),
+        pytest.param(end_with_a_listener_that_hangs, ["ends"], id="a listener that hangs does not keep it from ending"),
+        pytest.param(fork_with_a_listener, ["child"], id="a forked child delivers nothing and can listen itself"),
+    ],
+)
+def test_the_end_of_a_process_with_listeners(fleet: Fleet, program: Callable[[], None], printed: list[str]) -> None:
+    ended = fleet.start_program(program)
+    assert ended.wait() == 0, told(ended.out)
+    assert told(ended.out).split() == printed

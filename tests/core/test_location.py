@@ -69,18 +69,19 @@ def test_a_url_is_parsed_into_scheme_authority_and_names(
         "ok/..\uff0fx",
         "ok/\uff052e",
         "..",
-        "",
     ],
 )
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http", "https"])
-def test_a_url_that_could_be_read_in_two_ways_is_refused(scheme: str, rest: str) -> None:
-    if not rest:
+def test_a_url_that_could_be_read_in_two_ways_is_refused(rest: str) -> None:
+    for scheme in ("s3", "gs", "az", "http", "https"):
+        with pytest.raises(ValueError, match="must not contain") as caught:
+            parse(f"{scheme}://bucket/{rest}")
+        assert str(caught.value).isprintable()
+
+
+def test_a_url_of_a_scheme_alone_is_refused() -> None:
+    for scheme in ("s3", "gs", "az", "http", "https"):
         with pytest.raises(ValueError, match="must be"):
             parse(f"{scheme}://")
-        return
-    with pytest.raises(ValueError, match="must not contain") as caught:
-        parse(f"{scheme}://bucket/{rest}")
-    assert str(caught.value).isprintable()
 
 
 def test_the_url_for_another_parser_says_the_same() -> None:

@@ -3,13 +3,11 @@
 import fcntl
 import logging
 import os
-import signal
 import stat
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,10 @@ from pulsesync import Publisher, Subscriber
 from pulsesync.core.scratch import ScratchFolder
 from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.store import MemoryStore
+from tests.processes import Fleet, Program, fleet, told
+from tests.runs import Watched
+
+__all__ = ["fleet"]
 
 LINE = b"The temporary folder of a pulsesync process that has this file locked.\n"
 OURS, OTHER = "pulse-spool-0123456789abcdef", "pulse-spool-fedcba9876543210"
@@ -35,61 +37,62 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@contextmanager
-def process(program: str, temporary: Path) -> Iterator[subprocess.Popen[str]]:
-    """A Python process whose temporary folder is this one, at the point where it has printed a line."""
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-    ) as started:
-        try:
-            assert started.stdout is not None
-            assert started.stdout.readline() == "ready\n"
-            yield started
-        finally:
-            started.kill()
+class Started:
+    """A process whose temporary folder is this one, at the point where it is ready."""
+
+    def __init__(self, fleet: Fleet, case: Callable[..., None], temporary: Path) -> None:
+        sign = temporary.with_name(f"{temporary.name}-ready")
+        self.go = temporary.with_name(f"{temporary.name}-go")
+        self.program = fleet.start_program(case, {"TMPDIR": str(temporary)}, ready=str(sign), go=str(self.go))
+        wait_for(sign, self.program)
+
+    def __enter__(self) -> "Started":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.program.kill()
+
+    def end(self) -> None:
+        self.go.touch()
+        assert self.program.wait() == 0, told(self.program.out)
 
 
-def kill(started: subprocess.Popen[str]) -> None:
-    started.send_signal(signal.SIGKILL)
-    started.wait(timeout=20)
+def wait_for(path: Path, program: Program | None = None) -> None:
+    while not path.exists():
+        assert program is None or program.code is None, told(program.out)
+        time.sleep(0.002)
 
 
-LOAD = """
-import sys
-import numpy as np
-from pulsesync import Publisher, Subscriber
-from pulsesync.store import MemoryStore
+def load(ready: str, go: str) -> None:
+    """Publish, and begin to load an anchor."""
+    store = Watched()
+    publisher = Publisher(store)
+    weights = np.random.default_rng(0).integers(0, 1 << 62, 1000)  # so large that its part is an object
+    publisher.publish({"w": weights})
+    publisher.flush()
 
-store, get = MemoryStore(), MemoryStore.get
-publisher = Publisher(store)
-publisher.publish({"w": np.random.default_rng(0).integers(0, 1 << 62, 1000)})  # so large that its part is an object
-publisher.flush()
+    def stall(verb: str, key: str) -> None:
+        if key.startswith("parts/"):
+            Path(ready).touch()
+            wait_for(Path(go))
 
-def stall(self, key, *given):
-    if key.startswith("parts/"):
-        print("ready", flush=True)
-        sys.stdin.read()
-    return get(self, key, *given)
-
-weights = {"w": np.zeros(1000, int)}
-worker = Subscriber(store)
-worker.sync(weights)
-weights["w"][0] ^= 1
-MemoryStore.get = stall
-worker.sync(weights, verify=True)
-"""
+    local = {"w": np.zeros(1000, int)}
+    worker = Subscriber(store)
+    worker.sync(local)
+    local["w"][0] ^= 1
+    store.before = stall
+    worker.sync(local, verify=True)
 
 
-def test_what_a_killed_trainer_left_is_removed_by_the_next_process_and_a_worker_leaves_nothing(temporary: Path) -> None:
-    # Takes two seconds: a process of its own imports the library, publishes and begins to load an anchor.
-    with process(LOAD, temporary) as started:
+def test_what_a_killed_trainer_left_is_removed_by_the_next_process_and_a_worker_leaves_nothing(
+    temporary: Path, fleet: Fleet
+) -> None:
+    with Started(fleet, load, temporary) as started:
         before = names(temporary)
         assert {name.rpartition("-")[0] for name in before} == {"pulse-spool"}
         with ScratchFolder():
             assert before < names(temporary)  # it is in use
-        kill(started)
+        started.program.kill()
         assert before == names(temporary)
     with Publisher(MemoryStore()) as pub:
         pub.publish({"w": np.arange(1000)})
@@ -105,50 +108,46 @@ def test_a_publisher_makes_its_folder_in_the_process_that_publishes_first(tempor
     assert names(temporary) == set()
 
 
-HOLD = """
-import sys
-from pulsesync.core.scratch import ScratchFolder
-folder = ScratchFolder()
-print("ready", flush=True)
-sys.stdin.read()
-"""
+def hold(ready: str, go: str) -> None:
+    folder = ScratchFolder()
+    assert folder.path.is_dir()
+    Path(ready).touch()
+    wait_for(Path(go))
 
 
-def test_what_is_removed_is_logged(temporary: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with process(HOLD, temporary) as started:
+def test_what_is_removed_is_logged(temporary: Path, fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    with Started(fleet, hold, temporary) as started:
         (left,) = temporary.glob("pulse-spool-*[!k]")
         (left / "file").write_bytes(b"x")
-        kill(started)
+        started.program.kill()
     with caplog.at_level(logging.INFO, "pulsesync"), ScratchFolder():
         assert [record.getMessage() for record in caplog.records] == [
             f"Removed {left}, which was left by a process that has ended."
         ]
 
 
-FORK = """
-import os, sys
-from pulsesync.core.scratch import ScratchFolder
-folder = ScratchFolder()
-if os.fork() == 0:
-    sys.exit()
-os.wait()
-assert folder.path.is_dir()
-folder.close()
-assert not folder.path.exists()
-print("ready", flush=True)
-"""
+def fork(ready: str, go: str) -> None:
+    folder = ScratchFolder()
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    assert folder.path.is_dir()
+    folder.close()
+    assert not folder.path.exists()
+    Path(ready).touch()
+    wait_for(Path(go))
 
 
-def test_a_forked_child_that_exits_leaves_its_parents_folder(temporary: Path) -> None:
-    with process(FORK, temporary) as started:
-        assert started.wait(timeout=20) == 0
-    assert names(temporary) == set()
+def test_a_forked_child_that_exits_leaves_its_parents_folder(temporary: Path, fleet: Fleet) -> None:
+    with Started(fleet, fork, temporary) as started:
+        assert names(temporary) == set()
+        started.end()
 
 
-def test_a_process_that_ends_removes_its_folder(temporary: Path) -> None:
-    with process(HOLD, temporary) as started:
+def test_a_process_that_ends_removes_its_folder(temporary: Path, fleet: Fleet) -> None:
+    with Started(fleet, hold, temporary) as started:
         assert len(names(temporary)) == 2
-        started.communicate(timeout=20)
+        started.end()
     assert names(temporary) == set()
 
 

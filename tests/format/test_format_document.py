@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,14 +39,24 @@ def assert_expected(run: Path, state: dict[str, np.ndarray]) -> None:
             np.testing.assert_array_equal(state[name], bits, err_msg=name)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def marks(run: Path) -> Any:
+    """The document's reader, in plain Python, takes 2 s for this run, of every value that BF16 has."""
+    return pytest.mark.slow if run.name == "bf16-history" else ()
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, marks=marks(run), id=run.name) for run in RUNS])
 def test_the_documents_reader_reads_the_run(run: Path, read_run: ReadRun) -> None:
     assert_expected(run, read_run(run, TRUST if run in BY_KEY else None, squashes=False))
 
 
 @pytest.mark.parametrize(
     ("run", "epoch"),
-    [(run, int(path.name)) for run in RUNS for path in sorted((run / "anchors").iterdir()) if int(path.name)],
+    [
+        pytest.param(run, int(path.name), marks=marks(run))
+        for run in RUNS
+        for path in sorted((run / "anchors").iterdir())
+        if int(path.name)
+    ],
     ids=lambda value: value.name if isinstance(value, Path) else str(value),
 )
 def test_the_documents_reader_begins_with_any_anchor(run: Path, epoch: int, read_run: ReadRun) -> None:

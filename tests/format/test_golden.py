@@ -153,8 +153,18 @@ def test_together_the_runs_use_every_codec_every_dtype_and_every_kind_of_record(
     }
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
-@by_name(RUNS)
+LARGE = ("bf16-history", "corners")  # runs for which the reference kernels, in Python, take 2 s and 1 s
+
+
+@pytest.mark.parametrize(
+    ("run", "kernel"),
+    [
+        pytest.param(run, kernel, marks=pytest.mark.slow if kernel == "reference" and run.name in LARGE else ())
+        for run in RUNS
+        for kernel in ("cpu", "reference")
+    ],
+    ids=lambda it: it if isinstance(it, str) else it.name,
+)
 def test_every_version_reads_to_the_expected_weights(run: Path, kernel: str) -> None:
     with use_kernels(kernel):
         state = replay(run)
@@ -256,7 +266,7 @@ def test_a_subscriber_follows_a_pointer_of_the_run(name: str, version: int) -> N
 
 @by_name(RUNS)
 def test_writing_a_run_again_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
-    """zstd frames may differ with the library's version: constraints.txt pins it, so here they are equal as well."""
+    """zstd frames may differ with the library's version: constraints pin it, so here they are equal as well."""
     again = tmp_path / run.name
     make_golden.CASES[run.name](again)
     names = {path.relative_to(run) for path in run.rglob("*") if path.is_file()}

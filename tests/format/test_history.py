@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulsesync.core.types import BLOCK, Bits, Codec, Remembered, TensorSpec, Tile, TilePatch
+from pulsesync.errors import FormatError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
@@ -229,3 +230,15 @@ def test_the_digest_does_not_see_where_blocks_end() -> None:
     content = history.tiles[0].blocks[0].last
     in_two = type(history.tiles[0])(history.cut(0), tuple(map(Remembered.alone, (content[:7], content[7:]))))
     assert History(1, {0: in_two}).digest() == history.digest()
+
+
+def test_a_saved_history_comes_back_as_one_that_kernels_are_compiled_for() -> None:
+    history = first(LAYOUT, OLD, NEW)
+    data = history.to_bytes()
+    loaded = History.from_bytes(data)
+    assert (loaded.index, loaded.digest()) == (history.index, history.digest())
+    blocks = [block for known in (history, loaded) for block in known.tiles[0].blocks]
+    assert all(block.last.flags.writeable for block in blocks)  # a kernel for read-only arrays is another one
+    for damaged in (b"", data[:20], data[:-1], b"[]\n", b'{"index":1}\n'):
+        with pytest.raises(FormatError):
+            History.from_bytes(damaged)

@@ -287,10 +287,10 @@ def test_a_tensor_cannot_be_cut_into_the_tiles_that_others_do_not_use(tiles: int
 
 
 def test_tiles_by_their_numbers_take_time_in_proportion_to_their_count() -> None:
-    layout = layouts.make([TensorSpec(f"t{i:05d}", "BF16", (16,)) for i in range(20_000)])
+    layout = layouts.make([TensorSpec(f"t{i:05d}", "BF16", (16,)) for i in range(8_000)])
     began = time.process_time()
-    found = [layout.tile(number) for number in range(20_000)]
-    assert time.process_time() - began < 2.0  # 0.1 s; one after another from the first, 90 s
+    found = [layout.tile(number) for number in range(8_000)]
+    assert time.process_time() - began < 2.0  # 0.04 s; one after another from the first, 14 s
     assert found == list(layout.tiles)
 
 

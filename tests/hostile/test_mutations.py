@@ -22,7 +22,7 @@ def test_an_undamaged_version_is_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", forge.NAMES)
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(rng=st.randoms(use_true_random=False))
 def test_a_damaged_version_is_refused_without_a_trace_or_is_right(name: str, rng: Random) -> None:
     target = victim(name)

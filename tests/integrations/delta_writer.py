@@ -1,7 +1,7 @@
 """Trainers' writers and an engine's reader of delta folders, made from the sources of slime, miles and SkyRL.
 
 Independent of `pulsesync`: plain numpy, zstandard and the safetensors library. The commits that were read are named in
-docs/integrations/delta_folders.md.
+docs/integrations/other_trainers.md.
 """
 
 import hashlib

@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,6 +41,7 @@ from pulsesync.run.reader import RunReader
 from pulsesync.store import MemoryStore
 from pulsesync.testing import FaultyStore, mutate, random_bits
 from tests.commands import pulse
+from tests.forked import Forked
 from tests.helpers import densities, many, seeds
 from tests.integrations.delta_writer import (
     HASHES,
@@ -798,13 +798,11 @@ else:
 
 def kill_at(write: int, *arguments: str) -> None:
     """Run an export or import in a process that is killed after this many writes have reached the disk."""
-    command = [sys.executable, "-c", KILLED, *arguments[:3], str(write), *arguments[3:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    with Forked(KILLED, *arguments[:3], write, *arguments[3:], kernels=True) as process:
+        assert process.wait(60) == -signal.SIGKILL, process.stderr.read()
 
 
-# Each kill needs its own process, which imports numpy and the kernels: two seconds each.
-@pytest.mark.parametrize("write", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5, 7))])
+@pytest.mark.parametrize("write", [1, 3, 5, 7])
 def test_an_export_that_was_killed_leaves_only_whole_folders_and_is_continued(tmp_path: Path, write: int) -> None:
     states = make_states(4)
     run = publish(tmp_path / "run", states)
@@ -819,7 +817,7 @@ def test_an_export_that_was_killed_leaves_only_whole_folders_and_is_continued(tm
     assert_same(dict(engine.tensors), {name: flat(array) for name, array in states[3].items()})
 
 
-@pytest.mark.parametrize("write", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 14))])
+@pytest.mark.parametrize("write", [2, 9, 14])
 def test_an_import_that_was_killed_is_continued(tmp_path: Path, write: int) -> None:
     states = make_states(4)
     base = write_stream(tmp_path, states)

@@ -1,6 +1,5 @@
 """What the operator of an engine allows to its clients: runs, keys, and nothing beyond them by another spelling."""
 
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -16,8 +15,8 @@ from pulsesync import Publisher
 from pulsesync.errors import NotFoundError
 from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions
 from pulsesync.store import ObjectStore, open_store
-from tests.commands import start
 from tests.s3 import Server, s3_server
+from tests.serving import running
 
 __all__ = ["s3_server"]
 
@@ -116,11 +115,8 @@ def address(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
             yield f"http://127.0.0.1:{server.server_port}"
             server.shutdown()
         return
-    serving = start("serve", folder, "--port", 0, "--json")
-    assert serving.stdout is not None
-    yield json.loads(serving.stdout.readline())["url"]
-    serving.terminate()
-    serving.communicate(timeout=10)
+    with running("serve", folder) as server:
+        yield server.url
 
 
 def test_no_spelling_of_an_address_leaves_the_paths_that_are_allowed(address: str) -> None:

@@ -59,7 +59,7 @@ def answering(answer: Callable[[str], Answer]) -> Iterator[Asked]:
 
     with Server(("127.0.0.1", 0), Handler) as server:
         asked = Asked(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
             yield asked

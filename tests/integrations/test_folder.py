@@ -29,7 +29,8 @@ from pulsesync.run import bodies, keys, reader, reporting
 from pulsesync.run.reader import RunReader
 from pulsesync.state.checkpoint_files import open_checkpoint
 from pulsesync.store import LocalStore, MemoryStore
-from tests.commands import pulse, start
+from tests.commands import PULSE, pulse
+from tests.forked import Forked
 from tests.runs import Training, Watched, equal, kept, publish_steps
 
 
@@ -536,18 +537,17 @@ def test_a_follower_that_is_killed_at_any_moment_leaves_a_whole_version(tmp_path
     versions, written = [], 0
     try:
         for kill in range(kills):
-            process = start("follow", run, place, "--hold", 0, "--interval", 0.01, "--trust", key.public, "--json")
-            if kill % 3 == 0:
-                time.sleep(rng.uniform(0.1, 1.5))
-            else:
-                first = process.stdout.readline()  # type: ignore[union-attr]
-                assert json.loads(first)["event"] in ("holds", "waits"), process.stderr.read()  # type: ignore[union-attr]
-                deadline = time.monotonic() + 5
-                while all((place / name / "pulse.json").exists() for name in "ab") and time.monotonic() < deadline:
-                    pass
-                time.sleep(rng.uniform(0, 0.06))
-            process.kill()
-            process.communicate()
+            options = ("--hold", 0, "--interval", 0.01, "--trust", key.public, "--json")
+            with Forked(PULSE[-1], "follow", run, place, *options, kernels=True) as process:
+                if kill % 3 == 0:
+                    time.sleep(rng.uniform(0.0, 0.3))
+                else:
+                    first = process.stdout.readline()
+                    assert json.loads(first)["event"] in ("holds", "waits"), process.stderr.read()
+                    deadline = time.monotonic() + 5
+                    while all((place / name / "pulse.json").exists() for name in "ab") and time.monotonic() < deadline:
+                        pass
+                    time.sleep(rng.uniform(0, 0.06))
             written += not all((place / name / "pulse.json").exists() for name in "ab")
             if (place / "current").exists():
                 for version in range(len(digests), trainer.publisher.version + 1):  # type: ignore[operator]

@@ -258,36 +258,36 @@ def split_most(c: Config) -> list[EngineRank]:
     return next(ranks for ranks in (FLEETS[name] for name in ("ep2tp2", "ep2", "one")) if mapped(c, ranks))
 
 
-def every_case() -> Iterator[Any]:
-    for family, c in CONFIGS.items():
-        for fleet, ranks in FLEETS.items():
-            if fleet.startswith(("ep", "dp")) and not ModelShape.from_config(c).experts:
-                continue
-            if mapped(c, ranks):
-                yield pytest.param(c, ranks, id=f"{family}-{fleet}")
+def fleets_of(c: Config) -> Iterator[tuple[str, list[EngineRank]]]:
+    for fleet, ranks in FLEETS.items():
+        if mapped(c, ranks) and (not fleet.startswith(("ep", "dp")) or ModelShape.from_config(c).experts):
+            yield fleet, ranks
 
 
 # -- the map -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("c", "ranks"), list(every_case()))
-def test_the_weights_of_a_checkpoint_written_through_the_map_give_the_tensors_of_the_engine(
-    c: Config, ranks: list[EngineRank]
-) -> None:
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_weights_of_a_checkpoint_written_through_the_map_give_the_tensors_of_the_engine(family: str) -> None:
+    c = CONFIGS[family]
     whole = checkpoint(c)
-    for rank in ranks:
-        expected = engine(c, whole, rank)
-        runtime = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-        for name, one in place(ModelShape.from_config(c), rank, runtime).items():
-            assert one.shape == tuple(whole[name].shape)
-            one.tensor.copy_(rectangle(whole[name], one).reshape(one.tensor.shape))
-        assert same(runtime, expected)
+    for fleet, ranks in fleets_of(c):
+        for rank in ranks:
+            expected = engine(c, whole, rank)
+            runtime = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+            for name, one in place(ModelShape.from_config(c), rank, runtime).items():
+                assert one.shape == tuple(whole[name].shape), (fleet, name)
+                one.tensor.copy_(rectangle(whole[name], one).reshape(one.tensor.shape))
+            assert same(runtime, expected), (fleet, rank)
 
 
-@pytest.mark.parametrize(("c", "ranks"), list(every_case()))
-def test_every_weight_but_padding_is_covered_once_here_and_by_equally_many_ranks_of_the_fleet(
-    c: Config, ranks: list[EngineRank]
-) -> None:
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_weight_but_padding_is_covered_once_here_and_by_equally_many_ranks_of_the_fleet(family: str) -> None:
+    for fleet, ranks in fleets_of(CONFIGS[family]):
+        check_coverage(fleet, CONFIGS[family], ranks)
+
+
+def check_coverage(fleet: str, c: Config, ranks: list[EngineRank]) -> None:
     seen = {name: np.zeros((shape[0], math.prod(shape[1:])), np.int64) for name, shape in shapes(c).items()}
     for rank in ranks:
         runtime = {name: np.zeros(tuple(t.shape), np.int64) for name, t in engine(c, checkpoint(c), rank).items()}
@@ -297,8 +297,8 @@ def test_every_weight_but_padding_is_covered_once_here_and_by_equally_many_ranks
         for name, painted in runtime.items():
             vocabulary = name in ("model.embed_tokens.weight", "lm_head.weight")
             rows = max(0, min(len(painted), c["vocab_size"] - rank.tp * len(painted))) if vocabulary else len(painted)
-            assert (painted[:rows] == 1).all(), name
-            assert (painted[rows:] == 0).all(), name
+            assert (painted[:rows] == 1).all(), (fleet, name)
+            assert (painted[rows:] == 0).all(), (fleet, name)
     kv = c["num_key_value_heads"]
     for name, count in seen.items():
         size, replicas = ranks[0].tp_size, len(ranks) // ranks[0].tp_size
@@ -309,7 +309,7 @@ def test_every_weight_but_padding_is_covered_once_here_and_by_equally_many_ranks
             expected = max(size // kv, 1) * replicas
         else:
             expected = 1 if ".experts." in name else replicas
-        assert (count == expected).all(), name
+        assert (count == expected).all(), (fleet, name)
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
@@ -648,20 +648,22 @@ def test_the_grid_has_the_borders_of_every_rank_it_was_given() -> None:
     assert {name: (list(rows), list(columns)) for name, (rows, columns) in cuts.items()} == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("c", "ranks"), list(every_case()))
-def test_with_the_grid_every_part_of_every_rank_is_whole_tiles(c: Config, ranks: list[EngineRank]) -> None:
-    cuts = grid(ModelShape.from_config(c), [*ranks, *(FLEETS["tp4"] if mapped(c, FLEETS["tp4"]) else ())])
-    layout = layouts.make(
-        layouts.cut(TensorSpec(name, "BF16", shape), cuts, 1 << 20) for name, shape in shapes(c).items()
-    )
-    for rank in ranks:
-        pieces = {
-            p.name: Slice(p.rows, p.columns) for one in fused(ModelShape.from_config(c), rank) for p in one.pieces
-        }
-        for tile in layout.tiles:
-            if held := pieces.get(tile.tensor.name):
-                found = held.of(tile.tensor).place(tile)
-                assert found is None or found.whole, tile
+@pytest.mark.parametrize("family", CONFIGS)
+def test_with_the_grid_every_part_of_every_rank_is_whole_tiles(family: str) -> None:
+    c = CONFIGS[family]
+    for fleet, ranks in fleets_of(c):
+        cuts = grid(ModelShape.from_config(c), [*ranks, *(FLEETS["tp4"] if mapped(c, FLEETS["tp4"]) else ())])
+        layout = layouts.make(
+            layouts.cut(TensorSpec(name, "BF16", shape), cuts, 1 << 20) for name, shape in shapes(c).items()
+        )
+        for rank in ranks:
+            pieces = {
+                p.name: Slice(p.rows, p.columns) for one in fused(ModelShape.from_config(c), rank) for p in one.pieces
+            }
+            for tile in layout.tiles:
+                if held := pieces.get(tile.tensor.name):
+                    found = held.of(tile.tensor).place(tile)
+                    assert found is None or found.whole, (fleet, tile)
 
 
 def test_no_grid_is_needed_for_whole_models_and_experts_that_are_only_spread() -> None:

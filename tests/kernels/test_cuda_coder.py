@@ -511,7 +511,7 @@ def test_half_the_circle_is_gone_by_one_way_only(old: int, symbol: int, extra: i
     )
     assert int(out[3]) == fault
     if not fault:
-        moved = reference._step(old, longest + symbol, extra, 8)
+        (moved,) = tables.apply_steps(np.array([old], np.uint8), np.array([128]))
         assert (int(out[0]), int(out[1]), int(out[2])) == (5, old, moved)
 
 

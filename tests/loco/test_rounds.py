@@ -122,11 +122,12 @@ def test_ctrl_c_while_weights_are_written_comes_out_and_leaves_nothing_half_writ
         settle([t])
 
 
+@pytest.mark.parametrize("every", [60, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("then", ["step", "save", "rejoin"])
-def test_ctrl_c_at_any_line_of_a_round_loses_nothing(then: str) -> None:
-    """At every fifteenth line, to be quick; each way to go on begins at another."""
+def test_ctrl_c_at_any_line_of_a_round_loses_nothing(then: str, every: int) -> None:
+    """At a line of every few, to be quick; each way to go on begins at another."""
     files = {module.__file__ for module in (diloco, meeting, store, shared, gate, outer)}
-    at = {"step": 1, "save": 6, "rejoin": 11}[then]
+    at = 1 + ["step", "save", "rejoin"].index(then) * every // 3
     while True:
         with Trainer(meet(MemoryStore(), "a", 1, state_every=2), 0, compact=2) as t:
             t.step(3)
@@ -156,7 +157,7 @@ def test_ctrl_c_at_any_line_of_a_round_loses_nothing(then: str) -> None:
                 settle([t])
             t.step(2)  # a round that was decided, and not committed when Ctrl-C came, is found by the next step
             settle([t])
-        at += 15
+        at += every
     assert at > 150
 
 
@@ -475,7 +476,11 @@ def test_an_optimizer_that_is_given_a_closure_makes_rounds_as_well() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"compact": 2}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"}, {"pieces": 2, "sync_every": 6}],
+    [
+        {"compact": 2},
+        {"pieces": 2, "sync_every": 6},
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"})),
+    ],
 )
 def test_a_state_saved_in_the_middle_of_a_round_goes_on_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
     options = {"sync_every": 3, **options}

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -221,11 +222,15 @@ def test_names_that_could_be_mistaken_for_something_else_are_refused(name: str) 
 # Who is late
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 PUBLISHED = {"kind": "PublishedPulseLoCo"}
-KINDS_OF_ROUND: list[Any] = [{}, {"compact": 2}, pytest.param(PUBLISHED, marks=pytest.mark.slow), {"kind": "DiLoCo"}]
+KINDS_OF_ROUND: list[Any] = [{"compact": 2}, slow({}), slow(PUBLISHED), {"kind": "DiLoCo"}]
 
 
-@pytest.mark.parametrize("late", [1, 2, 5])
+@pytest.mark.parametrize("late", [slow(1), 2, slow(5)])
 @pytest.mark.parametrize("options", KINDS_OF_ROUND)
 def test_one_that_is_late_keeps_all_it_has_to_tell_and_follows_the_others(late: int, options: dict[str, Any]) -> None:
     """e becomes s, m becomes m', and its weights z' = theta' − e'; rounds after that it only hears of."""
@@ -514,68 +519,47 @@ def payload_key(table: Table, trainer: str, round_: int) -> str:
     )
 
 
-def hostile(table: Table, how: str) -> None:
-    """Leave a payload of c for round 2 that must not count."""
-    there = "rounds/0000/0000000002/sent"
-    good = table.store.get(payload_key(table, "c", 1))
-    as_told = good
-    if how == "stale":
-        data = good
-    elif how == "foreign":
-        data = table.store.get(payload_key(table, "b", 1))
-    elif how == "renumbered":  # the right round by its head, but on another base
-        data = good.replace(b'"round":1', b'"round":2')
-    elif how == "damaged":
-        data = good[:-1] + bytes([good[-1] ^ 1])
-    elif how == "cut off":
-        data = good[:-7]
-    elif how == "empty":
-        data = b""
-    elif how == "garbage":
-        data = bytes(range(256)) * 9
-    elif how == "of another digest":
-        table.store.put(f"{there}/c.{hashlib.sha256(b'no').hexdigest()}", as_told)
-        return
-    elif how == "of another model":
-        data = good.replace(b'"end":', b'"end":9')
-    elif how == "with a name that is none":
-        for name in ("c", "c.", "c." + "0" * 63, "c." + "G" * 64, "c.d." + "0" * 64):
-            table.store.put(f"{there}/{name}", good)
-        return
-    else:
-        raise AssertionError(how)
-    table.store.put(f"{there}/c.{hashlib.sha256(data).hexdigest()}", data)
+def with_hash(data: bytes) -> dict[str, bytes]:
+    return {f"c.{hashlib.sha256(data).hexdigest()}": data}
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "stale",
-        "foreign",
-        "renumbered",
-        "damaged",
-        "cut off",
-        "empty",
-        "garbage",
-        "of another digest",
-        "of another model",
-        "with a name that is none",
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"kind": "DiLoCo"}])
-def test_payloads_that_are_stale_damaged_or_anothers_are_refused_and_the_round_goes_on(
-    how: str, options: dict[str, Any]
-) -> None:
+def hostile_payloads(table: Table, round_: int) -> dict[str, dict[str, bytes]]:
+    """What may lie among the payloads of the round after one, in c's name, and must not count; by what is wrong."""
+    good, foreign = (table.store.get(payload_key(table, name, round_)) for name in "cb")
+    no_names = ("c", "c.", "c." + "0" * 63, "c." + "G" * 64, "c.d." + "0" * 64)
+    renumbered = good.replace(f'"round":{round_}'.encode(), f'"round":{round_ + 1}'.encode())
+    return {
+        "stale": with_hash(good),
+        "foreign": with_hash(foreign),
+        "renumbered": with_hash(renumbered),  # the right round by its head, but on another base
+        "damaged": with_hash(good[:-1] + bytes([good[-1] ^ 1])),
+        "cut off": with_hash(good[:-7]),
+        "empty": with_hash(b""),
+        "garbage": with_hash(bytes(range(256)) * 9),
+        "of another digest": {f"c.{hashlib.sha256(b'no').hexdigest()}": good},
+        "of another model": with_hash(good.replace(b'"end":', b'"end":9')),
+        "with a name that is none": dict.fromkeys(no_names, good),
+    }
+
+
+@pytest.mark.parametrize("options", [{}, slow({"kind": "DiLoCo"})])
+def test_payloads_that_are_stale_damaged_or_anothers_are_refused_and_the_round_goes_on(options: dict[str, Any]) -> None:
     table = Table(training=options)
     table.round("abc")
-    hostile(table, how)
-    table.round("ab")
-    assert table.decided(2) == ["a", "b"]
-    assert table.turns.now >= 10.0  # c had said that it would come
-    table["c"].step(2)
-    table.round("abc")
-    assert table.decided(3) == ["a", "b", "c"]
-    settle(table.all.values())
+    count = len(hostile_payloads(table, 1))
+    for done in range(count):  # a round that all are in, and then one with something hostile
+        round_ = 2 * done + 1
+        wrong, objects = list(hostile_payloads(table, round_).items())[done]
+        for name, data in objects.items():
+            table.store.put(f"rounds/0000/{round_ + 1:010d}/sent/{name}", data)
+        began = table.turns.now
+        table.round("ab")
+        assert table.decided(round_ + 1) == ["a", "b"], wrong
+        assert table.turns.now - began >= 10.0, wrong  # c had said that it would come
+        table["c"].step(2)
+        table.round("abc")
+        assert table.decided(round_ + 2) == ["a", "b", "c"], wrong
+        settle(table.all.values())
 
 
 def test_a_good_payload_behind_a_damaged_one_of_the_same_trainer_counts() -> None:
@@ -591,47 +575,45 @@ def test_a_good_payload_behind_a_damaged_one_of_the_same_trainer_counts() -> Non
 GOOD_ID = "0" * 64
 
 
-@pytest.mark.parametrize(
-    "decided",
-    [
-        b"",
-        b"garbage",
-        b"[]",
-        b"{}",
-        b'{"format":1}',
-        b"null",
-        b"\xff\xfe",
-        {"members": {}},
-        {"members": []},
-        {"members": {"b": GOOD_ID, "a": GOOD_ID}},
-        {"members": {"../x": GOOD_ID}},
-        {"members": {"a": "x"}},
-        {"members": {"a": 3}},
-        {"members": {"a": None}},
-        {"base": "0" * 64},
-        {"base": 7},
-        {"format": "pulse-loco-round/9"},
-        {"extra": 1},
-        {"members": {"a": GOOD_ID}},
-        {"members": {"a": GOOD_ID, "b": GOOD_ID}},
-        {"members": {"z": GOOD_ID}},
-    ],
-)
-def test_a_decision_that_is_none_is_refused_by_all_and_changes_nothing(decided: bytes | dict[str, Any]) -> None:
+DECIDED: list[bytes | dict[str, Any]] = [
+    b"",
+    b"garbage",
+    b"[]",
+    b"{}",
+    b'{"format":1}',
+    b"null",
+    b"\xff\xfe",
+    {"members": {}},
+    {"members": []},
+    {"members": {"b": GOOD_ID, "a": GOOD_ID}},
+    {"members": {"../x": GOOD_ID}},
+    {"members": {"a": "x"}},
+    {"members": {"a": 3}},
+    {"members": {"a": None}},
+    {"base": "0" * 64},
+    {"base": 7},
+    {"format": "pulse-loco-round/9"},
+    {"extra": 1},
+    {"members": {"a": GOOD_ID}},
+    {"members": {"a": GOOD_ID, "b": GOOD_ID}},
+    {"members": {"z": GOOD_ID}},
+]
+
+
+def test_a_decision_that_is_none_is_refused_by_all_and_changes_nothing() -> None:
     table = Table("ab")
     table.round("ab")
+    good = {**json.loads(table.store.get("rounds/0000/0000000001/decided")), "base": table["a"].loco.digests[0]}
     key = "rounds/0000/0000000002/decided"
-    if isinstance(decided, dict):
-        good = json.loads(table.store.get("rounds/0000/0000000001/decided"))
-        base = {**good, "base": table["a"].loco.digests[0], **decided}
-        members = dict(base["members"]) if isinstance(base["members"], dict) else base["members"]
-        decided = json.dumps({**base, "members": members}).encode()
-    table.store.put(key, decided)
     for name in "ab":
-        before = table[name].everything()
-        with pytest.raises(PulseError):
-            table[name].step(2)
-        assert table[name].everything() == before
+        table[name].step()  # the next one is due for a round, and so is every one after it
+    before = {name: table[name].everything() for name in "ab"}
+    for decided in DECIDED:
+        table.store.put(key, json.dumps({**good, **decided}).encode() if isinstance(decided, dict) else decided)
+        for name in "ab":
+            with pytest.raises(PulseError):
+                table[name].step()
+            assert table[name].everything() == before[name], decided
     table.store.delete(key)
     table.turns.meanwhile.append(table["b"].step)
     table["a"].step()
@@ -908,7 +890,7 @@ def test_one_whose_update_alone_leads_beyond_fp32_goes_on_from_the_shared_weight
 # Lives
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 @pytest.mark.parametrize("options", KINDS_OF_ROUND)
 def test_two_payloads_of_two_lives_in_one_round_count_once(seed: int, options: dict[str, Any], tmp_path: Path) -> None:
     table = Table(training=options)
@@ -1086,8 +1068,7 @@ def test_one_that_heard_nothing_of_its_round_and_was_then_away_knows_what_was_ta
     settle(table.all.values())
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("verb", ["propose", "confirm"])
+@pytest.mark.parametrize(("verb", "steps"), [("propose", 0), ("confirm", 3), slow("propose", 3), slow("confirm", 0)])
 @pytest.mark.parametrize("options", KINDS_OF_ROUND)
 def test_one_that_rejoins_after_others_completed_its_round_knows_what_was_taken(
     options: dict[str, Any], verb: str, steps: int
@@ -1138,31 +1119,31 @@ def test_what_something_else_writes_to_a_trainer_counts_as_training_or_is_refuse
         assert np.isfinite(table["b"].theta).all(), name
 
 
-@pytest.mark.parametrize("options", [{}, {"compact": None}, {"kind": "DiLoCo"}], ids=str)
+@pytest.mark.parametrize("options", [{}, slow({"compact": 2}), slow({"kind": "DiLoCo"})], ids=str)
 def test_whichever_of_many_attempts_is_taken_nothing_is_lost_or_counted_twice(options: dict[str, Any]) -> None:
     """A trainer tries a round 21 times, and the others take one of its payloads; it hears of that, or takes a state."""
-    for taken in (0, 5, -1):
-        for away in (False, True):
-            table = Table("abc", training=options, state_every=2)
-            table.round("abc")
-            a = table["a"]
-            with mock.patch.object(a.exchange.inner, "_look", side_effect=RoundError("the store is away")):
-                a.step()
-                for _ in range(21):
-                    with pytest.raises(RoundError):
-                        a.step()
-            attempts = list(a.loco._pending[0].by_payload)
-            assert len(attempts) == 8
-            for payload in attempts:
-                if payload != attempts[taken]:
-                    table.store.delete(f"rounds/0000/0000000002/sent/a.{payload}")
-            table.round("bc")
-            assert table.decided(2) == ["a", "b", "c"]
-            for _ in range(6 if away else 0):
-                table.round("bc")
+    sent = "rounds/0000/0000000002/sent/"
+    for taken, away in ((0, False), (5, True), (-1, False)):
+        table = Table("abc", training=options, state_every=2)
+        table.round("abc")
+        a = table["a"]
+        with mock.patch.object(a.exchange.inner, "_look", side_effect=RoundError("the store is away")):
             a.step()
-            assert a.loco.rounds == table["b"].loco.rounds
-            settle(table.all.values())
+            for _ in range(21):
+                with pytest.raises(RoundError):
+                    a.step()
+        there = table.names_of(sent)
+        attempts = [key for key in (f"{sent}a.{payload}" for payload in a.ledger.offers) if key in there]
+        assert len(attempts) == 8
+        for key in set(attempts) - {attempts[taken]}:
+            table.store.delete(key)
+        table.round("bc")
+        assert table.decided(2) == ["a", "b", "c"]
+        for _ in range(6 if away else 0):
+            table.round("bc")
+        a.step()
+        assert a.loco.rounds == table["b"].loco.rounds
+        settle(table.all.values())
 
 
 class Interrupting:
@@ -1187,11 +1168,11 @@ class Interrupting:
         return call
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("options", [{}, {"compact": 2}])
+@pytest.mark.parametrize(
+    ("after", "options"), [(False, {}), (True, {"compact": 2}), slow(True, {}), slow(False, {"compact": 2})]
+)
 def test_an_interrupt_in_any_call_of_the_store_loses_nothing(after: bool, options: dict[str, Any]) -> None:
-    struck = 0
-    for call in range(1, 20):
+    for call in itertools.count(1):
         table = Table("ab", joined="b", training=options, state_every=1)
         store = Interrupting(table.store)
         table.seat("a", store=store)
@@ -1202,14 +1183,15 @@ def test_an_interrupt_in_any_call_of_the_store_loses_nothing(after: bool, option
         try:
             table["a"].step(2)
         except KeyboardInterrupt:
-            struck += 1
             assert table["a"].everything() == before
-        store.left = -1
+        was_struck, store.left = store.left <= 0, -1
         if table["a"].loco.rounds == [1]:
             table["a"].step()
         assert table["a"].loco.rounds == table["b"].loco.rounds == [2]
         settle(table.all.values())
-    assert struck > 5
+        if not was_struck:
+            break
+    assert call > 6
 
 
 class Moody:
@@ -1235,7 +1217,7 @@ class Moody:
         return call
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 3, *map(slow, (1, 2, 4, 5))])
 def test_whatever_trainers_do_and_whatever_befalls_them_nothing_is_lost_or_counted_twice(seed: int) -> None:
     """Rounds of some, interrupts and failures anywhere, rejoining, leaving, coming back, steps on one's own."""
     rng = random.Random(seed)
@@ -1292,8 +1274,8 @@ def test_whatever_trainers_do_and_whatever_befalls_them_nothing_is_lost_or_count
     ("rounds", "faults", "options"),
     [
         (20, {"lost": 0.05, "unanswered": 0.05}, {"compact": 2}),
-        pytest.param(200, {"lost": 0.02, "unanswered": 0.02}, {"compact": 2}, marks=pytest.mark.slow),
-        (
+        slow(200, {"lost": 0.02, "unanswered": 0.02}, {"compact": 2}),
+        slow(
             60,
             {"lost": 0.01, "unanswered": 0.01, "truncated": 0.01, "flipped": 0.01, "stale": 0.02, "doubled": 0.05},
             {"kind": "DiLoCo"},
@@ -1362,14 +1344,18 @@ def test_trainers_meet_in_a_bucket(s3_server: Server, monkeypatch: pytest.Monkey
 
 
 def survivor(folder: str, name: str, who: int, rounds: int) -> dict[str, Any]:
-    """A trainer that resumes from its saved state, if any, and trains up to a round; it may be killed at any moment."""
+    """A trainer that resumes from its saved state, if any; it may be killed at any moment.
+
+    It trains up to a round, and until nobody is killed any more.
+    """
+    enough = Path(folder) / "enough"
     saved = Path(folder) / f"{name}.state"
     exchange = meet(str(Path(folder) / "store"), name, 3, deadline_s=0.2, poll_s=0.001, state_every=4, patience_s=30)
     t = Trainer(exchange, who, compact=2, watch=False)
     if saved.exists():
         t.load(saved)
     with t:
-        while t.loco.rounds[0] < rounds:
+        while t.loco.rounds[0] < rounds or not enough.exists():
             t.step()
             if t.taken % 3 == 0:
                 t.save(saved)
@@ -1377,7 +1363,7 @@ def survivor(folder: str, name: str, who: int, rounds: int) -> dict[str, Any]:
     return {"digests": t.digests, "round": t.loco.rounds[0]}
 
 
-@pytest.mark.parametrize(("rounds", "most_kills"), [(12, 8), pytest.param(40, 25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rounds", "most_kills"), [(8, 4), slow(40, 20)])
 def test_trainers_killed_at_random_and_restarted_from_what_they_saved_end_with_the_same_weights(
     fleet: Fleet, tmp_path: Path, rounds: int, most_kills: int
 ) -> None:
@@ -1396,9 +1382,11 @@ def test_trainers_killed_at_random_and_restarted_from_what_they_saved_end_with_t
         time.sleep(rng.expovariate(1 / 0.05))
         if kills < most_kills:
             i = rng.randrange(3)
-            if i not in results and alive(running[i][0]):
+            if alive(running[i][0]):
                 os.kill(running[i][0], signal.SIGKILL)
                 kills += 1
+                if kills == most_kills:
+                    (tmp_path / "enough").touch()
         for i, (pid, out) in enumerate(running):
             if i in results or alive(pid):
                 continue
@@ -1407,7 +1395,7 @@ def test_trainers_killed_at_random_and_restarted_from_what_they_saved_end_with_t
             else:
                 assert "Traceback" not in told(out), told(out)
                 running[i] = start(i)
-    assert kills >= 2 * most_kills // 5
+    assert kills == most_kills
     seen: dict[int, set[str]] = {}
     for result in results.values():
         assert result["round"] >= rounds

@@ -145,8 +145,13 @@ every_kind = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("blend", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("delay", [0, 1])
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("delay", "blend"), [(0, 0.0), (1, 0.5), slow(0, 0.5), slow(0, 1.0), slow(1, 0.0), slow(1, 1.0)]
+)
 @every_kind
 def test_every_weight_at_every_step_is_the_one_worked_out(kind: Kind, delay: int, blend: float) -> None:
     found, shared, digests = walked(kind, [2.0, 2.0], delay, blend)
@@ -156,7 +161,7 @@ def test_every_weight_at_every_step_is_the_one_worked_out(kind: Kind, delay: int
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize(("delay", "blend"), [(0, 0.0), (0, 0.5), (1, 0.5), (2, 1.0)])
+@pytest.mark.parametrize(("delay", "blend"), [(0, 0.5), (2, 1.0), slow(0, 0.0), slow(1, 0.5)])
 @every_kind
 def test_trainers_with_different_gradients_move_by_their_mean(kind: Kind, delay: int, blend: float) -> None:
     found, shared, digests = walked(kind, [2.0, -1.0, 5.0], delay, blend)

@@ -337,7 +337,7 @@ def test_an_endpoint_that_cannot_be_reached_is_found() -> None:
 
 def test_a_server_is_checked_for_reading(tmp_path: Path) -> None:
     pytest.importorskip("granian")
-    from tests.server.test_server import running
+    from tests.serving import running
 
     with Publisher(str(tmp_path / "run")) as publisher:
         import numpy as np

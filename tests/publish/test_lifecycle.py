@@ -9,7 +9,7 @@ import pytest
 from pulsesync.errors import ClosedError, GroupError, StoreError
 from pulsesync.publish.lifecycle import MOVES, PendingVersion, PublishReport, SendQueue, Stage
 
-PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 REPORT = PublishReport(1, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
 
 

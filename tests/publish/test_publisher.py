@@ -52,7 +52,12 @@ from pulsesync.run.spool import Outbox
 from pulsesync.state.host import HostState
 from pulsesync.store import LocalStore, MemoryStore, Store
 from pulsesync.testing import random_bits
+from tests.examples import ROOT, python_path
+from tests.processes import Fleet, fleet, told
+from tests.publish import endings
 from tests.runs import Training, Watched, down, equal, kept, parts_of, publish_steps, record, version, versions, worker
+
+__all__ = ["fleet"]
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
 
@@ -1580,50 +1585,13 @@ def test_a_signal_handler_that_needs_a_publisher_within_publish_raises(call: str
 
 # -- the end of the process ----------------------------------------------------------------------------------------
 
-LEFT = """
-import sys, threading, time
-from concurrent.futures import ThreadPoolExecutor
-import numpy as np
-from pulsesync import Publisher
-from pulsesync.core import threads
-from pulsesync.run import bodies
-from pulsesync.store import LocalStore
-
-threads.default_threads = lambda: 2
-bodies.INLINE_BYTES = 0
-reached = threading.Event()
-
-def wait_for_the_end():
-    reached.set()
-    try:
-        while True:
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(time.sleep, 0.01)
-    except RuntimeError:  # the interpreter starts no more threads
-        pass
-
-class Slow(LocalStore):
-    def put(self, key, data):
-        if pub.version == 0 and key.startswith("parts/"):
-            wait_for_the_end()
-        super().put(key, data)
-
-weights = {name: np.zeros(5000, np.float32) for name in "abc"}
-pub = Publisher(sys.argv[1])
-pub.publish(weights)
-pub.store = pub._writer.store = Slow(sys.argv[1])
-for step in (1, 2):
-    for array in weights.values():
-        array[step::7] += step
-    pub.publish(weights, step=step, wait=False)
-    assert reached.wait(30)
-"""
-
 
 def test_a_publisher_that_is_not_closed_finishes_when_the_process_ends(tmp_path: Path) -> None:
-    """One version is delayed until the interpreter starts no more threads; the next is encoded only after that."""
-    program = [sys.executable, "-c", LEFT, str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=50)
+    """In an interpreter of its own, which takes its modules down, too; the others are forked, and end before that."""
+    run = "import sys; from tests.publish import endings; endings.end_before_a_version_is_sent(sys.argv[1])"
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    program = [sys.executable, "-c", run, str(tmp_path)]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=50)
     assert (done.returncode, done.stderr) == (0, "")
     store, held = LocalStore(tmp_path), {name: np.zeros(5000, np.float32) for name in "abc"}
     assert versions(store) == [0, 1, 2]
@@ -1631,125 +1599,22 @@ def test_a_publisher_that_is_not_closed_finishes_when_the_process_ends(tmp_path:
     assert {(array[1], array[2]) for array in held.values()} == {(1.0, 2.0)}
 
 
-ENDS = """
-import atexit, os
-parent = os.getpid()
-atexit.register(lambda: os.getpid() == parent or os._exit(0))  # runs last: to take modules down takes most of a second
-
-import concurrent.futures.thread as pools
-import sys, threading, time
-from pathlib import Path
-import numpy as np
-from pulsesync import Publisher
-from pulsesync.store import LocalStore, MemoryStore
-
-folder, calls = Path(sys.argv[1]), int(sys.argv[2])
-
-class Ending(LocalStore):
-    # one call, counted from version 2 on, takes until executors accept nothing any more
-    at, seen, reached, lock = None, 0, threading.Event(), threading.Lock()
-
-    def put(self, key, data):
-        self.count()
-        super().put(key, data)
-
-    def create(self, key, data):
-        self.count()
-        super().create(key, data)
-
-    def count(self):
-        with self.lock:
-            mine = self.at is not None and self.seen == self.at
-            self.seen += self.at is not None
-        if mine:
-            self.reached.set()
-            while not pools._shutdown:
-                time.sleep(0.001)
-
-def live(number):
-    weights, store = {"w": np.zeros(500, np.float32)}, Ending(folder / str(number))
-    pub = Publisher(store, anchor_every=0, epoch_patches=2)
-    for step in range(4):
-        weights["w"][step::7] += step
-        if step == 2:
-            pub.flush()
-            store.at = number
-        pub.publish(weights, step=step, wait=step < 2)
-        while step == 2 and store.seen == 0:  # step 3 is pending then
-            time.sleep(0.001)
-    store.reached.wait(1)
-
-with Publisher(MemoryStore(), cast={}) as warm:  # the kernels are loaded once, not in every child
-    for step in range(4):
-        warm.publish({"w": np.full(500, step, np.float32)})
-for number in range(calls):
-    child = os.fork()
-    if child == 0:
-        live(number)
-        sys.exit(0)
-    assert os.waitpid(child, 0)[1] == 0, number
-"""
-
-
 def test_wherever_in_a_version_the_interpreter_ends_everything_published_is_sent(
-    tmp_path: Path, short_epochs: int
+    tmp_path: Path, fleet: Fleet, short_epochs: int
 ) -> None:
-    """Version 2 ends an epoch, so an anchor is due; version 3 is pending. A process for each store call: seconds."""
-    calls = 10
-    program = [sys.executable, "-c", ENDS, str(tmp_path), str(calls)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=55)
-    assert (done.returncode, done.stderr) == (0, "")
-    for number in range(calls):
-        store, held = LocalStore(tmp_path / str(number)), {"w": np.zeros(500, np.float32)}
+    """Version 2 ends an epoch, so an anchor is due; version 3 is pending. A process for each store call."""
+    folders = [tmp_path / str(number) for number in range(10)]
+    programs = [
+        fleet.start_program(endings.end_within_a_version, folder=str(folder), at=number)
+        for number, folder in enumerate(folders)
+    ]
+    for program, folder in zip(programs, folders, strict=True):
+        assert (program.wait(), told(program.out)) == (0, ""), folder.name
+        store, held = LocalStore(folder), endings.small()
         Subscriber(store, epoch_patches=short_epochs).sync(held)
-        assert held["w"][3] == 3.0, number
-        assert versions(store)[-1] == 3, number
-        assert anchored(store) == [0, 1], number
-
-
-ENDING = """
-import atexit, sys, threading, time
-from pathlib import Path
-import numpy as np
-from pulsesync import Publisher
-from pulsesync.store import LocalStore
-
-class Slow(LocalStore):
-    def put(self, key, data):
-        if slow:
-            time.sleep(0.1)
-        super().put(key, data)
-
-def publish(step):
-    weights["w"][step::7] += step
-    pub.publish(weights, step=step, wait=False)
-
-def late():
-    while threading.main_thread().is_alive():
-        time.sleep(0.01)
-    publish(2)
-
-ending, slow = sys.argv[2], False
-weights = {"w": np.zeros(500, np.float32)}
-pub = Publisher(Slow(sys.argv[1]))
-publish(0)
-pub.flush()
-slow = True
-publish(1)
-if ending == "thread":
-    threading.Thread(target=late).start()
-elif ending == "atexit":
-    atexit.register(publish, 2)
-else:
-    publish(2)
-    if ending == "exception":
-        raise ZeroDivisionError
-    if ending == "refused":
-        time.sleep(0.01)
-        def refuse(*args):
-            raise PermissionError("403")
-        Slow.create = refuse
-"""
+        assert held["w"][3] == 3.0, folder.name
+        assert versions(store)[-1] == 3, folder.name
+        assert anchored(store) == [0, 1], folder.name
 
 
 @pytest.mark.parametrize(
@@ -1762,127 +1627,41 @@ else:
     ],
 )
 def test_however_the_interpreter_ends_what_was_published_is_sent_or_reported(
-    tmp_path: Path, ending: str, code: int, newest: int, message: str
+    tmp_path: Path, fleet: Fleet, ending: str, code: int, newest: int, message: str
 ) -> None:
-    """To start an interpreter, and to end it, takes a second or two."""
-    program = [sys.executable, "-c", ENDING, str(tmp_path), ending]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=50)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
-    assert bool(message) == bool(done.stderr), done.stderr
+    program = fleet.start_program(endings.end_with, folder=str(tmp_path), ending=ending)
+    ended, words = program.wait(), told(program.out)
+    assert ended == code, words
+    assert message in words
+    assert bool(message) == bool(words), words
     store = LocalStore(tmp_path)
     last = version(store, versions(store)[-1])
     assert last.step == newest
 
 
-DAEMON = """
-import os, sys, threading, time
-import numpy as np
-from pulsesync import Publisher
-from pulsesync.errors import ClosedError
-from pulsesync.store import LocalStore
-
-class Slow(LocalStore):
-    def put(self, key, data):
-        time.sleep(0.02)
-        super().put(key, data)
-
-def publish():
-    for step in range(1000):  # ten seconds, if nothing ends it
-        weights["w"][step % 500] += 1
-        try:
-            future = pub.publish(weights, step=step, wait=False)
-        except ClosedError as e:
-            print(accepted, e, flush=True)
-            return
-        accepted = step
-        begun.set()
-        time.sleep(0.01)
-    os._exit(7)
-
-weights, begun = {"w": np.zeros(500, np.float32)}, threading.Event()
-pub = Publisher(Slow(sys.argv[1]))
-pub.publish(weights)
-threading.Thread(target=publish, daemon=True).start()
-begun.wait(30)
-"""
-
-
-def test_a_daemon_that_publishes_does_not_keep_the_process_alive_and_what_it_published_is_sent(tmp_path: Path) -> None:
-    """To start an interpreter, and to end it, takes a second or two."""
-    program = [sys.executable, "-c", DAEMON, str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=50)
-    assert (done.returncode, done.stderr) == (0, "")
-    accepted, _, message = done.stdout.partition(" ")
+def test_a_daemon_that_publishes_does_not_keep_the_process_alive_and_what_it_published_is_sent(
+    tmp_path: Path, fleet: Fleet
+) -> None:
+    said = tmp_path / "said"
+    program = fleet.start_program(
+        endings.end_with_a_daemon_that_publishes, folder=str(tmp_path / "run"), said=str(said)
+    )
+    assert (program.wait(), told(program.out)) == (0, "")
+    accepted, _, message = said.read_text().partition(" ")
     assert message.startswith("the interpreter is shutting down")
-    store = LocalStore(tmp_path)
+    store = LocalStore(tmp_path / "run")
     assert version(store, versions(store)[-1]).step == int(accepted)
 
 
-FORKED = """
-import os, sys, threading, time
-from pathlib import Path
-import numpy as np
-from pulsesync import Publisher, Subscriber
-from pulsesync.errors import ClosedError
-from pulsesync.store import LocalStore
-
-go, reached = threading.Event(), threading.Event()
-
-class Slow(LocalStore):
-    def put(self, key, data):
-        if slow:
-            reached.set()
-            go.wait(30)
-        super().put(key, data)
-
-def raised(call):
-    try:
-        call()
-    except ClosedError as e:
-        assert f"belongs to process {parent}" in str(e) and "create a new Publisher" in str(e), e
-        return True
-    return False
-
-place, weights, parent, slow = Path(sys.argv[1]), {"w": np.zeros((700, 100), np.float32)}, os.getpid(), False
-held = {"w": np.zeros((700, 100), np.float32)}
-unused = Publisher(str(place / "unused"))
-pub = Publisher(Slow(place / "run"))
-pub.publish(weights)
-Subscriber(str(place / "run")).sync(held)
-weights["w"][::3], slow = 1, True
-future = pub.publish(weights, wait=False)
-assert reached.wait(30)
-if os.fork() == 0:
-    with pub:  # closing it here does nothing
-        assert raised(lambda: pub.publish(weights))
-        assert raised(lambda: pub.publish(weights, wait=False))
-        assert raised(pub.flush)
-    with Publisher(str(place / "own")) as own:
-        own.publish(weights)
-        weights["w"][5] = 2
-        own.publish(weights)
-    unused.publish(weights)  # nobody has published with it
-    held["w"][...] = 7
-    Subscriber(str(place / "own")).sync(held)
-    assert (held["w"] == weights["w"]).all()
-    Subscriber(str(place / "run")).sync(held)
-    assert (held["w"] == 0).all()
-    sys.exit(0)  # with the finalizers and threads of the parent
-assert os.wait()[1] == 0
-assert pub._spool.exists() and unused._spool is None
-go.set()
-assert future.result(30).version == 1
-pub.close()
-assert not pub._spool.exists()
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-def test_in_a_forked_process_a_publisher_raises_and_leaves_alone_what_is_its_parents(tmp_path: Path) -> None:
-    program = [sys.executable, "-c", FORKED, str(tmp_path)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=50)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_in_a_forked_process_a_publisher_raises_and_leaves_alone_what_is_its_parents(
+    tmp_path: Path, fleet: Fleet
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    program = fleet.start_program(
+        endings.fork_while_a_version_is_sent, {"TMPDIR": str(tmp_path / "tmp")}, folder=str(tmp_path)
+    )
+    assert (program.wait(), told(program.out)) == (0, "")
 
 
 # -- two publishers ------------------------------------------------------------------------------------------------

@@ -51,15 +51,42 @@ UNSIGNED: dict[int, type[Any]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np
 
 
 class Crew:
-    """Ranks in threads. A gather ends when every rank has called it, and fails on all ranks if one does not."""
+    """Ranks in threads. A gather ends when every rank has called it, and fails on all ranks if one does not.
+
+    After a gather that failed, all others fail, too, until `reset`; `abort` is that failure without the wait.
+    """
 
     def __init__(self, size: int, timeout_s: float = 10.0) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=timeout_s)
-        self.notes = [b""] * size
-        self.gathers = 0
+        self.size, self.timeout_s = size, timeout_s
+        self.changed = threading.Condition()
+        self.broken = False
+        self.notes: dict[int, bytes] = {}  # of the current gather, by rank
+        self.ended: list[list[bytes]] = []  # the notes of each gather: no rank that has yet to wake up misses one
         self.before: Callable[[int, int], None] = lambda rank, number: None  # to interfere
         self.after: Callable[[int, int], None] = lambda rank, number: None
+
+    def gather(self, rank: int, note: bytes) -> list[bytes]:
+        with self.changed:
+            number = len(self.ended)
+            self.notes[rank] = note
+            if len(self.notes) == self.size and not self.broken:
+                self.ended.append([self.notes[one] for one in range(self.size)])
+                self.notes = {}
+                self.changed.notify_all()
+            else:
+                self.changed.wait_for(lambda: self.broken or len(self.ended) > number, self.timeout_s)
+            if len(self.ended) == number:
+                self.abort()
+                raise GroupError("a rank did not call gather in time", rank=rank)
+            return self.ended[number]
+
+    def abort(self) -> None:
+        with self.changed:
+            self.broken, self.notes = True, {}
+            self.changed.notify_all()
+
+    def reset(self) -> None:
+        self.broken, self.notes = False, {}
 
     def act(self, work: Callable[["Rank"], Any]) -> list[Any]:
         """What work returns or raises, by rank."""
@@ -87,13 +114,7 @@ class Rank:
     def gather(self, note: bytes) -> list[bytes]:
         self.crew.before(self.rank, len(self.told))
         self.told.append(len(note))
-        try:
-            self.crew.notes[self.rank] = note
-            self.crew.barrier.wait()
-            out = list(self.crew.notes)
-            self.crew.barrier.wait()
-        except threading.BrokenBarrierError as e:
-            raise GroupError("a rank did not call gather in time", rank=self.rank) from e
+        out = self.crew.gather(self.rank, note)
         self.crew.after(self.rank, len(self.told) - 1)
         return out
 
@@ -202,6 +223,8 @@ SPLITS = {
     "stages": (by_stage, 2),
     "more ranks than rows": (by_rows, 8),
 }
+# Every way to split with the codec that picks one for each tile; the other codecs where tiles and ranks differ most
+SPLITS_AND_CODECS = [(how, "auto") for how in SPLITS] + [(how, "history") for how in ("rows", "grid")]
 
 
 def synced(store: Store, held: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -221,8 +244,9 @@ def short_epochs() -> int:
 # -- what is published ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["auto", "context", "history", "gap", "dense"])
-@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize(
+    ("how", "codec"), [*SPLITS_AND_CODECS, ("grid", "context"), ("grid", "gap"), ("more ranks than rows", "dense")]
+)
 def test_every_version_is_what_the_ranks_hold(how: str, codec: CodecName) -> None:
     split, size = SPLITS[how]
     store, plain = MemoryStore(), MemoryStore()
@@ -392,11 +416,11 @@ def test_what_a_rank_tells_grows_with_its_changed_tiles_and_not_with_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(layouts, "SMALL", 0)  # a tile for each tensor
-    training = {f"layer.{n:03d}": np.zeros((6, 4), BF16) for n in range(300)}
+    training = {f"layer.{n:03d}": np.zeros((6, 4), BF16) for n in range(100)}
     group = Group(MemoryStore(), 3)
     group.publish(training)
     told = [sum(pub.team.told) for pub in group.pubs]  # type: ignore[attr-defined]
-    training["layer.100"][5, 3] = 1
+    training["layer.050"][5, 3] = 1
     group.publish(training)
     few = [sum(pub.team.told) - before for pub, before in zip(group.pubs, told, strict=True)]  # type: ignore[attr-defined]
     for array in training.values():
@@ -407,7 +431,7 @@ def test_what_a_rank_tells_grows_with_its_changed_tiles_and_not_with_the_model(
         for pub, before, some in zip(group.pubs, told, few, strict=True)
     ]
     assert max(few[1:]) < 400
-    assert min(many[1:]) > 300 * 20
+    assert min(many[1:]) > 100 * 20
 
 
 def test_odd_bits_empty_tensors_scalars_and_ties_arrive_exactly() -> None:
@@ -443,7 +467,7 @@ def test_odd_bits_empty_tensors_scalars_and_ties_arrive_exactly() -> None:
     assert b'"ties":{"head":"embed"}' in layout
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.integers(0, 1 << 32), st.integers(1, 5), st.sampled_from(["auto", "history", "gap", "dense"]))
 def test_any_rectangles_of_any_dtype_make_the_whole_model(seed: int, size: int, codec: CodecName) -> None:
     rng = np.random.default_rng(seed)
@@ -877,57 +901,57 @@ def test_another_publisher_stops_all_ranks_for_good() -> None:
     assert equal(synced(store), training.weights)
 
 
-@pytest.mark.parametrize("gather", range(3))
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_team_that_broke_anywhere_in_a_publish_goes_on_when_it_is_whole_again(gather: int, rank: int) -> None:
-    store, training = MemoryStore(), Training()
-    group = Group(store, 3)
-    group.crew.barrier = threading.Barrier(3, timeout=1.0)
-    group.publish(training.weights)
-    training.step()
-    begun = len(group.pubs[rank].team.told)  # type: ignore[attr-defined]
-
-    def stay_away(who: int, number: int) -> None:
-        if (who, number) == (rank, begun + gather):
-            raise GroupError("lost the others", rank=who)
-
-    group.crew.before = stay_away
-    assert all(isinstance(e, GroupError) for e in group.try_publish(training.weights))
-    group.crew.before = lambda who, number: None
-    group.crew.barrier.reset()
-    committed = gather == 2
-    assert versions(store) == ([0, 1] if committed else [0])
-    training.step()
-    assert group.publish(training.weights).version == (2 if committed else 1)
-    assert equal(synced(store), training.weights)
-
-
-@pytest.mark.parametrize("gather", range(10))
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_alone_does_not_hear_the_others_any_more_is_brought_back(gather: int, rank: int) -> None:
-    """At any gather of the first two publishes."""
-    store, training = MemoryStore(), Training()
-    group = Group(store, 3)
-    group.crew.barrier = threading.Barrier(3, timeout=1.5)  # more than a busy machine takes between two gathers
-
-    def lose(who: int, number: int) -> None:
-        if (who, number) == (rank, gather):
-            raise GroupError("lost the others", rank=who)
-
-    group.crew.after = lose
-    failed = 0
-    for step in range(4):
+def test_a_team_that_broke_anywhere_in_a_publish_goes_on_when_it_is_whole_again(rank: int) -> None:
+    for gather in range(3):
+        store, training = MemoryStore(), Training()
+        group = Group(store, 3)
+        group.publish(training.weights)
         training.step()
-        results = group.try_publish(training.weights, step)
-        group.crew.barrier.reset()
-        if any(isinstance(one, GroupError) for one in results):
-            failed += 1
-            assert isinstance(results[rank], GroupError)
-        else:
-            assert not any(isinstance(one, Exception) for one in results), results
-            assert len({(pub.version, pub.digest) for pub in group.pubs}) == 1
-            assert equal(synced(store), training.weights)
-    assert failed == 1
+        begun = len(group.pubs[rank].team.told)  # type: ignore[attr-defined]
+
+        def stay_away(who: int, number: int, *, group: Group = group, lost: int = begun + gather) -> None:
+            if (who, number) == (rank, lost):
+                group.crew.abort()
+                raise GroupError("lost the others", rank=who)
+
+        group.crew.before = stay_away
+        assert all(isinstance(e, GroupError) for e in group.try_publish(training.weights)), gather
+        group.crew.before = lambda who, number: None
+        group.crew.reset()
+        committed = gather == 2
+        assert versions(store) == ([0, 1] if committed else [0])
+        training.step()
+        assert group.publish(training.weights).version == (2 if committed else 1)
+        assert equal(synced(store), training.weights)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_alone_does_not_hear_the_others_any_more_is_brought_back(rank: int) -> None:
+    """At any gather of the first two publishes."""
+    for gather in range(10):
+        store, training = MemoryStore(), Training()
+        group = Group(store, 3)
+
+        def lose(who: int, number: int, *, group: Group = group, lost: int = gather) -> None:
+            if (who, number) == (rank, lost):
+                group.crew.abort()  # of what the others gather next: this gather has ended on all of them
+                raise GroupError("lost the others", rank=who)
+
+        group.crew.after = lose
+        failed = 0
+        for step in range(3):
+            training.step()
+            results = group.try_publish(training.weights, step)
+            group.crew.reset()
+            if any(isinstance(one, GroupError) for one in results):
+                failed += 1
+                assert isinstance(results[rank], GroupError), gather
+            else:
+                assert not any(isinstance(one, Exception) for one in results), (gather, results)
+                assert len({(pub.version, pub.digest) for pub in group.pubs}) == 1, gather
+                assert equal(synced(store), training.weights), gather
+        assert failed == 1, gather
 
 
 def test_an_anchor_that_is_owed_is_of_the_version_it_was_begun_with_whatever_was_settled_meanwhile() -> None:
@@ -1043,13 +1067,12 @@ def test_a_store_that_fails_now_and_then_never_parts_the_ranks_or_loses_a_step()
 # -- resuming a run ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["auto", "history", "gap"])
-@pytest.mark.parametrize("how", SPLITS)
+@pytest.mark.parametrize(("how", "codec"), [*SPLITS_AND_CODECS, ("columns", "gap")])
 def test_a_new_team_takes_the_run_up_where_it_ended(how: str, codec: CodecName, short_epochs: int) -> None:
     split, size = SPLITS[how]
     store, training = MemoryStore(), Training()
     held, sub = worker(), Subscriber(store, epoch_patches=short_epochs)
-    for _ in range(4):  # ends in the middle of an epoch and at its end
+    for _ in range(3):  # ends at the end of an epoch and in the middle of one
         group = Group(store, size, split, codec=codec, epoch_patches=short_epochs)
         for _ in range(3):
             training.step()
@@ -1058,7 +1081,7 @@ def test_a_new_team_takes_the_run_up_where_it_ended(how: str, codec: CodecName, 
             sub.verify()
             assert equal(held, training.weights)
             assert report.path in (("anchor",), ("patch",))
-    assert [version(store, n).base is None for n in versions(store)] == [True] + [False] * 11
+    assert [version(store, n).base is None for n in versions(store)] == [True] + [False] * 8
     assert len({version(store, n).run for n in versions(store)}) == 1
 
 

@@ -1,11 +1,13 @@
 """Anchors on disk, on the worker's side and on the trainer's."""
 
+import fcntl
 import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -29,7 +31,10 @@ from pulsesync.run.spool import AnchorSpool, Outbox
 from pulsesync.state.host import HostState
 from pulsesync.testing import random_bits
 from tests.helpers import RUN, count_sums
+from tests.processes import Fleet, fleet, told
 from tests.runs import Watched, equal, parts_of, publish_steps, worker
+
+__all__ = ["fleet"]
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
 
@@ -160,31 +165,29 @@ def test_of_many_who_share_a_folder_one_fetches_each_part(tmp_path: Path) -> Non
     assert len(anchor.store.gets) == 3
 
 
-HOLDING = """
-import fcntl, os, sys, time
-files = [os.open(path, os.O_RDWR | os.O_CREAT) for path in sys.argv[1:]]
-for file in files:
-    fcntl.flock(file, fcntl.LOCK_EX)
-print("holding", flush=True)
-time.sleep(60)
-"""
+def hold(locks: list[str], holds: str) -> None:
+    for file in [os.open(path, os.O_RDWR | os.O_CREAT) for path in locks]:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    Path(holds).touch()
+    threading.Event().wait()
 
 
 def test_a_process_that_hangs_with_a_lock_does_not_hold_up_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A real process, because a lock belongs to one; it is stopped, as one that hangs on a dead disk would be."""
     monkeypatch.setattr(spool, "PATIENCE_S", 0.2)
     anchor = Anchor()
     locks = [tmp_path / ".fetching", *(tmp_path / f".lock-{ref.id[:16]}" for ref in anchor.refs)]
-    with subprocess.Popen([sys.executable, "-c", HOLDING, *locks], stdout=subprocess.PIPE, text=True) as stuck:
-        try:
-            assert stuck.stdout is not None
-            assert stuck.stdout.readline() == "holding\n"
-            stuck.send_signal(signal.SIGSTOP)
-            bodies, _ = fetch(AnchorSpool(tmp_path), anchor)
-        finally:
-            stuck.kill()
+    stuck = fleet.start_program(hold, locks=[str(path) for path in locks], holds=str(tmp_path / "holds"))
+    try:
+        while not (tmp_path / "holds").exists():
+            assert stuck.code is None, told(stuck.out)
+            time.sleep(0.005)
+        os.kill(stuck.pid, signal.SIGSTOP)
+        bodies, _ = fetch(AnchorSpool(tmp_path), anchor)
+    finally:
+        stuck.kill()
     assert [body.index.header.id for body in bodies] == [part.id for part in anchor.parts]
     assert caplog.text.count("does not finish") == 4
 

@@ -49,6 +49,7 @@ from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import LocalStore, MemoryStore
 from pulsesync.testing import random_bits
 from tests.helpers import nudge
+from tests.processes import Fleet, fleet, told
 from tests.runs import (
     SHAPES,
     Training,
@@ -61,6 +62,8 @@ from tests.runs import (
     version,
     worker,
 )
+
+__all__ = ["fleet"]
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
 
@@ -686,17 +689,13 @@ def test_what_the_store_spoilt_once_does_not_stay_in_the_cache(tmp_path: Path, n
     assert equal(held, states[4])
 
 
-FOLLOW = """
-import sys, numpy as np, ml_dtypes
-from pulsesync import Subscriber
-held = {n: np.zeros(s, ml_dtypes.bfloat16) for n, s in %r.items()}
-sub = Subscriber(sys.argv[1], cache=sys.argv[2])
-sub.sync(held)
-print(sub.verify())
-"""
+def follow_once(run: str, cache: str, verified: str) -> None:
+    sub = Subscriber(run, cache=cache)
+    sub.sync(worker())
+    Path(verified).write_text(sub.verify())
 
 
-def test_processes_of_a_host_share_a_cache(tmp_path: Path) -> None:
+def test_processes_of_a_host_share_a_cache(tmp_path: Path, fleet: Fleet) -> None:
     """This process, and one that finds the bodies nowhere but where this one has put them."""
     run, cache = str(tmp_path / "run"), str(tmp_path / "cache")
     publish_steps(run, 5)
@@ -707,10 +706,9 @@ def test_processes_of_a_host_share_a_cache(tmp_path: Path) -> None:
     assert first.verify() == expected
     for entry in [*store.list("parts/"), *store.list("layouts/")]:
         store.delete(entry.key)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    program = [sys.executable, "-c", FOLLOW % SHAPES, run, cache]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == expected, done.stderr
+    second = fleet.start_program(follow_once, run=run, cache=cache, verified=str(tmp_path / "verified"))
+    assert second.wait() == 0, told(second.out)
+    assert (tmp_path / "verified").read_text() == expected
 
 
 def test_of_many_workers_with_one_cache_one_fetches_each_body(tmp_path: Path) -> None:
@@ -1449,12 +1447,13 @@ def test_a_sync_of_a_place_without_a_run_raises_what_was_looked_for_and_where(tm
 
 
 def test_a_sync_waits_for_the_first_version(caplog: pytest.LogCaptureFixture) -> None:
-    store, training = MemoryStore(), Training()
+    store, training = Watched(MemoryStore()), Training()
     sub, held = Subscriber(store), worker()
 
     def publish_later() -> None:
-        time.sleep(0.3)  # longer than the first two pauses
-        publish_steps(store, 1, training)
+        while len(store.got("manifests/")) < 3:
+            time.sleep(0.005)
+        publish_steps(store.store, 1, training)
 
     caplog.set_level("INFO", logger="pulsesync")
     thread = threading.Thread(target=publish_later)
@@ -1622,35 +1621,32 @@ def test_a_close_during_a_sync_takes_effect_when_the_sync_is_done() -> None:
         sub.sync(held)
 
 
-CLOSED_BY_A_SIGNAL = """
-import signal, sys, time
-from pulsesync import Subscriber
-from pulsesync.store import MemoryStore
-from tests.runs import Watched, publish_steps, worker
+def close_by_signals(seconds: float) -> None:
+    """Close a watch, again and again, from a handler of a signal that comes right after the watch first reads."""
+    store = Watched(MemoryStore())
+    publish_steps(store, 1)
 
-def arm(verb, key):
-    "Start the timer when the watch first reads: an earlier signal would close a subscriber that does not watch yet."
-    store.before = lambda verb, key: None
-    signal.setitimer(signal.ITIMER_REAL, 0.002)
+    def arm(verb: str, key: str) -> None:  # an earlier signal would close a subscriber that does not watch yet
+        store.before = lambda verb, key: None
+        signal.setitimer(signal.ITIMER_REAL, 0.002)
 
-store = Watched(MemoryStore())
-publish_steps(store, 1)
-until = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < until:
-    sub, held = Subscriber(store), worker()
-    sub.sync(held)
-    signal.signal(signal.SIGALRM, lambda *_: sub.close())
-    store.before = arm
-    assert list(sub.watch(held, interval_s=1e-7, max_interval_s=1e-7)) == []
-"""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sub, held = Subscriber(store), worker()
+        sub.sync(held)
+        signal.signal(signal.SIGALRM, lambda *_, sub=sub: sub.close())
+        store.before = arm
+        assert list(sub.watch(held, interval_s=1e-7, max_interval_s=1e-7)) == []
 
 
 @pytest.mark.parametrize("seconds", [0.5, pytest.param(5.0, marks=pytest.mark.slow)])
-def test_close_from_a_signal_handler_ends_a_watch_of_the_same_thread(seconds: float) -> None:
+def test_close_from_a_signal_handler_ends_a_watch_of_the_same_thread(fleet: Fleet, seconds: float) -> None:
     """A process of its own, because one that hangs there cannot be interrupted; time to meet the moment often."""
-    program = [sys.executable, "-c", CLOSED_BY_A_SIGNAL, str(seconds)]
-    done = subprocess.run(program, timeout=50, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    program = fleet.start_program(close_by_signals, seconds=seconds)
+    try:
+        assert program.wait() == 0, told(program.out)
+    finally:
+        program.kill()
 
 
 def test_a_wait_ends_although_its_time_is_over_before_it_begins() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,10 +24,12 @@ from pulsesync.store.http import HttpStore
 
 pytest.importorskip("starlette")
 pytest.importorskip("granian")
-from tests.commands import pulse, start
+from tests.commands import PULSE, pulse
+from tests.forked import Forked
 from tests.runs import publish_steps
-from tests.server.test_server import running
+from tests.serving import running
 
+PASS_EVERY_S = "pulsesync.server.board._PASS_EVERY_S"  # a second, for users
 RECORD = Heartbeat(worker="w", host="node", pid=7, package="0.1", time_s=1e9, version=4)
 
 
@@ -67,9 +70,8 @@ def test_a_server_keeps_heartbeats_in_memory_and_lists_them_with_those_of_the_fo
     assert not (tmp_path / "one/heartbeats/far").exists()
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status"),
-    [
+def test_only_heartbeats_are_accepted(served: str) -> None:
+    for path, body, status in (
         ("/heartbeats/w", record("w"), 200),
         ("/a/b/heartbeats/w", record("w"), 200),
         ("/heartbeats/other", record("w"), 400),
@@ -86,13 +88,11 @@ def test_a_server_keeps_heartbeats_in_memory_and_lists_them_with_those_of_the_fo
         ("/manifests/0000000000000001", b"x", 405),
         ("/pointers/stable/heartbeats/w", record("w"), 405),
         ("/heartbeats/heartbeats/w", record("w"), 405),
-    ],
-)
-def test_only_heartbeats_are_accepted(served: str, path: str, body: bytes, status: int) -> None:
-    try:
-        assert put(served, path, body) == status
-    except (BrokenPipeError, ConnectionResetError):
-        assert len(body) > MAX_BYTES  # the server has stopped reading
+    ):
+        try:
+            assert put(served, path, body) == status, path[:40]
+        except (BrokenPipeError, ConnectionResetError):
+            assert len(body) > MAX_BYTES  # the server has stopped reading
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +103,14 @@ def served(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped
     assert not list(folder.iterdir())  # nothing was written
 
 
-def test_a_body_that_does_not_come_ends(served: str) -> None:
-    parts = urlsplit(served)
-    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)) as connection:
-        connection.putrequest("PUT", "/heartbeats/w")
-        connection.putheader("Content-Length", "100")
-        connection.endheaders(b"{")
-        assert connection.getresponse().status == 408
+def test_a_body_that_does_not_come_ends(tmp_path: Path) -> None:
+    with running("serve", tmp_path, constants={"pulsesync.server.service._HEARTBEAT_S": 0.2}) as server:
+        parts = urlsplit(server.url)
+        with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)) as connection:
+            connection.putrequest("PUT", "/heartbeats/w")
+            connection.putheader("Content-Length", "100")
+            connection.endheaders(b"{")
+            assert connection.getresponse().status == 408
 
 
 def test_the_token_is_needed(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_a_relay_passes_heartbeats_on_to_the_server(tmp_path: Path) -> None:
     LocalStore(tmp_path / "run").put("head", b"0")
     with (
         running("serve", tmp_path / "run") as server,
-        running("relay", server.url, cache=tmp_path / "cache") as near,
+        running("relay", server.url, cache=tmp_path / "cache", constants={PASS_EVERY_S: 0.1}) as near,
         closing(HttpStore(near.url)) as site,
         closing(HttpStore(server.url)) as origin,
     ):
@@ -161,8 +162,9 @@ class Upstream(MemoryStore):
         super().put(key, data)
 
 
-def test_a_client_of_a_relay_adds_no_object_to_a_run_but_heartbeats() -> None:
+def test_a_client_of_a_relay_adds_no_object_to_a_run_but_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """An object below manifests/ that is no record would be an error of every later prune."""
+    monkeypatch.setattr(PASS_EVERY_S, 0.01)
     upstream = Upstream()
     board = HeartbeatBoard(CoalescingStore(upstream))
     for folder in ("manifests/", "anchors/", "parts/", "elsewhere/"):
@@ -172,16 +174,17 @@ def test_a_client_of_a_relay_adds_no_object_to_a_run_but_heartbeats() -> None:
 
 
 def test_a_client_that_makes_up_names_does_not_fill_the_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulsesync.server.board._PASS_EVERY_S", 0.01)
-    upstream = Upstream()
-    board = HeartbeatBoard(CoalescingStore(upstream), max_workers=4, keep_s=0.5)
+    now_s, upstream = 1000.0, Upstream()
+    clock = SimpleNamespace(time=lambda: now_s, monotonic=lambda: now_s, sleep=lambda _: time.sleep(0.01))
+    monkeypatch.setattr("pulsesync.server.board.time", clock)
+    board = HeartbeatBoard(CoalescingStore(upstream), max_workers=4, keep_s=100.0)
     for n in range(18):
         ended = replace(RECORD, worker=f"w{n}", ended=n != 1).build()  # these make room for others here
         board.put(f"heartbeats/w{n}", ended, client="ab"[n % 2])
     wait_until(lambda: not board._waiting)
     board.put("heartbeats/w1", record("w1", 5), client="b")
     wait_until(lambda: upstream.sent == [f"heartbeats/w{n}" for n in (*range(16), 1)])
-    time.sleep(0.55)
+    now_s += 101
     board.put("heartbeats/w17", record("w17", 5), client="a")
     wait_until(lambda: upstream.sent[17:] == ["heartbeats/w17"])
 
@@ -193,7 +196,7 @@ def test_one_network_does_not_take_all_names_that_are_passed_on() -> None:
 
 
 def test_relays_in_a_circle_pass_a_heartbeat_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulsesync.server.board._PASS_EVERY_S", 0.01)
+    monkeypatch.setattr(PASS_EVERY_S, 0.01)
 
     class Other(Upstream):
         def put(self, key: str, data: bytes | memoryview) -> None:
@@ -210,7 +213,7 @@ def test_relays_in_a_circle_pass_a_heartbeat_on_once(monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_of_any_kind_does_not_end_the_passing_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pulsesync.server.board._PASS_EVERY_S", 0.01)
+    monkeypatch.setattr(PASS_EVERY_S, 0.01)
 
     class Odd(Upstream):
         def put(self, key: str, data: bytes | memoryview) -> None:
@@ -228,8 +231,10 @@ def test_an_error_of_any_kind_does_not_end_the_passing_on(monkeypatch: pytest.Mo
 
 
 def test_an_upstream_that_refuses_costs_nothing_but_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(PASS_EVERY_S, 0.01)
+
     class ReadOnly(MemoryStore):
         asked = 0
 
@@ -342,15 +347,18 @@ def test_a_relay_whose_clock_is_late_does_not_give_a_name_to_another_client() ->
         assert parse(board.get("heartbeats/w") or b"", "w").version == 5
 
 
-def test_a_name_belongs_to_the_client_that_sent_it_until_that_ends_or_is_silent() -> None:
-    board = HeartbeatBoard(MemoryStore(), bound_s=0.2)
+def test_a_name_belongs_to_the_client_that_sent_it_until_that_ends_or_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    board, now_s = HeartbeatBoard(MemoryStore(), bound_s=60.0), time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
     for first, second in (("a", "b"), ("a", None), (None, "b")):
         board.put("heartbeats/w", record("w", 4), first)
         with pytest.raises(ConflictError):
             board.put("heartbeats/w", record("w", 5), second)
         board.put("heartbeats/w", record("w", 6), first)
         assert parse(board.get("heartbeats/w") or b"", "w").version == 6
-        time.sleep(0.25)
+        now_s += 61
         board.put("heartbeats/w", record("w", 7), second)
         board.put("heartbeats/w", replace(RECORD, ended=True).build(), second)
 
@@ -415,10 +423,13 @@ def test_a_worker_that_writes_to_the_store_itself_is_not_replaced_by_a_client() 
     board.put("heartbeats/w", record("w", 9), "other")
 
 
-def test_heartbeats_are_kept_for_a_time() -> None:
-    board = HeartbeatBoard(MemoryStore(), keep_s=0.2)
+def test_heartbeats_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    board, now_s = HeartbeatBoard(MemoryStore(), keep_s=100.0), time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
     board.put("heartbeats/w", record("w"))
-    time.sleep(0.25)
+    now_s += 99
+    assert [entry.key for entry in board.list("heartbeats/", [])] == ["heartbeats/w"]
+    now_s += 2
     assert board.list("heartbeats/", []) == []
     assert board.get("heartbeats/w") is None
     with pytest.raises(FormatError):
@@ -459,8 +470,8 @@ def test_a_worker_behind_a_relay_is_seen_at_the_server(tmp_path: Path) -> None:
         running("serve", runs) as server,
         running("relay", server.url, cache=tmp_path / "cache") as near,
     ):
-        process = start("follow", f"{near.url}/one", tmp_path / "weights", "--heartbeat", "far-1", "--interval", 0.2)
-        try:
+        command = ("follow", f"{near.url}/one", tmp_path / "weights", "--heartbeat", "far-1", "--interval", 0.2)
+        with Forked(PULSE[-1], *command, kernels=True) as process:
             for url in (near.url, server.url):
                 wait_until(lambda url=url: len(workers(f"{url}/one")) == 1, 60)  # type: ignore[misc]
                 (worker,) = workers(f"{url}/one")
@@ -468,11 +479,8 @@ def test_a_worker_behind_a_relay_is_seen_at_the_server(tmp_path: Path) -> None:
                 assert worker["heartbeat"]["recount_equal"] is True
             assert pulse("status", f"{server.url}/two", "--json").code == 3
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=30)
+            process.wait(30)
             wait_until(lambda: workers(f"{server.url}/one")[0]["state"] == "ended")
-        finally:
-            process.kill()
-            process.communicate()
     assert not (runs / "one" / "heartbeats").exists()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from pulsesync.server import ServedFolder, make_app, relay
 from pulsesync.server.calls import RememberedCall
 from pulsesync.store import LocalStore, MemoryStore, Store
 from tests.metrics.scraping import Scraped, scrape
-from tests.server.test_server import ask, running
+from tests.serving import ask, running
 
 pytest.importorskip("starlette")
 pytest.importorskip("granian")
@@ -88,12 +89,16 @@ def test_a_relay_counts_what_its_cache_had_and_what_it_had_not(folder: Path, tmp
 
 
 def test_a_relay_whose_upstream_is_away_counts_failures_and_is_not_healthy(folder: Path, tmp_path: Path) -> None:
-    with running("serve", folder) as origin, running("relay", origin.url, cache=tmp_path / "cache") as server:
+    briefly = {"pulsesync.store.coalesce._REMEMBER_S": 0.1, "pulsesync.server.monitor._HEALTH_KEEP_S": 0.1}
+    with (
+        running("serve", folder) as origin,
+        running("relay", origin.url, cache=tmp_path / "cache", constants=briefly) as server,
+    ):
         assert ask(server.url, "/parts/a").status == 200
         assert ask(server.url, "/healthz").status == 200
         assert scrape(f"{server.url}/metrics").value("pulse_store_up", location=origin.url) == 1
         origin.stop()
-        time.sleep(1.1)  # for which an answer of the upstream is remembered
+        time.sleep(0.2)  # for longer than an answer of the upstream is remembered, a second for users
         assert ask(server.url, "/parts/a").body == BODY  # it is in the cache
         assert ask(server.url, "/head").status == 503
         health, page = ask(server.url, "/healthz"), scrape(f"{server.url}/metrics")
@@ -243,17 +248,21 @@ class App:
         return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
-def test_a_store_is_asked_once_a_second_however_many_ask_for_its_health() -> None:
+def test_a_store_is_asked_once_a_second_however_many_ask_for_its_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("pulsesync.server.calls.time", SimpleNamespace(monotonic=lambda: now_s))
+
     async def case() -> None:
+        nonlocal now_s
         store = Sick()
         with client(store) as app:
-            assert [status for status, _ in await asyncio.gather(*(app.get("/healthz") for _ in range(50)))] == [
-                200
-            ] * 50
+            answers = await asyncio.gather(*(app.get("/healthz") for _ in range(50)))
+            assert [status for status, _ in answers] == [200] * 50
             assert store.asked == 1
             store.error = StoreError("no route", retryable=True)
+            now_s += 0.9
             assert (await app.get("/healthz"))[0] == 200
-            await asyncio.sleep(1.05)
+            now_s += 0.2
             assert (await app.get("/healthz"))[0] == 503
             assert store.asked == 2
 
@@ -261,23 +270,28 @@ def test_a_store_is_asked_once_a_second_however_many_ask_for_its_health() -> Non
 
 
 def test_a_store_that_hangs_is_not_healthy_and_is_not_asked_again_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
     monkeypatch.setattr("pulsesync.server.monitor._HEALTH_LIMIT_S", 0.2)
+    monkeypatch.setattr("pulsesync.server.calls.time", SimpleNamespace(monotonic=lambda: now_s))
 
     async def case() -> None:
+        nonlocal now_s
         store = Sick()
         store.released.clear()
         with client(store) as app:
             began = time.monotonic()
             answers = await asyncio.gather(*(app.get("/healthz") for _ in range(20)))
-            assert 0.15 < time.monotonic() - began < 1.5
+            assert time.monotonic() - began > 0.15
             assert {status for status, _ in answers} == {503}
-            await asyncio.sleep(1.05)
-            began = time.monotonic()
-            assert (await app.get("/healthz"))[0] == 503  # at once: it still hangs
-            assert time.monotonic() - began < 0.15
+            now_s += 1.1
+            assert (await asyncio.gather(*(app.get("/healthz") for _ in range(3))))[0][0] == 503  # it still hangs
             assert store.asked == 1
             store.released.set()
-            await asyncio.sleep(0.2)
+            for _ in range(100):
+                if (await app.get("/healthz"))[0] == 200:
+                    break
+                now_s += 1.1
+                await asyncio.sleep(0.05)
             assert (await app.get("/healthz"))[0] == 200
 
     asyncio.run(case())
@@ -302,8 +316,12 @@ def test_a_store_without_a_version_is_healthy_and_a_folder_that_is_gone_is_not(t
             assert asyncio.run(app.get("/healthz"))[0] == status
 
 
-def test_a_call_is_made_once_at_a_time_and_kept() -> None:
+def test_a_call_is_made_once_at_a_time_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("pulsesync.server.calls.time", SimpleNamespace(monotonic=lambda: now_s))
+
     async def case() -> None:
+        nonlocal now_s
         calls: list[int] = []
 
         def count() -> int:
@@ -313,9 +331,27 @@ def test_a_call_is_made_once_at_a_time_and_kept() -> None:
 
         remembered = RememberedCall(count, keep_s=0.2, limit_s=5)
         assert await asyncio.gather(*(remembered.outcome() for _ in range(10))) == [1] * 10
+        now_s += 0.19
         assert await remembered.outcome() == 1
-        await asyncio.sleep(0.25)
+        now_s += 0.02
         assert await remembered.outcome() == 2
+
+    asyncio.run(case())
+
+
+def test_a_call_that_has_had_its_time_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, released = 100.0, threading.Event()
+    monkeypatch.setattr("pulsesync.server.calls.time", SimpleNamespace(monotonic=lambda: now_s))
+
+    async def case() -> None:
+        nonlocal now_s
+        remembered = RememberedCall(lambda: released.wait(30), keep_s=1, limit_s=30)
+        first = asyncio.create_task(remembered.outcome())
+        await asyncio.sleep(0)
+        now_s += 31
+        assert await asyncio.wait_for(remembered.outcome(), 10) is None
+        released.set()
+        assert await first is True
 
     asyncio.run(case())
 

@@ -1,13 +1,14 @@
 import errno
 import hashlib
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from pulsesync.errors import NotFoundError, StoreError
 from pulsesync.format.container import build
 from pulsesync.store import CachedStore, LocalStore, MemoryStore, ObjectEntry, Store
 from pulsesync.testing.stores import StoreTests, in_threads
+from tests.forked import Forked
 
 LARGE = bytes(range(256)) * 10_000  # three pieces
 PIECE = 1 << 20
@@ -74,18 +76,18 @@ def taken(store: CachedStore) -> int:
     return sum(path.stat().st_size for path in store.folder.iterdir()) if store.folder.exists() else 0
 
 
-@pytest.mark.parametrize("key", NAMED_BY_CONTENT)
-def test_what_is_named_by_its_content_is_fetched_once(cached: CachedStore, upstream: Counting, key: str) -> None:
-    for _ in range(3):
-        assert cached.get(key) == LARGE
-    assert upstream.gets == [(key, 0, None)]
+def test_what_is_named_by_its_content_is_fetched_once(cached: CachedStore, upstream: Counting) -> None:
+    for key in NAMED_BY_CONTENT:
+        for _ in range(3):
+            assert cached.get(key) == LARGE
+    assert upstream.gets == [(key, 0, None) for key in NAMED_BY_CONTENT]
 
 
-@pytest.mark.parametrize("key", CHANGING)
-def test_everything_else_is_fetched_every_time(cached: CachedStore, upstream: Counting, key: str) -> None:
-    for _ in range(3):
-        assert cached.get(key) == LARGE
-    assert len(upstream.gets) == 3
+def test_everything_else_is_fetched_every_time(cached: CachedStore, upstream: Counting) -> None:
+    for key in CHANGING:
+        for _ in range(3):
+            assert cached.get(key) == LARGE
+    assert [key for key, *_ in upstream.gets] == [key for key in CHANGING for _ in range(3)]
     assert not cached.folder.exists()
 
 
@@ -95,25 +97,11 @@ def test_a_new_process_finds_what_another_left(cached: CachedStore, upstream: Co
     assert len(upstream.gets) == 1
 
 
-@pytest.mark.parametrize(
-    ("begin", "end"),
-    [
-        (0, 10),
-        (5, 1 << 20),
-        (1 << 20, 2 << 20),
-        ((1 << 20) - 1, (1 << 20) + 1),
-        (100, None),
-        (2_559_999, None),
-        (2_560_000, None),
-        (0, 1 << 40),
-        (7, 3),
-    ],
-)
-def test_ranges_come_from_the_whole_where_it_is_there(
-    cached: CachedStore, upstream: Counting, begin: int, end: int | None
-) -> None:
+def test_ranges_come_from_the_whole_where_it_is_there(cached: CachedStore, upstream: Counting) -> None:
     cached.get("parts/a")
-    assert cached.get("parts/a", begin, end) == LARGE[begin:end]
+    ranges: list[tuple[int, int | None]] = [(0, 10), (5, PIECE), (PIECE, 2 * PIECE), (PIECE - 1, PIECE + 1)]
+    for begin, end in (*ranges, (100, None), (2_559_999, None), (2_560_000, None), (0, 1 << 40), (7, 3)):
+        assert cached.get("parts/a", begin, end) == LARGE[begin:end], (begin, end)
     assert len(upstream.gets) == 1
 
 
@@ -132,11 +120,12 @@ def test_ranges_of_an_object_never_take_more_room_than_the_object(cached: Cached
     assert taken(cached) <= len(LARGE) + 4 * 40  # a checksum for each of three pieces and for the size
 
 
-@pytest.mark.parametrize("begin", [0, 5, PIECE, 100 * PIECE])
-def test_what_does_not_exist_takes_no_room(cached: CachedStore, begin: int) -> None:
-    for read in (lambda: cached.get("parts/none", begin, begin + 5), lambda: cached.size("parts/none")):
+def test_what_does_not_exist_takes_no_room(cached: CachedStore) -> None:
+    for begin in (0, 5, PIECE, 100 * PIECE):
         with pytest.raises(NotFoundError):
-            read()
+            cached.get("parts/none", begin, begin + 5)
+        with pytest.raises(NotFoundError):
+            cached.size("parts/none")
     assert taken(cached) == 0
     assert entries(cached) == []
 
@@ -163,14 +152,15 @@ def test_a_range_that_ends_beyond_the_object_holds_all_of_it(cached: CachedStore
     assert len(upstream.gets) == 1
 
 
-@pytest.mark.parametrize("size", [0, 10, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
-def test_a_size_once_known_is_known_while_the_store_is_away(tmp_path: Path, size: int) -> None:
+def test_a_size_once_known_is_known_while_the_store_is_away(tmp_path: Path) -> None:
     upstream = Away()
-    upstream.put("parts/a", bytes(size))
-    CachedStore(upstream, tmp_path).size("parts/a")
-    CachedStore(upstream, tmp_path).get("parts/a")
-    upstream.away = True
-    assert CachedStore(upstream, tmp_path).size("parts/a") == size
+    for size in (0, 10, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE):
+        upstream.away = False
+        upstream.put(f"parts/{size}", bytes(size))
+        CachedStore(upstream, tmp_path).size(f"parts/{size}")
+        CachedStore(upstream, tmp_path).get(f"parts/{size}")
+        upstream.away = True
+        assert CachedStore(upstream, tmp_path).size(f"parts/{size}") == size
 
 
 class Away(Counting):
@@ -219,34 +209,33 @@ def test_a_put_that_fails_is_not_kept(tmp_path: Path) -> None:
         store.get("parts/a")
 
 
-@pytest.mark.parametrize("name", ["0", "1", "2"])
-@pytest.mark.parametrize("at", [0, 31, 32, 400_000, -1])
-def test_a_damaged_piece_is_fetched_again(cached: CachedStore, upstream: Counting, name: str, at: int) -> None:
-    cached.get("parts/a")
-    damage(cached.folder / f"parts%2Fa@{name}", at)
-    for _ in range(2):
-        assert cached.get("parts/a") == LARGE
-    assert len(upstream.gets) == 2
-
-
-@pytest.mark.parametrize("left", [0, 5, 32, 100, PIECE + 31])
-@pytest.mark.parametrize("name", ["0", "2"])
-def test_a_piece_cut_short_is_fetched_again(cached: CachedStore, upstream: Counting, name: str, left: int) -> None:
-    cached.get("parts/a")
-    path = cached.folder / f"parts%2Fa@{name}"
+def cut_short(path: Path, left: int) -> None:
     os.truncate(path, min(left, path.stat().st_size - 1))
-    for _ in range(2):
-        assert cached.get("parts/a") == LARGE
-    assert len(upstream.gets) == 2
 
 
-@pytest.mark.parametrize("at", [0, 32, -1])
-def test_a_damaged_size_is_found_out_again(cached: CachedStore, upstream: Counting, at: int) -> None:
-    cached.get("parts/a")
-    damage(cached.folder / "parts%2Fa@size", at)
-    assert cached.get("parts/a") == LARGE
-    assert cached.size("parts/a") == len(LARGE)
-    assert len(upstream.gets) == 1
+def test_a_piece_that_is_damaged_or_cut_short_is_fetched_again(upstream: Counting, tmp_path: Path) -> None:
+    cases: list[tuple[Any, str, int]] = [(damage, name, at) for name in "012" for at in (0, 31, 32, 400_000, -1)]
+    cases += [(cut_short, name, left) for name in "02" for left in (0, 5, 32, 100, PIECE + 31)]
+    for spoil, name, number in cases:
+        upstream.gets.clear()
+        cached = CachedStore(upstream, tmp_path / f"{spoil.__name__} {name} {number}")
+        cached.get("parts/a")
+        spoil(cached.folder / f"parts%2Fa@{name}", number)
+        for _ in range(2):
+            assert cached.get("parts/a") == LARGE, cached.folder
+        assert len(upstream.gets) == 2, cached.folder
+        shutil.rmtree(cached.folder)
+
+
+def test_a_damaged_size_is_found_out_again(upstream: Counting, tmp_path: Path) -> None:
+    for at in (0, 32, -1):
+        upstream.gets.clear()
+        cached = CachedStore(upstream, tmp_path / f"{at}")
+        cached.get("parts/a")
+        damage(cached.folder / "parts%2Fa@size", at)
+        assert cached.get("parts/a") == LARGE, at
+        assert cached.size("parts/a") == len(LARGE), at
+        assert len(upstream.gets) == 1, at
 
 
 def test_damage_outside_a_range_does_not_spoil_it(cached: CachedStore, upstream: Counting) -> None:
@@ -336,13 +325,11 @@ def test_a_copy_with_the_right_hash_is_not_fetched_again_whatever_a_reader_repor
 
 
 @pytest.mark.parametrize("kind", ["parts", "layouts", "files"])
-@pytest.mark.parametrize("at", [0, 200, PIECE // 2, -1])
-def test_a_copy_with_a_wrong_hash_is_fetched_again_when_a_reader_reports_it(tmp_path: Path, kind: str, at: int) -> None:
+def test_a_copy_with_a_wrong_hash_is_fetched_again_when_a_reader_reports_it(tmp_path: Path, kind: str) -> None:
     key, data = named(kind)
-    wrong = bytearray(data)
-    wrong[at] ^= 1
-    upstream = Counting()
-    for bad in (bytes(wrong), data[:-1], data + b"1", data[: PIECE - 1], data[:10], b""):
+    upstream, wrong = Counting(), [data[:-1], data + b"1", data[: PIECE - 1], data[:10], b""]
+    wrong += [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (0, 200, PIECE // 2, len(data) - 1)]
+    for bad in wrong:
         cached = CachedStore(upstream, tmp_path)
         cached._keep_pieces(key, 0, memoryview(bad), ended=True)  # by a process that did not check it
         upstream.put(key, data)
@@ -368,13 +355,12 @@ class Damaging(Counting):
 
 
 @pytest.mark.parametrize("kind", ["parts", "layouts", "files"])
-@pytest.mark.parametrize("at", [0, 200, PIECE // 2, PIECE + 100])
-def test_what_arrives_damaged_is_fetched_again_and_not_kept(tmp_path: Path, kind: str, at: int) -> None:
+def test_what_arrives_damaged_is_fetched_again_and_not_kept(tmp_path: Path, kind: str) -> None:
     key, data = named(kind)
-    for times in (1, 2, 3, 4):
+    for at, times in ((0, 1), (200, 2), (PIECE // 2, 3), (PIECE + 100, 4), (PIECE + 100, 1), (0, 4)):
         upstream = Damaging(at if kind == "parts" or at < len(data) else 5, times)
         upstream.put(key, data)
-        cached = CachedStore(upstream, tmp_path / str(times))
+        cached = CachedStore(upstream, tmp_path / f"{at} {times}")
         for _ in range(max(0, times - 2)):
             assert cached.get(key) != data  # the reader decides what it means that all copies are damaged
             assert not any(name.startswith(kind) for name in entries(cached))
@@ -443,21 +429,21 @@ def test_what_a_killed_process_left_goes_like_any_other(upstream: Counting, tmp_
     assert entries(store) == ["parts%2Fx@0"]
 
 
-@pytest.mark.parametrize("call", ["replace", "utime"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_disk_that_fails_costs_no_read(
-    cached: CachedStore, number: int, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_disk_that_fails_costs_no_read(upstream: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(number: int, *_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, call, fail)
-    for _ in range(2):
-        assert cached.get("parts/a") == LARGE
-        assert cached.get("parts/a", 1, 3) == LARGE[1:3]
-    cached.put("parts/b", b"1")
-    assert cached.get("parts/b") == b"1"
-    assert not [name for name in entries(cached) if name.startswith(".")]
+    for call in ("replace", "utime"):
+        for number in (errno.ENOSPC, errno.EROFS, errno.EIO):
+            cached = CachedStore(upstream, tmp_path / f"{call} {number}")
+            with monkeypatch.context() as patched:
+                patched.setattr(os, call, partial(fail, number))
+                for _ in range(2):
+                    assert cached.get("parts/a") == LARGE
+                    assert cached.get("parts/a", 1, 3) == LARGE[1:3]
+                cached.put("parts/b", b"1")
+                assert cached.get("parts/b") == b"1"
+            assert not [name for name in entries(cached) if name.startswith(".")], cached.folder
 
 
 def test_a_folder_that_cannot_be_written_is_still_read(
@@ -521,17 +507,10 @@ def test_of_six_processes_one_fetches_each_object(tmp_path: Path) -> None:
     for number in range(20):
         store.put(f"parts/{number}", str(number).encode() * 100_000)
         store.put(f"files/{number}", b"0123456789")
-    source = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [sys.executable, "-c", READER, str(tmp_path / "run"), str(tmp_path / "cache")]
-    readers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=source)
-        for _ in range(6)
-    ]
+    readers = [Forked(READER, tmp_path / "run", tmp_path / "cache") for _ in range(6)]
     for reader in readers:
-        assert reader.stdout is not None
         assert reader.stdout.readline() == "ready\n"
     for reader in readers:
-        assert reader.stdin is not None
         reader.stdin.write("go\n")
         reader.stdin.flush()
     fetched = [line for reader in readers for line in reader.communicate(timeout=50)[0].splitlines()]
@@ -543,32 +522,9 @@ def test_of_six_processes_one_fetches_each_object(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")]
 
 
-def test_a_process_killed_while_it_fetches_does_not_hold_up_the_others(tmp_path: Path) -> None:
-    program = f"""
-import sys, time
-from pulsesync.store import CachedStore, MemoryStore
-
-class Stuck(MemoryStore):
-    def get(self, key, begin=0, end=None):
-        print("fetching", flush=True)
-        time.sleep(60)
-
-CachedStore(Stuck(), {str(tmp_path)!r}).get("parts/a")
-"""
-    source = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=source) as stuck:
-        assert stuck.stdout is not None
-        assert stuck.stdout.readline() == "fetching\n"
-        stuck.kill()
-    upstream = MemoryStore()
-    upstream.put("parts/a", b"1")
-    assert CachedStore(upstream, tmp_path).get("parts/a") == b"1"
-    assert [path.name for path in tmp_path.iterdir()] == ["parts%2Fa@0"]
-
-
 FETCHING = """
 import sys, time
-from pulsesync.store import CachedStore, MemoryStore
+from pulsesync.store import CachedStore, MemoryStore, turns
 
 class Stuck(MemoryStore):
     def get(self, key, begin=0, end=None):
@@ -576,22 +532,26 @@ class Stuck(MemoryStore):
         time.sleep(float(sys.argv[2]))
         return b"1"
 
+turns._BEAT_S = 0.05
 CachedStore(Stuck(), sys.argv[1]).get("parts/a")
 """
 
 
 @contextmanager
-def fetching(cache: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
+def fetching(cache: Path, seconds: float) -> Iterator[Forked]:
     """A process that has the turn to fetch parts/a, for a while."""
-    source = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [sys.executable, "-c", FETCHING, str(cache), str(seconds)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=source) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "fetching\n"
-            yield process
-        finally:
-            process.kill()
+    with Forked(FETCHING, cache, seconds) as process:
+        assert process.stdout.readline() == "fetching\n"
+        yield process
+
+
+def test_a_process_killed_while_it_fetches_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    with fetching(tmp_path, 60):
+        pass
+    upstream = MemoryStore()
+    upstream.put("parts/a", b"1")
+    assert CachedStore(upstream, tmp_path).get("parts/a") == b"1"
+    assert [path.name for path in tmp_path.iterdir()] == ["parts%2Fa@0"]
 
 
 def test_a_process_that_is_stopped_while_it_fetches_does_not_hold_up_the_others(
@@ -606,8 +566,8 @@ def test_a_process_that_is_stopped_while_it_fetches_does_not_hold_up_the_others(
 
 
 def test_a_process_that_fetches_slowly_and_is_alive_is_waited_for(upstream: Counting, tmp_path: Path) -> None:
-    with fetching(tmp_path, 1.5):  # longer than the patience: a sign of life comes every second
-        assert CachedStore(upstream, tmp_path, patience_s=1.2).get("parts/a") == b"1"
+    with fetching(tmp_path, 1.0):  # longer than the patience: a sign of life comes twenty times a second
+        assert CachedStore(upstream, tmp_path, patience_s=0.8).get("parts/a") == b"1"
     assert upstream.gets == []
 
 

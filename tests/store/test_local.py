@@ -1,8 +1,6 @@
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -15,6 +13,7 @@ from pulsesync.errors import ConflictError, NotFoundError, StoreError
 from pulsesync.store import LocalStore, size_of
 from pulsesync.store.local import ServedFolder
 from pulsesync.testing.stores import StoreTests
+from tests.forked import Forked
 
 
 @pytest.fixture
@@ -62,21 +61,10 @@ for attempt in range(200):
 
 
 def test_of_four_processes_one_creates(tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACE, str(tmp_path), str(name)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=with_source(),
-        )
-        for name in range(4)
-    ]
+    processes = [Forked(RACE, tmp_path, name) for name in range(4)]
     for process in processes:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
     for process in processes:
-        assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
     won = [process.communicate(timeout=50)[0].split() for process in processes]
@@ -84,10 +72,6 @@ def test_of_four_processes_one_creates(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     for name, some in enumerate(won):
         assert all(store.get(f"m/{attempt}") == str(name).encode() for attempt in some)
-
-
-def with_source() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 
 
 def test_no_spool_file_is_left_behind(store: LocalStore) -> None:

@@ -26,15 +26,15 @@ such run, or it has no version yet: try later; 130, interrupted."""
 # The function or app of each command, and the first sentence of its docstring; a test compares them.
 COMMANDS = {
     "demo": (
-        "pulsesync.cli.demo:app",
+        "pulsesync_lab.cli.demo:app",
         "Train a small policy by reinforcement, with workers in processes of their own that follow its weights.",
     ),
     "study": (
-        "pulsesync.cli.study:app",
+        "pulsesync_lab.cli.study:app",
         "Show how many weights change from step to step, where, by how much, and what it costs to send them.",
     ),
     "plan": (
-        "pulsesync.cli.plan:plan",
+        "pulsesync_lab.cli.plan:plan",
         "Predict what a run will send, before any training: bytes a sync, seconds, utilisation, bandwidth needed.",
     ),
     "publish": (

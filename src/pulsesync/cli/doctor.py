@@ -26,7 +26,14 @@ from pulsesync.store.base import is_local
 
 # What people install by name; the others are for developers of the package.
 EXTRAS = ("torch", "serve", "metrics", "otel", "ray", "vllm", "sglang", "hf", "delta", "jax", "keras", "study", "llm")
-NEEDED = ("numpy", "numba", "zstandard", "safetensors", "ml-dtypes", "obstore", "cryptography")
+NEEDED = ("numpy", "zstandard")
+# What a plain installation has as well, and a small one may leave out; and what needs it.
+LEFT_OUT = {
+    "numba": "fast kernels",
+    "ml-dtypes": "BF16 and FP8 in numpy arrays",
+    "obstore": "s3://, gs:// and az://",
+    "cryptography": "signatures",
+}
 _EXTRA = re.compile(r"""([A-Za-z0-9._-]+).*;.*extra == ["']([\w-]+)["']""")  # a requirement, and whose it is
 LITTLE_MEMORY, LITTLE_DISK = 2 << 30, 4 << 30
 MODEL_WEIGHTS, CHANGED = 1 << 21, 0.01  # of the update on which `auto` is tried
@@ -136,12 +143,16 @@ def _python() -> Finding:
 
 
 def _packages() -> Finding:
-    versions = {name: _version(name) for name in NEEDED}
+    versions = {name: _version(name) for name in (*NEEDED, *LEFT_OUT)}
     missing = [name for name, version in versions.items() if version is None]
-    found = ", ".join([f"pulsesync {__version__}", *(f"{name} {version}" for name, version in versions.items())])
-    if missing:
+    if not set(NEEDED).isdisjoint(missing):
         return Finding("packages", "fail", f"{', '.join(missing)} missing", "pip install --upgrade pulsesync")
-    return Finding("packages", "ok", found)
+    installed = [f"{name} {version}" for name, version in versions.items() if version is not None]
+    found = ", ".join([f"pulsesync {__version__}", *installed])
+    if not missing:
+        return Finding("packages", "ok", found)
+    found += f"; not installed: {', '.join(f'{name} ({LEFT_OUT[name]})' for name in missing)}"
+    return Finding("packages", "warn", found, f"if you need what they are for: pip install {' '.join(missing)}")
 
 
 def _version(package: str) -> str | None:
@@ -169,6 +180,9 @@ def _extras() -> Finding:
 
 def _kernels() -> Finding:
     """Whether numba has compiled kernels of this version on disk, and can keep more."""
+    if _version("numba") is None:
+        slower = "numba is not installed: plain numpy gives the same weights, but a patch takes some 20 times as long"
+        return Finding("kernels", "warn", slower, "pip install numba, where there is room for 213 MB more")
     from numba.core.dispatcher import Dispatcher
 
     from pulsesync.kernels import coder, cpu, jit, rounds

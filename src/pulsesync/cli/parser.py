@@ -1,6 +1,8 @@
 """Parse the command line with cyclopts, import the command that it names, and call it."""
 
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +19,7 @@ from cyclopts import (
 import pulsesync
 from pulsesync.cli import COMMANDS
 from pulsesync.core.location import parse_path, redacted
+from pulsesync.errors import PulseError
 
 
 def make_app() -> App:
@@ -32,8 +35,9 @@ def call(arguments: Sequence[str]) -> int:
 
     Raises:
         UsageError: there is no such command or option, or a value is invalid.
-        PulseError: the command failed.
+        PulseError: the command failed, or its package is not installed.
     """
+    _check_installed(arguments[0])
     try:
         code: int = make_app()(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as e:
@@ -41,6 +45,21 @@ def call(arguments: Sequence[str]) -> int:
 
         raise UsageError(_explained(e)) from e
     return code
+
+
+def _check_installed(command: str) -> None:
+    """Raise PulseError for a command of pulsesync-lab where that is missing, or is not of this version."""
+    path, _ = COMMANDS.get(command, ("pulsesync", ""))
+    if not path.startswith("pulsesync_lab."):
+        return
+    wanted = pulsesync.__version__
+    version = import_module("pulsesync_lab").__version__ if find_spec("pulsesync_lab") else None
+    if version != wanted:
+        found = "which is not installed" if version is None else f"of which {version} is installed"
+        raise PulseError(
+            f"pulse {command} needs the package pulsesync-lab {wanted}, {found}: pip install pulsesync-lab=={wanted}, "
+            "or in a checkout of pulsesync pip install ./lab"
+        )
 
 
 def _explained(error: CycloptsError) -> str:

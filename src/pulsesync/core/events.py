@@ -10,7 +10,7 @@ while it emits: a listener that calls that object waits for the lock, and nothin
 process are delivered to each listener in the order in which they were emitted. A forked child has no such threads:
 nothing is delivered there until it adds listeners of its own.
 
-docs/events.md says what is emitted when, field by field.
+docs/metrics.md says what is emitted when, field by field.
 """
 
 import atexit

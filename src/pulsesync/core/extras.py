@@ -1,8 +1,24 @@
 """What is said where a package is missing that only some uses of pulsesync need."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from pulsesync.errors import PulseError
 
 
 def missing(error: ImportError, extra: str) -> PulseError:
     """The error for a package that is not installed: it names the extra of pulsesync that brings it along."""
     return PulseError(f"{error.name} is not installed: pip install 'pulsesync[{extra}]'")
+
+
+@contextmanager
+def needed_for(use: str) -> Iterator[None]:
+    """Import inside this what a plain installation has, and a small one may have left out.
+
+    Raises: PulseError, which names the package, if it is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        package = (e.name or "").partition(".")[0]
+        raise PulseError(f"{package} is not installed, and {use} need it: pip install {package}") from e

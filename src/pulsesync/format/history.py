@@ -133,7 +133,8 @@ class History:
             tiles = {}
             for n, (cut, ranks) in head["tiles"].items():
                 borders = list(accumulate((of_block[-1] for of_block in ranks), initial=at))
-                runs = (np.frombuffer(data, np.uint8, end - begin, begin) for begin, end in pairwise(borders))
+                # Copies: for read-only arrays the first patch would compile its kernel again, for several seconds.
+                runs = (np.frombuffer(data, np.uint8, end - begin, begin).copy() for begin, end in pairwise(borders))
                 blocks = tuple(Remembered(*both) for both in zip(runs, map(np.array, ranks), strict=True))
                 tiles[int(n)], at = TileHistory(int(cut), blocks), borders[-1]
             return cls(int(head["index"]), tiles)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pulsesync.core.arguments import shown
+from pulsesync.core.extras import needed_for
 from pulsesync.errors import FormatError, SignatureError
 from pulsesync.format import versions
 
@@ -91,12 +92,14 @@ class SigningKey:
     @property
     def public(self) -> str:
         """The public key, for `trust` of readers: 64 hexadecimal digits."""
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        with needed_for("signatures"):
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.secret)).public_key().public_bytes_raw().hex()
 
     def sign(self, message: bytes) -> str:
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        with needed_for("signatures"):
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.secret)).sign(message).hex()
 
@@ -275,8 +278,9 @@ def _check_valid(data: bytes, found: Signature, what: str) -> None:
 
 
 def _verify(public: str, signature: str, message: bytes) -> bool:
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    with needed_for("signatures"):
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(signature), message)

@@ -11,7 +11,7 @@ VERSION = 1
 _DRAFT = 0x80  # this bit was set in the version byte before the format was frozen
 _NEW_RUN = (
     "which development versions before pulsesync 0.1.0 wrote and no release reads. Publish the weights into a new run, "
-    "from the trainer's checkpoint (docs/upgrading.md)"
+    "from the trainer's checkpoint (docs/versioning.md)"
 )
 
 

@@ -32,6 +32,7 @@ from pulsesync.integrations.runtime import EngineRank
 __all__ = ["LOADER", "SglangServer", "load", "request"]
 
 LOADER = "pulsesync.integrations.sglang.load"
+"""The name of `load`, for `load_format`."""
 PREFIX = "PULSE_SGLANG"  # of PULSE_SGLANG_RUNS, PULSE_SGLANG_TRUST and PULSE_SGLANG_CACHE: see EngineLimits
 TENSOR = "pulsesync.request"
 MOST_BYTES = 1 << 16  # the largest request

@@ -1,9 +1,11 @@
 """The kernels in plain numpy and Python: slow, short, and the reference for the others.
 
-A machine without numba uses these: it can read and write everything, some hundred times slower.
+A machine without numba uses these: it can read and write everything; a patch takes some 20 times as long.
 """
 
 import ctypes
+import itertools
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,8 +17,9 @@ from pulsesync.kernels import spec
 Bits = NDArray[np.unsignedinteger]
 
 
-def _magnitudes(bits: Bits) -> NDArray[np.int64]:
-    return (bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)).astype(np.int64)
+def _magnitudes(bits: Bits) -> Bits:
+    """The bits without their signs, in their own dtype: a block of 2^20 weights stays in the cache of a CPU."""
+    return bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
 
 
 def _ordered(bits: Bits) -> NDArray[np.int64]:
@@ -24,6 +27,13 @@ def _ordered(bits: Bits) -> NDArray[np.int64]:
     sign = 1 << (8 * bits.itemsize - 1)
     wide = bits.astype(np.int64)
     return np.where(wide & sign, (2 * sign - 1) ^ wide, wide | sign)
+
+
+def _moved(bits: Bits, steps: NDArray[np.int64]) -> Bits:
+    """Weights after their steps, in the circle of all values."""
+    sign = 1 << (8 * bits.itemsize - 1)
+    ordered = _ordered(bits) + steps & 2 * sign - 1
+    return np.where(ordered & sign, ordered ^ sign, ordered ^ 2 * sign - 1).astype(bits.dtype)
 
 
 def _went_down(old: Bits, new: Bits) -> NDArray[np.bool_]:
@@ -147,17 +157,6 @@ def split(
     return *of_hot, cold_at.astype(np.int64), moved, cold_at[enters], down[enters]
 
 
-def _step(bits: int, symbol: int, extra: int, width: int) -> int:
-    full, sign = (1 << width) - 1, 1 << (width - 1)
-    size_class = (symbol - 1) >> 1
-    size = size_class + 1 if size_class < spec.DIRECT else (1 << (size_class - spec.DIRECT + 3)) + extra
-    if size_class >= width + spec.DIRECT - 3:  # a size of the table's list, which is given as the extra bits
-        size = extra
-    ordered = bits ^ (full if bits & sign else sign)
-    ordered = (ordered - size if (symbol - 1) & 1 else ordered + size) & full
-    return ordered ^ (sign if ordered & sign else full)
-
-
 def _raw_bits(symbol: int, width: int) -> int:
     """The number of raw bits after a symbol: none for short steps, and none for the sizes that a table lists."""
     size_class = (symbol - 1) >> 1
@@ -244,6 +243,60 @@ def _encode_block(
     return np.array(first + backwards[::-1], np.uint16)
 
 
+def _read_changes(
+    frequencies: NDArray[np.uint16],
+    begins: NDArray[np.int64],
+    cumulative: NDArray[np.uint16],
+    symbol_count: int,
+    width: int,
+    lanes: int,
+    stream: NDArray[np.uint16],
+    count: int,
+) -> tuple[list[tuple[int, int, int]], int]:
+    """The decisions of a stream that are changes (which, symbol, raw bits) up to a fault, and that or 0.
+
+    frequencies: for each decision, that of "unchanged"; begins: where its row begins in the tables.
+    """
+    words, at = stream.tolist(), 2 * lanes
+    changes: list[tuple[int, int, int]] = []
+    if len(words) < at:
+        return changes, 1
+    states = [words[2 * lane] | words[2 * lane + 1] << 16 for lane in range(lanes)]
+    bits, low, slot_mask = spec.PROBABILITY_BITS, spec.STATE_LOW, (1 << spec.PROBABILITY_BITS) - 1
+    for j, lane, frequency in zip(itertools.count(), itertools.cycle(range(lanes)), frequencies.data):
+        x = states[lane]
+        slot = x & slot_mask
+        if slot < frequency:  # unchanged, as nearly all are: only this branch has to be fast
+            x = frequency * (x >> bits) + slot
+            if x < low:
+                if at == len(words):
+                    return changes, 1
+                x, at = x << 16 | words[at], at + 1
+            states[lane] = x
+            continue
+        row = cumulative[begins[j] : begins[j] + symbol_count + 1].tolist()
+        symbol = bisect_right(row, slot) - 1
+        if symbol == symbol_count or len(changes) == count:
+            return changes, 2 if symbol == symbol_count else 3
+        x = (row[symbol + 1] - row[symbol]) * (x >> bits) + slot - row[symbol]
+        extra, taken, raw = 0, 0, _raw_bits(symbol, width)
+        while True:
+            if x < low:
+                if at == len(words):
+                    return changes, 1
+                x, at = x << 16 | words[at], at + 1
+            if taken == raw:
+                break
+            part = min(raw - taken, 16)
+            extra |= (x & ((1 << part) - 1)) << taken
+            x, taken = x >> part, taken + part
+        states[lane] = x
+        changes.append((j, symbol, extra))
+    if len(changes) != count:
+        return changes, 3
+    return changes, 4 if at != len(words) or any(x != low for x in states) else 0
+
+
 def _decode_block(
     old: Bits,
     shift: int,
@@ -262,51 +315,29 @@ def _decode_block(
     entering_at: NDArray[np.uint32],
     entering: NDArray[np.uint8],
 ) -> tuple[NDArray[np.uint32], Bits, NDArray[np.uint8], int]:
-    positions, new = np.zeros(count, np.uint32), np.zeros(count, old.dtype)
     if np.count_nonzero(_magnitudes(old) < tracked << shift) != last.size:
-        return positions, new, last, 5
+        return np.empty(0, np.uint32), old[:0], last, spec.FOREIGN_WRITE
     hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
-    table = cumulative.tolist()
-    words = stream.tolist()
-    if len(words) < 2 * lanes:
-        return positions, new, last, 1
-    states = [words[2 * lane] | words[2 * lane + 1] << 16 for lane in range(lanes)]
-    at, found, width = 2 * lanes, 0, 8 * old.itemsize
-    slot_mask = (1 << spec.PROBABILITY_BITS) - 1
-    for j in range(hot.size):
-        x, row = states[j % lanes], table[begins[j] : begins[j] + symbol_count + 1]
-        slot = x & slot_mask
-        symbol = next((s for s in range(symbol_count) if slot < row[s + 1]), -1)
-        if symbol < 0 or (symbol and found == count):
-            return positions, new, last, 2 if symbol < 0 else 3
-        size_class, raw = (symbol - 1) >> 1, _raw_bits(symbol, width)
-        x = (row[symbol + 1] - row[symbol]) * (x >> spec.PROBABILITY_BITS) + slot - row[symbol]
-        extra = taken = 0
-        while True:
-            if x < spec.STATE_LOW:
-                if at == len(words):
-                    return positions, new, last, 1
-                x, at = x << 16 | words[at], at + 1
-            if taken == raw:
-                break
-            part = min(raw - taken, 16)
-            extra |= (x & ((1 << part) - 1)) << taken
-            x, taken = x >> part, taken + part
-        states[j % lanes] = x
-        if symbol:
-            if size_class > width + spec.DIRECT - 4:
-                extra = int(sizes[size_class - width - spec.DIRECT + 3])
-            longest, down_now = size_class == width + spec.DIRECT - 4, bool((symbol - 1 ^ int(down[j])) & 1)
-            if longest and (extra or down_now == bool(int(old[hot[j]]) >> (width - 1))):
-                return positions, new, last, 6
-            positions[found] = hot[j]
-            new[found] = _step(int(old[hot[j]]), ((symbol - 1) ^ int(down[j])) + 1, extra, width)
-            found += 1
-    if found != count:
-        return positions, new, last, 3
-    if at != len(words) or any(x != spec.STATE_LOW for x in states):
-        return positions, new, last, 4
-    return positions, new, _remembered(old, shift, tracked, cut, last, positions, new, index, entering_at, entering), 0
+    width, frequencies = 8 * old.itemsize, cumulative[begins + 1]
+    changes, fault = _read_changes(frequencies, begins, cumulative, symbol_count, width, lanes, stream, count)
+    which, symbols, extras = np.array(changes, np.int64).reshape(-1, 3).T
+    positions = hot[which]
+    size_class, goes_down = (symbols - 1) >> 1, (symbols - 1 ^ down[which]) & 1
+    longest = (
+        spec.DIRECT + width - 4
+    )  # the size class of half the circle; those above are of sizes that the table lists
+    power = np.int64(1) << np.clip(size_class - spec.DIRECT + 3, 0, width)
+    size = np.where(size_class < spec.DIRECT, size_class + 1, power + extras)
+    listed = size_class > longest
+    size[listed] = sizes[size_class[listed] - longest - 1]
+    negative = old[positions] >> (width - 1)
+    if ((size_class == longest) & ((extras != 0) | (goes_down == negative))).any():
+        fault = 6
+    if fault:
+        return positions.astype(np.uint32), old[positions], last, fault
+    new = _moved(old[positions], np.where(goes_down, -size, size))
+    at = positions.astype(np.uint32)
+    return at, new, _remembered(old, shift, tracked, cut, last, at, new, index, entering_at, entering), 0
 
 
 @dataclass(frozen=True)
@@ -488,9 +519,7 @@ def _move_cold(
     half_circle = (np.abs(cold_steps) == sign) & ((cold_steps < 0) == (bits >= sign))
     wrong = np.where(half_circle, spec.COLD_HALF_CIRCLE, 0)
     wrong[_magnitudes(bits) < cut << shift] = spec.HOT_AMONG_COLD
-    ordered = _ordered(bits) + cold_steps & 2 * sign - 1
-    moved = np.where(ordered & sign, ordered ^ sign, ordered ^ 2 * sign - 1).astype(old.dtype)
-    return moved, next((fault for fault in wrong.tolist() if fault), 0)
+    return _moved(bits, cold_steps), next((fault for fault in wrong.tolist() if fault), 0)
 
 
 def _remembered(
@@ -557,9 +586,18 @@ def _weigh(
     """Sum values * key(index, offset), modulo 2^64, under both keys."""
     place = indices & np.uint64((1 << spec.CHUNK_BITS) - 1)
     chunks = offsets + (indices >> np.uint64(spec.CHUNK_BITS))
-    first, second = (
-        int(np.sum(values * keys[word, place].astype(np.uint64) * _chunk_keys(chunks, word))) for word in (0, 1)
-    )
+    first, second = (int(np.sum(values * keys[word, place] * _chunk_keys(chunks, word))) for word in (0, 1))
+    return first, second
+
+
+def _weigh_run(values: Bits, index: int, offset: int, keys: NDArray[np.uint32]) -> tuple[int, int]:
+    """The same for consecutive units of a tensor, from this index on: a row for each chunk, which shares a key."""
+    chunk, place = divmod(index, 1 << spec.CHUNK_BITS)
+    by_chunk = np.zeros((-(-(place + values.size) >> spec.CHUNK_BITS), 1 << spec.CHUNK_BITS), np.uint64)
+    by_chunk.reshape(-1)[place : place + values.size] = values
+    sums = by_chunk @ keys.T.astype(np.uint64)
+    chunks = np.arange(chunk, chunk + len(by_chunk)).astype(np.uint64) + np.uint64(offset & 0xFFFFFFFFFFFFFFFF)
+    first, second = (int(np.sum(sums[:, word] * _chunk_keys(chunks, word))) for word in (0, 1))
     return first, second
 
 
@@ -585,12 +623,22 @@ def digest_weights(
     in_place: bool,
 ) -> tuple[int, int]:
     total = second = 0
-    for begin in range(first, first + count, 1 << 20):
-        positions = np.arange(begin, min(begin + (1 << 20), first + count))
-        indices, offsets = _indices(positions, pieces, per)
-        at = indices if in_place else np.arange(positions.size * per) + (begin - first) * per
-        a, b = _weigh(indices, offsets, units[at].astype(np.uint64), keys)
-        total, second = total + a, second + b
+    ends = [*pieces[1:, 0].tolist(), first + count]
+    for (begin, start, _, stride, offset), piece_end in zip(pieces.tolist(), ends, strict=True):
+        end = min(piece_end, first + count)
+        for here in range(
+            max(begin, first), end, 1 << 18
+        ):  # of the weights in a piece, as many as a cache has room for
+            some, given = min(1 << 18, end - here), (here - first) * per
+            if stride == 0:
+                index = (start + here - begin) * per
+                at = index if in_place else given
+                a, b = _weigh_run(units[at : at + some * per], index, offset, keys)
+            else:
+                indices, offsets = _indices(np.arange(here, here + some), pieces, per)
+                values = units[indices] if in_place else units[given : given + some * per]
+                a, b = _weigh(indices, offsets, values.astype(np.uint64), keys)
+            total, second = total + a, second + b
     return total & 0xFFFFFFFFFFFFFFFF, second & 0xFFFFFFFFFFFFFFFF
 
 

@@ -43,7 +43,7 @@ FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 22  # of the objects by which the link i
 LINK_S = 5.0  # that sending or fetching one of them may take
 CLOCK_WARN_S, CLOCK_FAIL_S = 5.0, 60.0
 
-_CREDENTIALS = "see docs/credentials.md for where credentials are looked for"
+_CREDENTIALS = "see docs/operations.md for where credentials are looked for"
 _OVERWRITES = (
     "do not publish there: two trainers could overwrite each other's versions. Use a store that honours conditional "
     "writes (S3 itself does; of others, a recent release), or publish to a folder and serve that"

@@ -526,6 +526,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     Instrument("servers", "pulse_cache_limit", "gauge", "bytes", "Bytes that the cache of a relay is kept below."),
     DROPPED,
 )
+"""The table of all metrics."""
 
 
 def _index() -> dict[type[Event], list[tuple[Instrument, Callable[[Any], float | None]]]]:

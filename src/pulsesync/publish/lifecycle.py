@@ -1,7 +1,7 @@
 """The life of a version between `publish` and the store: one queue, one state machine, without I/O.
 
 Calls of `publish` put a version into the queue; one sender takes it out. While a version is sent, one more may wait: it
-is replaced by the next call, unless it must not be coalesced. `Stage` and `MOVES` are drawn in docs/lifecycle.md.
+is replaced by the next call, unless it must not be coalesced. `Stage` and `MOVES` are drawn in docs/protocol.md.
 
 Where several ranks publish together, each has its own queue, and their senders agree on the call that a version ends
 with (`fix`): the version then ends with the same call on every rank, however many calls each rank had made before.

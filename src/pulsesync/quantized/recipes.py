@@ -187,3 +187,4 @@ RECIPES: Mapping[str, Recipe] = {
         Recipe("torchao-int8-channel", _INT8, _CHANNEL, "_scale", _torchao_int8_scale, _multiply_to_int8),
     )
 }
+"""The ways to quantise, by name: those of vLLM and torchao."""

@@ -55,7 +55,8 @@ class Store(Protocol):
         """Remove an object; if there is none, that is no error."""
 
 
-Location: TypeAlias = str | os.PathLike[str] | Store  # of a run: a path or URL, or a store that is open already
+Location: TypeAlias = str | os.PathLike[str] | Store
+"""The type of a location of a run: a path or URL, or a store that is open already."""
 
 
 class ReadOnlyStore:

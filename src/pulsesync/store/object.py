@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from pulsesync.core.extras import needed_for
 from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import ConflictError, MissingBucketError, NotFoundError, PulseError, StoreError
 from pulsesync.store.aws import ENDPOINT_VARIABLES, find_credentials
@@ -72,8 +73,9 @@ class ObjectStore:
     """
 
     def __init__(self, url: str | ParsedLocation, **options: Any) -> None:
-        from obstore.exceptions import BaseError
-        from obstore.store import from_url
+        with needed_for("s3://, gs:// and az://"):
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
 
         given = (*options.values(), *(options.get("config") or {}).values())
         at = ParsedLocation.parse(url)

@@ -1,7 +1,7 @@
 """The test kit, for this package and for others.
 
 Weight updates like those of a real run, a recorded run, arbitrary bits; a suite for stores, one for the weights of
-frameworks, and a store that fails; and a simulator of a whole run in one thread, with faults of all kinds.
+frameworks, and a store that fails.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ from pulsesync.testing.updates import AdamUpdates, mutate, random_bits
 
 if TYPE_CHECKING:
     from pulsesync.testing.frameworks import FrameworkTests
-    from pulsesync.testing.simulator import RunSimulator
     from pulsesync.testing.stores import StoreTests
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "FaultyStore",
     "FrameworkTests",
     "RecordedSlice",
-    "RunSimulator",
     "StoreTests",
     "load_recorded",
     "mutate",
@@ -29,11 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import pytest only if a suite is used, and publisher and subscriber only if a run is simulated."""
-    if name == "RunSimulator":
-        from pulsesync.testing.simulator import RunSimulator
-
-        return RunSimulator
+    """Import pytest only if a suite is used."""
     if name == "FrameworkTests":
         from pulsesync.testing.frameworks import FrameworkTests
 

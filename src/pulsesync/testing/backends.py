@@ -12,7 +12,7 @@ from pulsesync import device, kernels
 def use_kernels(name: str) -> Iterator[None]:
     """Use one set of kernels, "reference" or "cpu", inside the block, in all threads."""
 
-    def chosen() -> Any:
+    def chosen(*, warns: bool = True) -> Any:
         return kernels.load(name)
 
     with mock.patch.object(kernels, "active", chosen):

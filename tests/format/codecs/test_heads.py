@@ -280,8 +280,10 @@ def test_bytes_too_many_are_refused(one: Heads) -> None:
 
 @KINDS
 def test_every_byte_changed_is_read_or_refused_as_one_by_one(one: Heads) -> None:
+    """Of a long payload, one byte in five."""
     data, flips = payload(one), (0x01, 0x02, 0x40, 0x80, 0xFF)
-    some = [data[:i] + bytes([data[i] ^ by]) + data[i + 1 :] for i in range(len(data)) for by in flips]
+    places = range(0, len(data), 1 if len(data) < 100 else 5)
+    some = [data[:i] + bytes([data[i] ^ by]) + data[i + 1 :] for i in places for by in flips]
     refused, read = refused_and_read(some)
     assert refused > len(some) / 8
     assert read > len(some) / 8

@@ -1,12 +1,14 @@
-"""A Trainer of several ranks, as torchrun starts it: python -m torch.distributed.run … ranks.py KIND RUN RESULT.
+"""Trainers of several ranks, as torchrun starts them: python -m torch.distributed.run … ranks.py FOLDER KIND...
 
 KIND is ddp; fsdp2, fsdp2-tied, fsdp2-adapter or fsdp2-merged, which Accelerate shards; or native or native-tied,
-which transformers shards with FSDP2 when it loads a model. Every rank writes to RESULT-rank the weights of every step,
+which transformers shards with FSDP2 when it loads a model. They train one after another, because it takes seconds to
+import transformers. The run is FOLDER/KIND/run. Every rank writes to FOLDER/KIND/result-rank the weights of every step,
 as they are gathered from all ranks, the versions of its callback, why it was refused, and the kinds of its parameters.
 """
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +43,6 @@ def load_sharded(model: Any, folder: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         model.save_pretrained(folder)
     dist.barrier()
@@ -50,7 +51,9 @@ def load_sharded(model: Any, folder: str) -> Any:
     )
 
 
-def main(kind: str, run: str, result: str) -> None:
+def train(kind: str, folder: Path) -> Any:
+    """Train, and write what was found; return what must live until the process ends."""
+    run = str(folder / "run")
     options: dict[str, Any] = {}
     if kind.startswith("fsdp"):
         options = {"fsdp": True, "fsdp_config": {"version": 2}}
@@ -99,8 +102,19 @@ def main(kind: str, run: str, result: str) -> None:
         refused = str(e)
     kinds = sorted({type(parameter).__name__ for parameter in trainer.model.parameters()})
     found = {"steps": gathers.kept, "versions": callback.versions, "refused": refused, "parameters": kinds}
-    torch.save(found, f"{result}-{dist.get_rank()}")
+    torch.save(found, folder / f"result-{dist.get_rank()}")
     dist.barrier()
+    return trainer
+
+
+def main(folder: str, *kinds: str) -> None:
+    dist.init_process_group("gloo")
+    settings, trained = dict(os.environ), []
+    for kind in kinds:
+        print(f"{kind} ...", flush=True)
+        trained.append(train(kind, Path(folder) / kind))
+        os.environ.clear()  # the arguments of a Trainer set variables for Accelerate
+        os.environ.update(settings)
     # Not by a return: when DDP frees its gloo group, torch waits, with the GIL, for a thread that may need the GIL.
     os._exit(0)
 

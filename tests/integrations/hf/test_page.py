@@ -44,7 +44,7 @@ def test_the_example_runs_and_ends_with_the_line_that_it_promises(tmp_path: Path
 
 
 def test_the_versions_that_the_page_names_are_those_that_are_tested() -> None:
-    pins = (ROOT / "constraints-hf.txt").read_text()
+    pins = (ROOT / "constraints/hf.txt").read_text()
     for name in ("transformers", "accelerate", "peft", "trl"):
         version = re.search(rf"^{name}==(.+)$", pins, re.MULTILINE)
         assert version, name

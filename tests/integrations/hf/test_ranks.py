@@ -22,16 +22,27 @@ from pulsesync.integrations.pretrained import checkpoint_weights  # noqa: E402
 from tests.examples import ROOT, python_path  # noqa: E402
 from tests.integrations.hf import models  # noqa: E402
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
-TIMEOUT_S = 140  # less than pytest takes to end a test that does not answer
+pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore::FutureWarning")]
+TIMEOUT_S = 360  # less than pytest takes to end a test that does not answer
+KINDS = {
+    "ddp": ["Parameter"],
+    "fsdp2": ["DTensor"],
+    "fsdp2-tied": ["DTensor"],
+    "native": ["DTensor"],
+    "native-tied": ["DTensor"],
+}
 
 
-def run_ranks(kind: str, folder: Path) -> Any:
-    """Train with two processes; return what ranks.py has written."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what ranks.py has written of each kind: two processes for all, which take seconds to start."""
+    folder = tmp_path_factory.mktemp("ranks")
+    kinds = [*KINDS, "fsdp2-adapter", "fsdp2-merged"]
+    for kind in kinds:
+        (folder / kind).mkdir()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [ROOT / "tests" / "integrations" / "hf" / "ranks.py", kind, folder / "run", folder / "result"]
     process = subprocess.Popen(
-        [*launcher, *map(str, script)],
+        [*launcher, str(ROOT / "tests" / "integrations" / "hf" / "ranks.py"), str(folder), *kinds],
         env={
             **os.environ,
             "PYTHONPATH": python_path(ROOT),
@@ -51,6 +62,11 @@ def run_ranks(kind: str, folder: Path) -> Any:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert process.returncode == 0, said[-6000:]
+    return folder
+
+
+def results(folder: Path) -> Any:
+    """What each rank has found."""
     return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(2)]
 
 
@@ -64,44 +80,35 @@ def check_versions(folder: Path, steps: dict[int, dict[str, torch.Tensor]], vers
     assert models.differing(steps[0], steps[3])
 
 
-@pytest.mark.parametrize(
-    ("kind", "parameters"),
-    [
-        ("ddp", ["Parameter"]),
-        ("fsdp2", ["DTensor"]),
-        ("fsdp2-tied", ["DTensor"]),
-        ("native", ["DTensor"]),
-        ("native-tied", ["DTensor"]),
-    ],
-)
-def test_workers_have_what_two_ranks_trained(kind: str, parameters: list[str], tmp_path: Path) -> None:
-    first, second = run_ranks(kind, tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_have_what_two_ranks_trained(kind: str, trained: Path) -> None:
+    first, second = results(trained / kind)
     assert first["refused"] == second["refused"] == ""
-    assert first["parameters"] == second["parameters"] == parameters
+    assert first["parameters"] == second["parameters"] == KINDS[kind]
     assert second["versions"] == ({} if kind == "ddp" else first["versions"])  # with DDP it publishes nothing
-    check_versions(tmp_path, first["steps"], first["versions"])
+    check_versions(trained / kind, first["steps"], first["versions"])
 
-    with HuggingFaceFolder(str(tmp_path / "run"), tmp_path / "folder") as folder:
+    with HuggingFaceFolder(str(trained / kind / "run"), trained / kind / "folder") as folder:
         flip = folder.update()
     assert flip is not None
     assert flip.missing == ()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained((tmp_path / "folder" / "current").resolve())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained((trained / kind / "folder" / "current").resolve())
     assert type(loaded).__name__ == ("Qwen2ForCausalLM" if kind.endswith("-tied") else "LlamaForCausalLM")
     assert models.differing(loaded.state_dict(), first["steps"][3]) == []
 
 
-def test_an_adapter_of_a_sharded_model_is_published_by_its_shards(tmp_path: Path) -> None:
-    first, _ = run_ranks("fsdp2-adapter", tmp_path)
+def test_an_adapter_of_a_sharded_model_is_published_by_its_shards(trained: Path) -> None:
+    first, _ = results(trained / "fsdp2-adapter")
     assert (first["refused"], first["parameters"]) == ("", ["DTensor"])
     assert all("lora_" in name for name in first["steps"][0])
-    check_versions(tmp_path, first["steps"], first["versions"])
+    check_versions(trained / "fsdp2-adapter", first["steps"], first["versions"])
 
 
-def test_adapters_are_not_merged_into_shards_and_every_rank_says_so(tmp_path: Path) -> None:
-    for rank in run_ranks("fsdp2-merged", tmp_path):
+def test_adapters_are_not_merged_into_shards_and_every_rank_says_so(trained: Path) -> None:
+    for rank in results(trained / "fsdp2-merged"):
         assert "adapters cannot be merged into shards" in rank["refused"]
         assert rank["versions"] == {}
-    assert not (tmp_path / "run").exists()
+    assert not (trained / "fsdp2-merged" / "run").exists()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of a single rank that has nothing to shard

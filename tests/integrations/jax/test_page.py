@@ -1,4 +1,4 @@
-"""The program of docs/integrations/jax.md and examples/jax_flax.py run as they stand."""
+"""The program with JAX of docs/integrations/frameworks.md and examples/jax_flax.py run as they stand."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from tests.examples import ROOT, Example, python_path
 pytest.importorskip("flax", reason="needs JAX, Flax and Optax: make test-jax runs it")
 
 pytestmark = pytest.mark.timeout(240)  # on a machine without cached kernels each process compiles them
-PAGE = (ROOT / "docs" / "integrations" / "jax.md").read_text()
+PAGE = (ROOT / "docs" / "integrations" / "frameworks.md").read_text()
 MARK = "<!-- run by tests/integrations/jax/test_page.py -->"
 PROGRAMS = re.findall(MARK + r"\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
@@ -42,7 +42,7 @@ def test_the_example_ends_with_the_same_bits_in_both_processes(tmp_path: Path) -
 
 
 def test_the_versions_that_the_page_names_are_those_that_are_tested() -> None:
-    pins = (ROOT / "constraints-jax.txt").read_text()
+    pins = (ROOT / "constraints/jax.txt").read_text()
     for name in ("jax", "flax", "optax"):
         version = re.search(rf"^{name}==(.+)$", pins, re.MULTILINE)
         assert version, name

@@ -244,9 +244,9 @@ def test_a_callback_refuses_what_is_neither_an_epoch_nor_batches(every: Any) -> 
 # Across backends
 
 
-@pytest.mark.parametrize("other", [backend for backend in BACKENDS if backend != BACKEND])
-def test_a_worker_on_any_backend_has_the_bits_that_this_one_published(other: str, tmp_path: Path) -> None:
-    """About 6 s each: a process that imports another backend."""
+def test_a_worker_on_another_backend_has_the_bits_that_this_one_published(tmp_path: Path) -> None:
+    """About 6 s: a process that imports the next backend. In three runs each publishes once and follows once."""
+    other = BACKENDS[(BACKENDS.index(BACKEND) + 1) % len(BACKENDS)]
     model = compiled()
     with KerasPublisher(str(tmp_path / "run")) as publisher:
         publisher.publish(model, step=0)

@@ -1,4 +1,4 @@
-"""The program of docs/integrations/keras.md runs as it stands, and the page names the versions that are tested."""
+"""The program with Keras of docs/integrations/frameworks.md runs as it stands; the page names the tested versions."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from tests.examples import ROOT, python_path
 
 pytest.importorskip("keras", reason="needs Keras 3: make test-jax runs it")
 pytestmark = pytest.mark.timeout(240)  # on a machine without cached kernels each process compiles them
-PAGE = (ROOT / "docs" / "integrations" / "keras.md").read_text()
+PAGE = (ROOT / "docs" / "integrations" / "frameworks.md").read_text()
 MARK = "<!-- run by tests/integrations/keras/test_page.py -->"
 PROGRAMS = re.findall(MARK + r"\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
@@ -34,7 +34,7 @@ def test_the_program_of_the_page_runs_and_ends_well(tmp_path: Path) -> None:
 
 
 def test_the_versions_that_the_page_names_are_those_that_are_tested() -> None:
-    pins = "".join((ROOT / name).read_text() for name in ("constraints.txt", "constraints-jax.txt"))
+    pins = "".join((ROOT / name).read_text() for name in ("constraints/dev.txt", "constraints/jax.txt"))
     for name in ("keras", "tensorflow", "jax", "torch"):
         version = re.search(rf"^{name}==(.+)$", pins, re.MULTILINE)
         assert version, name

@@ -40,6 +40,21 @@ def publish_arguments(ranks: int, model: str, rank: int | None = None, ep: int =
     return arguments
 
 
+def import_sglang() -> None:
+    """Import what ranks and the server use, before ranks are forked: it takes longer than all that they do."""
+    absent.install()
+    for name in (
+        "distributed",
+        "layers.dp_attention",
+        "managers.scheduler_components.weight_updater",
+        "managers.tp_worker",
+        "model_executor.model_runner_components.weight_updater",
+        "plugins",
+        "runtime_context",
+    ):
+        import_module(f"sglang.srt.{name}")
+
+
 # A rank
 
 
@@ -203,7 +218,6 @@ def die_in_commit(model: Any) -> None:
 
 def run_rank(rank: int, ranks: int, port: int, folder: str, pipe: Connection) -> None:
     """Serve control requests; an error ends the process, as it ends SGLang's scheduler."""
-    absent.install()
     from sglang.srt.plugins import load_plugins
 
     arguments = publish_arguments(ranks, folder, rank)
@@ -315,14 +329,15 @@ async def serve(port: int, pipes: list[Connection], arguments: Any) -> None:
 def main(port: int, ranks: int, folder: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         meeting = taken.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    import_sglang()
+    import_module("sglang.srt.entrypoints.http_server")
+    context = multiprocessing.get_context("fork")
     pipes = []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
         context.Process(target=run_rank, args=(rank, ranks, meeting, folder, theirs), daemon=True).start()
         theirs.close()
         pipes.append(ours)
-    absent.install()
     from sglang.srt.plugins import load_plugins
 
     arguments = publish_arguments(ranks, folder)

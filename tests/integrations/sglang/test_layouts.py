@@ -1,15 +1,13 @@
 """Where SGLang's own layers and weight loaders put a checkpoint's weights is where the maps say, for every family.
 
-Each set of ranks takes 20 seconds or more, most of it imports, and checks all families.
+One process imports SGLang, and all ranks are forked from it.
 """
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,57 +35,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_families(folder: Path) -> list[Path]:
-    return [make_checkpoint(folder / name, kind, **sizes) for name, (kind, sizes) in FAMILIES.items()]
+EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe"]
+Answers = dict[str, str | None]  # what a rank says, by family
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return make_families(tmp_path_factory.mktemp("families"))
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answers]]:
+    """What the ranks of each world say."""
+    folder = tmp_path_factory.mktemp("families")
+    for name, (kind, sizes) in FAMILIES.items():
+        make_checkpoint(folder / name, kind, **sizes)
+    worlds = {"one": (1, 1, [*FAMILIES]), "two": (2, 1, [*FAMILIES]), "experts": (2, 2, EXPERTS)}
+    jobs = [(ranks, ep, [str(folder / name) for name in names]) for ranks, ep, names in worlds.values()]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integrations.sglang.layout_ranks", json.dumps(jobs)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(worlds, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-def check_ranks(checkpoints: list[Path], ranks: int, ep: int = 1) -> dict[str, list[str | None]]:
-    """What each rank reports for each checkpoint."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    module = [sys.executable, "-m", "tests.integrations.sglang.layout_rank"]
-    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    processes = [
-        subprocess.Popen(
-            [*module, str(rank), str(ranks), str(ep), str(port), *map(str, checkpoints)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    found: dict[str, list[str | None]] = {}
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=400)
-            assert process.returncode == 0, errors[-3000:]
-            for line in output.splitlines():
-                if line.startswith("{"):
-                    for name, answer in json.loads(line).items():
-                        found.setdefault(name, []).append(answer)
-    finally:
-        for process in processes:
-            process.kill()
-    return found
+def test_one_rank(found: dict[str, list[Answers]]) -> None:
+    assert found["one"] == [dict.fromkeys(FAMILIES)]
 
 
-def test_one_rank(checkpoints: list[Path]) -> None:
-    assert check_ranks(checkpoints, 1) == {name: [None] for name in FAMILIES}
+def test_two_tensor_parallel_ranks(found: dict[str, list[Answers]]) -> None:
+    for answers in found["two"]:
+        assert "start the engine without tensor parallelism" in str(answers.pop("phi3"))
+        assert answers == dict.fromkeys(name for name in FAMILIES if name != "phi3")
+    assert len(found["two"]) == 2
 
 
-def test_two_tensor_parallel_ranks(checkpoints: list[Path]) -> None:
-    found = check_ranks(checkpoints, 2)
-    assert all("start the engine without tensor parallelism" in str(why) for why in found.pop("phi3"))
-    assert found == {name: [None] * 2 for name in FAMILIES if name != "phi3"}
-
-
-def test_experts_spread_over_two_ranks(checkpoints: list[Path]) -> None:
-    chosen = [folder for folder in checkpoints if "moe" in folder.name or folder.name == "mixtral"]
-    assert check_ranks(chosen, 2, ep=2) == {folder.name: [None] * 2 for folder in chosen}
+def test_experts_spread_over_two_ranks(found: dict[str, list[Answers]]) -> None:
+    assert found["experts"] == [dict.fromkeys(EXPERTS)] * 2

@@ -103,8 +103,11 @@ def prompt_logprobs(model: Any) -> list[list[float]]:
     return found
 
 
-def expected_parameters(weights: dict[str, Any]) -> dict[str, str]:
-    """What `Peek.peek` shows of an FP32 engine with the weights of a version, fused as vLLM's source says."""
+def expected_parameters(weights: dict[str, Any], ranks: int = 1) -> dict[str, str]:
+    """What `Peek.peek` shows of an FP32 engine with the weights of a version, fused as vLLM's source says.
+
+    Of several ranks it is that of the first, and without the matrices that they share: kernels have packed these away.
+    """
     out: dict[str, Any] = {}
     for name, tensor in weights.items():
         out[name] = tensor.float()
@@ -117,7 +120,9 @@ def expected_parameters(weights: dict[str, Any]) -> dict[str, str]:
     out.pop("lm_head.weight", None)
     padded = torch.zeros(192, SIZES["hidden_size"])
     padded[: SIZES["vocab_size"]] = out["model.embed_tokens.weight"]
-    out["model.embed_tokens.weight"] = padded
+    out["model.embed_tokens.weight"] = padded[: 192 // ranks]
+    if ranks > 1:
+        out = {name: tensor for name, tensor in out.items() if "proj" not in name}
     return {
         name: f"{t.dtype} {tuple(t.shape)} {hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest()[:16]}"
         for name, t in out.items()
@@ -127,16 +132,19 @@ def expected_parameters(weights: dict[str, Any]) -> dict[str, str]:
 class Server:
     """A vLLM server in a process group of its own."""
 
-    def __init__(self, model: Path, log: Path, *flags: str, plain: bool = False, dev: bool = False) -> None:
+    def __init__(
+        self, model: Path, log: Path, *flags: str, plain: bool = False, dev: bool = False, ranks: int = 1
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.mode = "in place" if plain else "mirror"
+        self.mode, self.ranks = "in place" if plain else "mirror", ranks
         self.url, self.log = f"http://127.0.0.1:{self.port}", log
         self._command = [
             *(sys.executable, "-c", "from vllm.entrypoints.cli.main import main; main()", "serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "policy"),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"),
+            *("--tensor-parallel-size", str(ranks)),
             *("--worker-extension-cls", "tests.integrations.vllm.peek.Peek", *flags),
         ]
         self._environment = {
@@ -212,8 +220,9 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, log: Path, *flags: str, plain: bool = False, dev: bool = False) -> Iterator[Server]:
-    server = Server(model, log, *flags, plain=plain, dev=dev)
+def serving(model: Path, log: Path, *flags: str, **options: Any) -> Iterator[Server]:
+    """Start a `Server`, and end it. Args: as there."""
+    server = Server(model, log, *flags, **options)
     try:
         server.start()
         yield server

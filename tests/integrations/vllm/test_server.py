@@ -28,6 +28,7 @@ from pulsesync import Publisher, PulseError, Subscriber
 from pulsesync.errors import FormatError
 from pulsesync.integrations.vllm import VllmServer
 from tests.examples import python_path
+from tests.integrations.engine_tests import EngineTests
 from tests.integrations.vllm.serving import (
     PROMPTS,
     ROOT,
@@ -63,9 +64,11 @@ def training(tmp_path: Path) -> Iterator[Training]:
 def server(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
+    """In place on one rank, and by mirrors on two; test_grpo has a mirror on one."""
     log = tmp_path_factory.mktemp("server") / "log"
     flags = (*ROUTES, "--weight-transfer-config", '{"backend": "pulse"}')
-    with serving(checkpoint, log, *flags, plain=request.param == "in place", dev=True) as made:
+    plain = request.param == "in place"
+    with serving(checkpoint, log, *flags, plain=plain, dev=True, ranks=1 if plain else 2) as made:
         yield made
 
 
@@ -74,7 +77,12 @@ def check_served(server: Server, training: Training, version: int) -> None:
     assert difference(server.logprobs(), training.logprobs(version)) <= BOUND
     status = VllmServer(server.url).status()
     assert (status["version"], status["weight_version"], status["paused"]) == (version, str(version), False)
-    expected = expected_parameters(training.versions[version])
+    assert (status["ranks"], status["ranks_agree"]) == (server.ranks, True)
+    check_parameters(server, training.versions[version])
+
+
+def check_parameters(server: Server, weights: dict[str, Any]) -> None:
+    expected = expected_parameters(weights, server.ranks)
     live = {name: value for name, value in server.ask_workers("peek")[0].items() if name != "lm_head.weight"}
     if server.mode == "in place":
         assert live == expected
@@ -89,40 +97,45 @@ def test_the_server_is_brought_to_every_version(server: Server, training: Traini
     before = training.logprobs(0)
     for version in (0, 1, 2, 5, 4):
         report = client.update(str(training.location), version)
-        assert (report.version, report.mode, report.ranks) == (version, server.mode, 1)
+        assert (report.version, report.mode, report.ranks) == (version, server.mode, server.ranks)
         check_served(server, training, version)
     assert difference(training.logprobs(5), before) > 100 * BOUND  # else the bound would show nothing
 
 
-def test_a_damaged_version_is_refused_while_the_old_one_is_served(server: Server, training: Training) -> None:
+class FollowedServer:
+    """A server and its run, for the suite of every engine."""
+
+    def __init__(self, server: Server, training: Training) -> None:
+        self.server, self.training, self.location = server, training, training.location
+
+    def publish(self) -> None:
+        self.training.step()
+
+    def update(self, version: int) -> None:
+        VllmServer(self.server.url).update(str(self.location), version)
+
+    def check(self, version: int) -> None:
+        check_served(self.server, self.training, version)
+
+    def spoil(self) -> None:
+        self.server.ask_workers("reload_weights")  # the checkpoint that the server was started with
+        newest = len(self.training.versions) - 1
+        assert difference(self.server.logprobs(), self.training.logprobs(newest)) > 100 * BOUND
+
+
+class TestServer(EngineTests):
+    @pytest.fixture
+    def followed(self, server: Server, training: Training) -> FollowedServer:
+        return FollowedServer(server, training)
+
+
+def test_weights_that_were_written_are_noticed_without_a_new_version(server: Server, training: Training) -> None:
     training.step()
     client = VllmServer(server.url)
     client.update(str(training.location), 1)
-    training.step()
-    record = training.location / "manifests" / f"{2:016d}"
-    good = record.read_bytes()
-    record.chmod(0o644)
-    record.write_bytes(good[:-20] + bytes(20))
-    with pytest.raises(FormatError):
-        client.update(str(training.location), 2)
+    assert "0" not in server.ask_workers("spoil", "layernorm")
+    client.update(str(training.location), 1)
     check_served(server, training, 1)
-    record.write_bytes(good)
-    client.update(str(training.location), 2)
-    check_served(server, training, 2)
-
-
-def test_weights_that_were_reloaded_or_written_are_noticed(server: Server, training: Training) -> None:
-    training.step()
-    client = VllmServer(server.url)
-    client.update(str(training.location), 1)
-    server.ask_workers("reload_weights")  # the checkpoint that the server was started with
-    assert difference(server.logprobs(), training.logprobs(1)) > 100 * BOUND
-    training.step()
-    client.update(str(training.location), 2)
-    check_served(server, training, 2)
-    assert server.ask_workers("spoil", "layernorm") != ["0"]
-    client.update(str(training.location), 2)
-    check_served(server, training, 2)
 
 
 def test_requests_in_flight_are_kept_over_an_update(server: Server, training: Training) -> None:
@@ -176,7 +189,7 @@ def test_the_development_routes_do_without_ours(server: Server, training: Traini
     client = VllmServer(server.url)
     client._by_routes = False  # as of a server that was started without them
     report = client.update(str(training.location), "latest")
-    assert (report.version, report.ranks) == (1, 1)
+    assert (report.version, report.ranks) == (1, server.ranks)
     check_served(server, training, 1)
 
 
@@ -191,29 +204,27 @@ def pulse(*arguments: str, output: "int | IO[str]" = subprocess.PIPE) -> "subpro
     )
 
 
-def test_a_server_that_is_killed_in_an_update_comes_back_to_the_version(checkpoint: Path, tmp_path: Path) -> None:
-    """Two starts of vLLM: `pulse follow` drives it, and kill -9 ends it while it is updated."""
-    training = Training(make_checkpoint(tmp_path / "model"), tmp_path / "run")
-    with serving(checkpoint, tmp_path / "log", *ROUTES, plain=True) as server:
-        follower = pulse("follow", str(training.location), "--vllm", server.url, "--interval", "0.1")
-        try:
-            wait_for_version(server, 0)
-            training.step()
-            time.sleep(0.15)  # into the update
-            server.kill()
-            server.start()
-            wait_for_version(server, 1)
-            assert difference(server.logprobs(), training.logprobs(1)) <= BOUND
-        finally:
-            follower.send_signal(signal.SIGINT)
-            follower.communicate(timeout=30)
-    training.publisher.close()
+@pytest.mark.parametrize("server", ["in place"], indirect=True)
+def test_a_server_that_is_killed_in_an_update_comes_back_to_the_version(server: Server, training: Training) -> None:
+    """A start of vLLM: `pulse follow` drives the server, and kill -9 ends it while it is updated."""
+    follower = pulse("follow", str(training.location), "--vllm", server.url, "--interval", "0.1")
+    try:
+        wait_for_version(server, training.location, 0)
+        training.step()
+        time.sleep(0.15)  # into the update
+        server.kill()
+        server.start()
+        wait_for_version(server, training.location, 1)
+        check_served(server, training, 1)
+    finally:
+        follower.send_signal(signal.SIGINT)
+        follower.communicate(timeout=30)
 
 
-def wait_for_version(server: Server, version: int) -> None:
+def wait_for_version(server: Server, location: Path, version: int) -> None:
     client, end = VllmServer(server.url), time.monotonic() + 90
-    while client.status()["version"] != version:
-        assert time.monotonic() < end, f"the server did not reach version {version}: {client.status()}"
+    while ((status := client.status())["location"], status["version"]) != (str(location), version):
+        assert time.monotonic() < end, f"the server did not reach version {version} of {location}: {status}"
         time.sleep(0.1)
 
 
@@ -240,7 +251,7 @@ def test_a_trainer_that_is_killed_leaves_a_run_that_is_served(server: Server, tm
         newest = Subscriber(str(run))
         weights = make_checkpoint(tmp_path / "model").bfloat16()
         version = newest.sync(weights).version
-        wait_for_version(server, version)
+        wait_for_version(server, run, version)
         end = time.monotonic() + 30
         while f"serves version {version}" not in log.read_text():  # which it writes after the server has said so
             assert time.monotonic() < end, log.read_text()
@@ -250,12 +261,10 @@ def test_a_trainer_that_is_killed_leaves_a_run_that_is_served(server: Server, tm
         trainer.wait()
         follower.send_signal(signal.SIGINT)
         follower.wait(30)
-    expected = expected_parameters(dict(weights.state_dict()))
-    live = {name: value for name, value in server.ask_workers("peek")[0].items() if name != "lm_head.weight"}
-    assert live.items() <= expected.items()
+    check_parameters(server, dict(weights.state_dict()))
 
 
-def test_a_lora_adapter_is_followed_as_a_folder_that_the_server_loads(
+def test_a_lora_adapter_is_followed_as_a_folder_by_a_server_without_routes(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start of vLLM; the truth is transformers with the adapter added to the weights."""
@@ -274,6 +283,8 @@ def test_a_lora_adapter_is_followed_as_a_folder_that_the_server_loads(
     flags = ("--enable-lora", "--max-lora-rank", "8")
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     with serving(checkpoint, tmp_path / "log", *flags) as server:
+        with pytest.raises(PulseError, match=r"--middleware pulsesync\.integrations\.vllm\.Routes"):
+            VllmServer(server.url).status()  # it was started without them
         before = server.logprobs()
         for version in range(2):
             command = ("follow", str(tmp_path / "run"), str(tmp_path / "folder"), "--version", str(version))
@@ -289,17 +300,13 @@ def test_a_lora_adapter_is_followed_as_a_folder_that_the_server_loads(
         assert difference(server.logprobs(), before) <= BOUND
 
 
-@pytest.mark.parametrize("mode", ["in place", "mirror"])
-def test_two_tensor_parallel_ranks_move_together(
-    checkpoint: Path, tmp_path: Path, training: Training, mode: str
-) -> None:
+def test_two_tensor_parallel_ranks_move_together_in_place(checkpoint: Path, tmp_path: Path, training: Training) -> None:
     """A start of vLLM with three processes."""
-    flags = (*ROUTES, "--tensor-parallel-size", "2")
-    with serving(checkpoint, tmp_path / "log", *flags, plain=mode == "in place", dev=True) as server:
+    with serving(checkpoint, tmp_path / "log", *ROUTES, plain=True, ranks=2) as server:
         client = VllmServer(server.url)
         for version in (0, 1, 2):
             report = client.update(str(training.location), version)
-            assert (report.version, report.mode, report.ranks) == (version, mode, 2)
+            assert (report.version, report.mode, report.ranks) == (version, "in place", 2)
             assert difference(server.logprobs(), training.logprobs(version)) <= BOUND
             training.step()
         record = training.location / "manifests" / f"{3:016d}"
@@ -310,11 +317,3 @@ def test_two_tensor_parallel_ranks_move_together(
         status = client.status()
         assert (status["version"], status["ranks_agree"], status["paused"]) == (2, True, False)
         assert difference(server.logprobs(), training.logprobs(2)) <= BOUND
-
-
-def test_a_server_without_the_routes_says_how_to_start_it(checkpoint: Path, tmp_path: Path) -> None:
-    with (
-        serving(checkpoint, tmp_path / "log") as server,
-        pytest.raises(PulseError, match=r"--middleware pulsesync\.integrations\.vllm\.Routes"),
-    ):
-        VllmServer(server.url).status()

@@ -39,7 +39,7 @@ def _split(block: Bits) -> Sequence[NDArray[np.uint8]]:
         return [block.view(np.uint8)]
     if block.itemsize == 2:
         low, high = np.empty(block.size, np.uint8), np.empty(block.size, np.uint8)
-        kernels.active().split_planes(block, low, high)
+        kernels.active(warns=False).split_planes(block, low, high)
         return low, high
     rotated = block << 1 | block >> (8 * block.itemsize - 1)
     return [np.ascontiguousarray(plane) for plane in rotated.view(np.uint8).reshape(-1, block.itemsize).T]
@@ -73,7 +73,7 @@ def decode_block(planes: Sequence[PackedPlane], out: Bits) -> None:
     room = _room(len(planes))
     unpacked = [plane.unpack_into(row) for plane, row in zip(planes, room, strict=True)]
     if len(unpacked) == 2:
-        kernels.active().join_planes(*unpacked, out)
+        kernels.active(warns=False).join_planes(*unpacked, out)
         return
     for place, plane in zip(out.view(np.uint8).reshape(-1, len(planes)).T, unpacked, strict=True):
         place[:] = plane

@@ -1,4 +1,4 @@
-"""The bytes of a delta folder, as slime, miles and stitch write and read them; docs/integrations/delta_folders.md.
+"""The bytes of a delta folder, as slime, miles and stitch write and read them; docs/integrations/other_trainers.md.
 
     weight_v000005/
         model.safetensors.index.json       version, base_version, delta_encoding, compression_format, checksum_format

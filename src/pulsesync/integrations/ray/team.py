@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pulsesync.errors import GroupError
-from pulsesync.integrations.ray.cluster import SLACK_S, kill_actor, named_actor, ray
+from pulsesync.integrations.ray.cluster import SLACK_S, check_joined, kill_actor, named_actor, ray
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,7 @@ class ActorTeam:
         try:
             if self._meeting is None:
                 self._meeting = named_actor(Rendezvous, self._actor_name)
+            check_joined()  # the team may have been made in a cluster that this process has left
             answer: _Reply = ray().get(call(self._meeting), timeout=self.timeout_s + SLACK_S)
         except ray("exceptions").RayError as e:
             self._meeting = None

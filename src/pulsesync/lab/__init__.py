@@ -1,1 +1,0 @@
-"""For the study of weight updates: recordings, forecasts, experiments, the demo, charts. No worker needs it."""

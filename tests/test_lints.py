@@ -1,0 +1,47 @@
+"""The checks of `make lint` find what they look for: planted words and broken links."""
+
+from pathlib import Path
+
+from tools.lint.pages import broken_links
+from tools.lint.words import check_page, check_python
+
+
+def test_words_are_found_in_literals_docstrings_and_comments_and_not_in_names() -> None:
+    source = '''"""A title.
+
+A version
+held.
+"""
+held = told = {"held": 1}
+raise ValueError("a rank was"
+                 f" told {held}")  # it is
+# folded
+print(f"{'so many' if held else ''}", "`held` is a name")
+'''
+    found = [(finding.line, finding.word) for finding in check_python(source)]
+    assert found == [(4, "held"), (7, "told"), (9, "folded"), (10, "so many")]
+
+
+def test_of_a_test_the_words_are_found_in_what_is_no_data() -> None:
+    source = """def test_it() -> None:
+    "It is held."
+    program = "held = 1"  # it is folded
+    assert run(program) == "is held", f"{program} was told"
+    pytest.skip("so many", reason="it lies beside it")
+    raise ValueError("whoever calls it")
+"""
+    found = [(finding.line, finding.word) for finding in check_python(source, is_test=True)]
+    assert found == [(2, "held"), (3, "folded"), (4, "told"), (5, "so many"), (5, "beside"), (6, "whoever")]
+
+
+def test_words_are_found_in_pages_with_their_lines() -> None:
+    page = "# Told\n\n```python\nheld = 1\n# held\n```\n\n```sh\npulse log  # beside\n```\nHe came\nto it. `told`\n"
+    found = [(finding.line, finding.word) for finding in check_page(page)]
+    assert found == [(1, "Told"), (5, "held"), (9, "beside"), (11, "came to")]
+
+
+def test_a_link_to_a_missing_file_or_heading_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    (tmp_path / "other.md").write_text("# A heading, `in code`\n")
+    page.write_text("[a](other.md#a-heading-in-code) [b](other.md#none) [c](none.md) [d](https://example.org/none)\n")
+    assert broken_links(page) == ["other.md#none", "none.md"]

@@ -1,0 +1,68 @@
+"""Every argument of a public constructor is described in an Args section, in the order of the signature."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+
+from pulsesync import events
+from tools.docs_api import MADE_OF
+from tools.lint.public_names import MODULES
+
+# What the library returns and callers only read: its fields are described where they are declared.
+RETURNED = {
+    "BroadcastReport",
+    "CheckedRecord",
+    "CopyRecord",
+    "DeltaVersion",
+    "FleetStatus",
+    "FolderUpdate",
+    "Fused",
+    "FusedPiece",
+    "Listening",
+    "MetricsExporter",
+    "ObjectEntry",
+    "Pointer",
+    "PruneReport",
+    "PublishReport",
+    "QuantizedReport",
+    "RecordedSlice",
+    "Recording",
+    "RoundReport",
+    "SquashReport",
+    "SyncReport",
+    "UpdateReport",
+    "WorkerStatus",
+}
+
+
+def _constructors() -> list[type]:
+    """Public classes that callers construct. Errors are raised for them; protocols have nothing to construct."""
+    public = (
+        getattr(import_module(module), MADE_OF.get(name, name))
+        for module in MODULES
+        for name in import_module(module).__all__
+    )
+    return [
+        value
+        for value in dict.fromkeys(one for one in public if inspect.isclass(one))
+        if not issubclass(value, BaseException)
+        and not getattr(value, "_is_protocol", False)
+        and value.__name__ not in RETURNED
+        and not issubclass(value, events.Event)
+    ]
+
+
+def check() -> list[str]:
+    """The constructors whose arguments are not described, a line each."""
+    return list(_problems())
+
+
+def _problems() -> Iterator[str]:
+    for cls in _constructors():
+        parameters = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
+        docs = "\n".join(inspect.cleandoc(doc) for doc in (cls.__doc__, cls.__init__.__doc__) if doc)  # type: ignore[misc]
+        sections = re.findall(r"^Args:\n((?:    .*\n?|\n)+)", docs, re.MULTILINE)
+        described = re.findall(r"^    \*{0,2}(\w+): \S", "\n".join(sections), re.MULTILINE)
+        if described != parameters:
+            yield f"{cls.__module__}.{cls.__name__} takes {parameters}, and describes {described}"
