@@ -117,7 +117,7 @@ def translate(source: Any, options: dict[str, int]) -> None:
 
 
 def assemble(source: Any, options: dict[str, int]) -> None:
-    """Compile a kernel to machine code, as a launch does; each thread of a recount must have one element of a tensor."""
+    """Compile a kernel to machine code, as a launch does; a thread of a recount must have one element of a tensor."""
     import triton
     from triton.backends.compiler import GPUTarget
 
