@@ -151,18 +151,18 @@ def test_only_weights_that_changed_are_quantised_where_scales_stay(recipe: str, 
 
 
 @EACH_GROUP
-@pytest.mark.parametrize("value", [1000.0, float("inf"), float("nan")])
-def test_a_scale_follows_the_largest_weight_up_and_down(recipe: str, value: float, place: Place) -> None:
+def test_a_scale_follows_the_largest_weight_up_and_down(recipe: str, place: Place) -> None:
     trainer = Trainer(place)
     worker = trainer.worker(recipe)
     with QuantizedSubscriber(trainer.store, recipe) as sub:
         sub.sync(worker)
-        for now in (value, 2.0, 0.0):
-            trainer.set("a.weight", (149, 11), now)
-            report = sub.sync(worker)
-            assert_same(worker, trainer.expected(recipe))
-            assert now != value or report.rescaled == 1
-            sub.verify()
+        for value in (1000.0, float("inf"), float("nan")):
+            for now in (value, 2.0, 0.0):
+                trainer.set("a.weight", (149, 11), now)
+                report = sub.sync(worker)
+                assert_same(worker, trainer.expected(recipe))
+                assert now is not value or report.rescaled == 1, value
+                sub.verify()
 
 
 @BLOCKS
