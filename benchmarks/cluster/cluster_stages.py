@@ -29,7 +29,7 @@ from pulsesync.group.ends import LocalModel, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.group.messages import Bucket, SyncTimes
 from pulsesync.testing.backends import host_as_device
 
-QUICK = ("--weights", "1100", "--rounds", "1", "--densities", "0.01", "--device", "cpu")
+QUICK = ("--weights", "1100", "--rounds", "1", "--densities", "0.01")
 METHODS: tuple[Method, ...] = ("plain", "coded", "dense")
 SOURCE, RECEIVER = ("diff", "encode", "digest"), ("prepare", "undo", "digest", "apply")
 UNTIMED = 2  # syncs of each method

@@ -3,7 +3,7 @@
     python -m tests.integrations.sglang.layout_ranks JOBS
 
 JOBS is a list, in JSON: of the number of ranks, over how many of them experts are spread, and the folders of the
-checkpoints. Prints a list for each job, last: of what each rank says of each checkpoint, by its name; null if every
+checkpoints. Prints a list for each job, last: of what each rank found for each checkpoint, by its name; null if every
 weight is where the map says, else why not. The ranks are forked from a process that has imported SGLang, which takes
 much longer than what they do.
 """

@@ -36,7 +36,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe"]
-Answers = dict[str, str | None]  # what a rank says, by family
+Answers = dict[str, str | None]  # of a rank, by family
 
 
 @pytest.fixture(scope="module")
