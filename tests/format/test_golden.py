@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
 from pulsesync import Subscriber
 from pulsesync.core.types import DTYPES, Codec
@@ -23,6 +24,7 @@ from pulsesync.state.host import HostState
 from pulsesync.state.views import new_tensors
 from pulsesync.store import LocalStore
 from pulsesync.testing.backends import use_kernels
+from tests.distributions import ROOT, pins
 from tests.golden import make_golden
 from tests.helpers import apply, load
 
@@ -266,12 +268,14 @@ def test_a_subscriber_follows_a_pointer_of_the_run(name: str, version: int) -> N
 
 @by_name(RUNS)
 def test_writing_a_run_again_gives_the_same_bytes(run: Path, tmp_path: Path) -> None:
-    """zstd frames may differ with the library's version: constraints pin it, so here they are equal as well."""
+    """zstd frames may differ with the library's version: with the pinned one they are equal as well."""
     again = tmp_path / run.name
     make_golden.CASES[run.name](again)
+    with np.load(again / "expected.npz") as expected:
+        assert_expected(run, dict(expected))
+    if zstandard.__version__ != pins(ROOT / "constraints" / "dev.txt")["zstandard"]:
+        pytest.skip(f"the weights are equal; the frames of zstandard {zstandard.__version__} need not be")
     names = {path.relative_to(run) for path in run.rglob("*") if path.is_file()}
     assert {path.relative_to(again) for path in again.rglob("*") if path.is_file()} == names
     names -= {Path("expected.npz")}  # its own bytes depend on zlib, which nothing pins
     assert [name for name in names if (again / name).read_bytes() != (run / name).read_bytes()] == []
-    with np.load(again / "expected.npz") as expected:
-        assert_expected(run, dict(expected))

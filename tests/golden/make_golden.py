@@ -340,7 +340,7 @@ def dtypes(folder: Path) -> None:
                 if flat.size > 1:
                     flat[at] = special
             elif flat.size:
-                flat[seed % flat.size] ^= 1
+                flat[seed % flat.size] ^= flat.dtype.type(1)
         run.publish(new, codec)
 
     step("auto")
