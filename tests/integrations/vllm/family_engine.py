@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsesync.integrations.runtime import EngineRank, ModelShape, place, runtime_tensors
-from tests.integrations.vllm.family_rank import keep_weights_as_loaded, write_
+from tests.integrations.vllm.family_rank import attention, keep_weights_as_loaded, write_
 
 PROMPT = [3, 17, 99, 140, 5, 61, 149, 22]
 
@@ -26,6 +26,7 @@ def start(folder: Path) -> Any:
         model=str(folder),
         skip_tokenizer_init=True,
         dtype="float32",
+        attention_backend=attention(folder),
         enforce_eager=True,
         max_model_len=128,
         max_num_seqs=4,

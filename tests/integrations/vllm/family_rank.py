@@ -48,6 +48,11 @@ def keep_weights_as_loaded() -> None:
         registry._run_in_subprocess = lambda function: function()
 
 
+def attention(folder: Path) -> str | None:
+    """The backend to ask for: vLLM's for latent attention on CPUs with AMX takes no FP32, and would be chosen there."""
+    return "CPU_MLA" if "kv_lora_rank" in json.loads((folder / "config.json").read_text()) else None
+
+
 class Loader:
     """Builds vLLM's model of a folder and has it load the folder's weights, before kernels repack them.
 
@@ -69,6 +74,7 @@ class Loader:
                 model=str(folder),
                 skip_tokenizer_init=True,
                 dtype="float32",
+                attention_backend=attention(folder),
                 enforce_eager=True,
                 max_model_len=128,
                 tensor_parallel_size=self.world,
