@@ -64,7 +64,7 @@ class TestKeras(FrameworkTests):
 
 @pytest.fixture(autouse=True)
 def fresh_names() -> None:
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
 
 
@@ -166,7 +166,7 @@ def test_a_model_follows_another_and_computes_the_same(tmp_path: Path) -> None:
 
 def test_masters_arrive_in_bf16() -> None:
     store, trainer = MemoryStore(), policy()
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     worker = policy("bfloat16")
     with KerasPublisher(store, cast="BF16") as publisher, KerasSubscriber(store) as subscriber:
         publisher.publish(trainer)
@@ -195,7 +195,7 @@ def test_a_callback_publishes_the_start_every_epoch_and_the_end() -> None:
     model.fit(*data(), batch_size=16, epochs=3, verbose=0, callbacks=[callback])
     assert callback.publisher is None
     assert callback.report.step == 18
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     worker = policy()
     with KerasSubscriber(store) as subscriber:
         subscriber.sync(worker)
@@ -217,9 +217,9 @@ def test_a_callback_publishes_the_weights_as_they_are_after_a_number_of_batches(
     callback = KerasCallback(store, every=2)
     model.fit(*data(), batch_size=16, epochs=1, shuffle=False, verbose=0, callbacks=[callback, Seen()])
     assert len(seen) == 3
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     assert published(store) == [0, 2, 4, 6, 6]
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     worker = policy()
     with KerasSubscriber(store) as subscriber:
         for version, step in ((1, 2), (2, 4), (3, 6)):

@@ -216,8 +216,14 @@ def die_in_commit(model: Any) -> None:
     model.pulse_rank._follower._engine.synchronize = lambda: os._exit(9)
 
 
-def run_rank(rank: int, ranks: int, port: int, folder: str, pipe: Connection) -> None:
-    """Serve control requests; an error ends the process, as it ends SGLang's scheduler."""
+def run_rank(rank: int, ranks: int, port: int, folder: str, pipe: Connection, others: list[Connection]) -> None:
+    """Serve control requests; an error ends the process, as it ends SGLang's scheduler.
+
+    The others are ends of the server that this process was forked with: while one is open, no rank notices that the
+    server has ended.
+    """
+    for one in others:
+        one.close()
     from sglang.srt.plugins import load_plugins
 
     arguments = publish_arguments(ranks, folder, rank)
@@ -335,16 +341,17 @@ def main(port: int, ranks: int, folder: str) -> None:
     pipes = []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
-        context.Process(target=run_rank, args=(rank, ranks, meeting, folder, theirs), daemon=True).start()
-        theirs.close()
         pipes.append(ours)
+        arguments = (rank, ranks, meeting, folder, theirs, pipes)
+        context.Process(target=run_rank, args=arguments, daemon=True).start()
+        theirs.close()
     from sglang.srt.plugins import load_plugins
 
-    arguments = publish_arguments(ranks, folder)
+    published = publish_arguments(ranks, folder)
     load_plugins()
     for pipe in pipes:
         assert pipe.recv() == "ready"
-    asyncio.run(serve(port, pipes, arguments))
+    asyncio.run(serve(port, pipes, published))
 
 
 if __name__ == "__main__":

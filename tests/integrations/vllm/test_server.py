@@ -229,6 +229,7 @@ def wait_for_version(server: Server, location: Path, version: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize("server", ["in place"], indirect=True)
 def test_a_trainer_that_is_killed_leaves_a_run_that_is_served(server: Server, tmp_path: Path) -> None:
     """A real trainer process, which publishes as fast as it can, is killed with kill -9 while the server follows it."""
     run = tmp_path / "run"
