@@ -172,7 +172,8 @@ def test_vllms_own_routes_bring_the_server_to_versions(server: Server, training:
     check_served(server, training, 1)
 
 
-@pytest.mark.parametrize("server", ["in place"], indirect=True)  # vLLM keeps what a second rank answered to a failed call
+# vLLM keeps what a second rank answered to a failed call.
+@pytest.mark.parametrize("server", ["in place"], indirect=True)
 def test_an_init_that_fails_leaves_no_old_run_behind(server: Server, training: Training, tmp_path: Path) -> None:
     server.post("/init_weight_transfer_engine", {"init_info": {"location": str(training.location)}})
     with pytest.raises(urllib.error.HTTPError):
