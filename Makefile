@@ -33,7 +33,7 @@ demo: $(VENV)/.torch  ## watch a policy learn in one process while workers follo
 smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smollm2
 	@$(BIN)/python -m pulsesync_lab.demo.smollm2 .models/smollm2
 
-test: $(VENV)/.dev  ## run the fast tests, which cover every module: about twelve minutes
+test: $(VENV)/.dev  ## run the fast tests, which cover every module: about five minutes
 	$(TESTS) -m "not slow" --hypothesis-profile=quick
 
 test-slow: $(VENV)/.dev  ## run the tests that make test leaves out
@@ -42,7 +42,7 @@ test-slow: $(VENV)/.dev  ## run the tests that make test leaves out
 test-all: $(VENV)/.dev  ## run every test
 	$(TESTS)
 
-coverage: $(VENV)/.dev  ## run the fast tests and name every line of the packages that none of them runs; fails below 90 %
+coverage: $(VENV)/.dev  ## run the fast tests and name every line of the packages that none of them runs
 	$(TESTS) -m "not slow" --hypothesis-profile=quick --cov --cov-report=term-missing:skip-covered
 
 test-jax: $(JAX)/.made  ## run the tests of JAX and of Keras on its three backends, in a separate environment
