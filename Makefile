@@ -22,7 +22,7 @@ OWN := PYTHONPATH=src:lab/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo smollm2 test test-slow test-all coverage test-jax test-sglang test-trl test-verl test-vllm test-grpo gpu-test gpu-bench docs lint format bench bench-quick golden chaos fuzz clean
+.PHONY: help demo smollm2 test test-slow test-all coverage dist-test test-jax test-sglang test-trl test-verl test-vllm test-grpo gpu-test gpu-bench docs lint format bench bench-quick golden chaos fuzz clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -33,13 +33,13 @@ demo: $(VENV)/.torch  ## watch a policy learn in one process while workers follo
 smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smollm2
 	@$(BIN)/python -m pulsesync_lab.demo.smollm2 .models/smollm2
 
-test: $(VENV)/.dev  ## run the fast tests, which cover every module: about five minutes
+test: $(VENV)/.compiled  ## run the fast tests, which cover every module: about three minutes
 	$(TESTS) -m "not slow" --hypothesis-profile=quick
 
-test-slow: $(VENV)/.dev  ## run the tests that make test leaves out
+test-slow: $(VENV)/.compiled  ## run the tests that make test leaves out
 	$(TESTS) -m slow
 
-test-all: $(VENV)/.dev  ## run every test
+test-all: $(VENV)/.compiled  ## run every test
 	$(TESTS)
 
 coverage: $(VENV)/.dev  ## run the fast tests and name every line of the packages that none of them runs
@@ -111,7 +111,7 @@ format: $(VENV)/.dev  ## format the code with ruff
 bench: $(VENV)/.dev  ## measure the codecs: bytes and speed
 	$(BIN)/python -m benchmarks codec
 
-bench-quick: $(VENV)/.dev  ## run every benchmark for which this machine has what it needs, quickly, to see that it works
+bench-quick: $(VENV)/.bench  ## run every benchmark for which this machine has what it needs, quickly, to see that it works
 	$(BIN)/python -m benchmarks --quick
 
 golden: $(VENV)/.dev  ## write the golden files of new cases; read CONTRIBUTING.md first
@@ -172,6 +172,18 @@ $(VENV)/.dev: $(VENV)/.made $(PINNED)
 	@echo "Installing pulsesync, the tools to check it, torch, Triton and Ray into $(VENV): a minute or two, longer where torch comes with CUDA ..."
 	@$(PIP) -e '.[torch,serve]' -e ./lab --group dev
 	@touch $(VENV)/.core $(VENV)/.torch $@
+
+# Kernels and tests are compiled at the same time, before the two processes of pytest would each compile all of them.
+$(VENV)/.compiled: $(VENV)/.dev $(wildcard src/pulsesync/kernels/*.py)
+	@echo "Compiling the kernels and the tests: half a minute ..."
+	@$(BIN)/python -c 'from pulsesync import warm_up; [warm_up(dtype) for dtype in ("BF16", "F32", "F8_E4M3")]' & \
+	  $(BIN)/pytest -q --collect-only >/dev/null; wait $$!
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	@echo "Installing what the benchmarks compare with: basilica-sdk, transformers and gguf ..."
+	@$(PIP) --group bench
+	@touch $@
 
 $(DIST)/tools/.made:
 	@mkdir -p $(DIST)
