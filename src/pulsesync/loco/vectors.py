@@ -278,7 +278,7 @@ class HostVectors:
     def find_visible(self, theta: F32, s: F32, reach: float, first: int) -> VisibleEntries:
         places, values = np.empty(s.size, np.uint32), np.empty(s.size, np.float32)
         count, largest = kernels.active().find_visible(theta, s, np.float32(reach), places, values)
-        return VisibleEntries(places[:count] + np.int64(first), values[:count].copy(), int(largest))
+        return VisibleEntries(places[:count].astype(np.int64) + first, values[:count].copy(), int(largest))
 
     def describe(self, theta: F32, trend: Vector) -> NDArray[np.uint16]:
         out, describe = np.empty(theta.size, np.uint16), kernels.active().describe
@@ -313,7 +313,7 @@ class HostVectors:
         kernels.active().add_at(total, positions, values)
 
     def in_units(self, values: F32, unit: int) -> NDArray[np.float64]:
-        out: NDArray[np.float64] = values * np.float64(2.0**-unit)
+        out: NDArray[np.float64] = np.multiply(values, 2.0**-unit, dtype=np.float64)
         return out
 
     def from_units(self, units: Vector, unit: int) -> F32:
