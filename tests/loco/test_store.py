@@ -1169,10 +1169,12 @@ class Interrupting:
 
 
 @pytest.mark.parametrize(
-    ("after", "options"), [(False, {}), (True, {"compact": 2}), slow(True, {}), slow(False, {"compact": 2})]
+    ("after", "options", "every"),
+    [(False, {}, 2), (True, {"compact": 2}, 2)]
+    + [slow(after, options, 1) for after in (False, True) for options in ({}, {"compact": 2})],
 )
-def test_an_interrupt_in_any_call_of_the_store_loses_nothing(after: bool, options: dict[str, Any]) -> None:
-    for call in itertools.count(1):
+def test_an_interrupt_in_any_call_of_the_store_loses_nothing(after: bool, options: dict[str, Any], every: int) -> None:
+    for call in itertools.count(every, every):
         table = Table("ab", joined="b", training=options, state_every=1)
         store = Interrupting(table.store)
         table.seat("a", store=store)
@@ -1217,7 +1219,7 @@ class Moody:
         return call
 
 
-@pytest.mark.parametrize("seed", [0, 3, *map(slow, (1, 2, 4, 5))])
+@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 6))])
 def test_whatever_trainers_do_and_whatever_befalls_them_nothing_is_lost_or_counted_twice(seed: int) -> None:
     """Rounds of some, interrupts and failures anywhere, rejoining, leaving, coming back, steps on one's own."""
     rng = random.Random(seed)
@@ -1273,7 +1275,7 @@ def test_whatever_trainers_do_and_whatever_befalls_them_nothing_is_lost_or_count
 @pytest.mark.parametrize(
     ("rounds", "faults", "options"),
     [
-        (20, {"lost": 0.05, "unanswered": 0.05}, {"compact": 2}),
+        (10, {"lost": 0.05, "unanswered": 0.05}, {"compact": 2}),
         slow(200, {"lost": 0.02, "unanswered": 0.02}, {"compact": 2}),
         slow(
             60,
@@ -1316,13 +1318,14 @@ def test_rounds_over_a_store_that_fails_lose_nothing(
     for i, t in enumerate(trainers):
         again(i, t.loco.rejoin)
         assert t.loco.rounds[0] == furthest
-    assert sum(errors) > 10
+    assert sum(errors) > rounds / 4
     settle(trainers, tolerance=1e-4)
 
 
 # Real stores, real processes
 
 
+@pytest.mark.slow  # in the fast tier they meet in other stores, and the tests of stores use a bucket
 def test_trainers_meet_in_a_bucket(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
@@ -1363,7 +1366,7 @@ def survivor(folder: str, name: str, who: int, rounds: int) -> dict[str, Any]:
     return {"digests": t.digests, "round": t.loco.rounds[0]}
 
 
-@pytest.mark.parametrize(("rounds", "most_kills"), [(8, 4), slow(40, 20)])
+@pytest.mark.parametrize(("rounds", "most_kills"), [(5, 2), slow(40, 20)])
 def test_trainers_killed_at_random_and_restarted_from_what_they_saved_end_with_the_same_weights(
     fleet: Fleet, tmp_path: Path, rounds: int, most_kills: int
 ) -> None:
