@@ -344,7 +344,7 @@ def test_one_without_memory_leaves_nobody_waiting_and_the_next_round_works(fleet
 def test_parameters_without_memory_of_their_own_are_refused() -> None:
     model = torch.nn.Linear(2, 2, device="meta")
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(StateError, match=r"parameter 'weight' is a Parameter, not a plain tensor"):
+    with pytest.raises(StateError, match=r"'weight' .* not a plain tensor"):
         PulseLoCo(model, optimizer, exchange=alone())
 
 

@@ -558,7 +558,7 @@ def test_a_state_of_an_earlier_version_is_refused_with_what_to_do_and_nothing_ch
     state = t.loco.state_dict()
     before, weights = t.everything(), t.weights
     for other in (earlier(state), {**state, "format": "pulse-loco-trainer/2-draft"}, {}):
-        with pytest.raises(StateError, match=r"pulse-loco-trainer/1.*Resume from the model's weights instead"):
+        with pytest.raises(StateError, match=r"Resume from the model's weights"):
             t.loco.load_state_dict(other)
         assert t.everything() == before
         assert same(t.weights, weights)
@@ -573,9 +573,7 @@ def test_a_state_of_a_trainer_with_another_kind_of_momentum_is_refused_by_name(o
         state = t.loco.state_dict()
     other = Trainer(alone(), 0, to, seed=3)
     before, weights = other.everything(), other.weights
-    with pytest.raises(
-        StateError, match=f"does not fit {to}: expected a trend of.*Load it with the class that saved it"
-    ):
+    with pytest.raises(StateError, match=f"does not fit {to}: .*the class that saved it"):
         other.loco.load_state_dict(state)
     assert other.everything() == before
     assert same(other.weights, weights)

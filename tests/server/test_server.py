@@ -996,7 +996,7 @@ def test_a_store_that_fails_is_logged_now_and_then(tmp_path: Path) -> None:
         relay.stop()
         lines = relay.printed().splitlines()
     assert len(lines) == 1
-    assert r"Answered 'a\rb' with 503, because the store failed: cannot read a b from" in lines[0]
+    assert r"Answered 'a\rb' with 503, because the store failed: cannot read a b" in lines[0]
 
 
 def test_a_listing_of_the_store_that_has_no_end_is_a_failure_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
@@ -1019,7 +1019,7 @@ def test_a_listing_of_the_store_that_has_no_end_is_a_failure_of_the_store(caplog
 
     asyncio.run(ask_app())
     assert sent[0]["status"] == 500
-    assert "the listing of parts/ at https://upstream has more than 7 objects" in caplog.text
+    assert "has more than 7 objects" in caplog.text
 
 
 def test_workers_that_wait_for_a_silent_upstream_do_not_keep_others_from_what_is_cached(
