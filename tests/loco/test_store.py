@@ -754,7 +754,7 @@ def test_a_lost_payload_without_a_later_state_is_an_error_that_says_what_helps_a
     assert table.decided(5) == ["a", "b", "c", "d"]
 
 
-def test_a_payload_that_is_read_badly_once_is_read_again() -> None:
+def test_a_payload_that_is_read_badly_once_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
     table = Table(joined="ab", state_every=1)
     badly: list[str] = []
 
@@ -771,6 +771,7 @@ def test_a_payload_that_is_read_badly_once_is_read_again() -> None:
     badly.append(payload_key(table, "a", 2))
     c.step(2)
     assert not badly
+    assert "rejoins" not in caplog.text
     assert c.loco.rounds == [2]
     settle(table.all.values())
 
