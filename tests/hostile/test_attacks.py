@@ -167,7 +167,7 @@ def check_attack(case: Attack, traced: bool) -> None:
 
 
 def check_good_version(on: str) -> None:
-    """A reader that was under attack still accepts it, and comes to the right state."""
+    """A reader that was under attack still accepts it, and reaches the right state."""
     target = victim(on)
     assert target.feed(target.target.version.objects()) is None
     assert target.accepted_the_right_state()

@@ -154,12 +154,15 @@ def test_every_attack_is_refused_at_once(on: str) -> None:
     assert attacks
 
 
-def check_attack(case: Attack) -> None:
-    coder, sent, good = victim(case.on)
+def spoilt_payload(case: Attack) -> bytes | memoryview:
     spoilt = letter(case.on)
     data = case.spoil(spoilt)
-    if not isinstance(data, bytes | memoryview):
-        data = spoilt.write()
+    return data if isinstance(data, bytes | memoryview) else spoilt.write()
+
+
+def check_attack(case: Attack) -> None:
+    coder, sent, good = victim(case.on)
+    data = spoilt_payload(case)
     assert data != good
     tracemalloc.start()
     try:

@@ -275,7 +275,7 @@ def test_a_listing_that_nobody_reads_takes_little_memory(tmp_path: Path) -> None
             unread.enter_context(connection).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((address.hostname, address.port))
             connection.sendall(b"GET /?list=manifests/ HTTP/1.1\r\nHost: a\r\n\r\n")
-        assert len(ask(server.url, "/?list=manifests/").body) > 3_000_000  # it has come to those before
+        assert len(ask(server.url, "/?list=manifests/").body) > 3_000_000  # those before have been worked on
         time.sleep(1)
         assert memory_kb(server.process.pid) - before < 100 * 450
 
