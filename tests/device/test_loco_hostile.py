@@ -13,7 +13,7 @@ from pulsesync.device.vectors import vectors_on
 from pulsesync.errors import FormatError
 from pulsesync.loco.payload import Coder
 from tests.hostile import forge
-from tests.hostile.test_loco_payloads import ATTACKS, LAYOUT, SIZE, Attack, letter, victim
+from tests.hostile.test_loco_payloads import ATTACKS, LAYOUT, SIZE, Attack, letter, spoilt_payload, victim
 
 
 def brought(coder: Coder, device: str) -> Coder:
@@ -31,10 +31,9 @@ def test_every_payload_that_a_host_refuses_is_refused_on_a_device(device: str) -
 def outcome(case: Attack, device: str) -> type[Exception] | None:
     """What a trainer on a device raises; None: it accepts the payload."""
     coder, _, _ = victim(case.on)
-    spoilt = letter(case.on)
-    data = case.spoil(spoilt)
+    data = spoilt_payload(case)
     try:
-        brought(coder, device).decode(spoilt.write() if data is None else data, "ada", 0, SIZE)
+        brought(coder, device).decode(data, "ada", 0, SIZE)
     except Exception as e:  # noqa: BLE001 - an error of another kind is a failure, with the name of its attack
         return type(e)
     return None

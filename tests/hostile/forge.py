@@ -50,7 +50,7 @@ def numbers(values: list[int]) -> bytes:
     """As LEB128; what is negative as a writer would that lets 64 bits wrap around."""
     if all(0 <= n < 128 for n in values):
         return bytes(values)
-    return b"".join(wire.number(n if n >= 0 else n + (1 << 64)) for n in values)
+    return wire.few_numbers(n if n >= 0 else n + (1 << 64) for n in values)
 
 
 # -- the fields of a part ------------------------------------------------------------------------------------------
@@ -587,7 +587,8 @@ class Run:
 
     def _version(self, key: str, record: Manifest, parts: list[Part]) -> Version:
         table = records.table_of(record)
-        table["parts"] = [{"id": part_id(p.write()), "size": len(p.write())} for p in parts]
+        files = [part.write() for part in parts]
+        table["parts"] = [{"id": part_id(data), "size": len(data)} for data in files]
         ids = [ref["id"] for ref in table["parts"]]
         return Version(key, table, b"", list(parts), ids, signer=self.key, trusted=self.key)
 

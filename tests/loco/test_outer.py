@@ -462,7 +462,7 @@ def test_weights_and_momenta_that_are_not_finite_are_refused(name: str, value: f
 
 
 def test_a_shared_state_of_an_earlier_version_is_refused_with_what_to_do() -> None:
-    with pytest.raises(FormatError, match=r"found 'pulse-loco-state/2-draft'.*run the same version of pulsesync"):
+    with pytest.raises(FormatError, match=r"2-draft'.*the same version of pulsesync"):
         SharedState.from_bytes(spoil(lambda h: h.update(format="pulse-loco-state/2-draft")), shared())
 
 

@@ -370,7 +370,7 @@ def test_a_payload_of_another_trainer_fragment_or_round_is_refused(mode: str) ->
     for other in (Coder(3, 7, BASE, one.described), Coder(2, 8, BASE, one.described), Coder(2, 6, BASE, one.described)):
         with pytest.raises(FormatError, match="expected a payload of ada"):
             other.decode(data, "ada", 0, 60)
-    with pytest.raises(FormatError, match="expected a payload of bea, fragment 2, round 7; found one of ada"):
+    with pytest.raises(FormatError, match="payload of bea, fragment 2, round 7"):
         one.decode(data, "bea", 0, 60)
 
 

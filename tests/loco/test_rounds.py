@@ -4,6 +4,7 @@ import io
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -475,16 +476,27 @@ def test_an_optimizer_that_is_given_a_closure_makes_rounds_as_well() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "steps"),
     [
-        {"compact": 2},
-        {"pieces": 2, "sync_every": 6},
-        *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"})),
+        ({"compact": 2}, (1, 5, 6)),
+        ({"pieces": 2, "sync_every": 6}, (2, 4, 6)),
+        *(
+            pytest.param(options, range(1, 7), marks=pytest.mark.slow)
+            for options in (
+                {"compact": 2},
+                {"pieces": 2, "sync_every": 6},
+                {},
+                {"kind": "PublishedPulseLoCo"},
+                {"kind": "DiLoCo"},
+            )
+        ),
     ],
 )
-def test_a_state_saved_in_the_middle_of_a_round_goes_on_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_state_saved_in_the_middle_of_a_round_goes_on_bit_for_bit(
+    options: dict[str, Any], steps: Iterable[int], tmp_path: Path
+) -> None:
     options = {"sync_every": 3, **options}
-    for at in range(1, 7):
+    for at in steps:
         with Trainer(alone(), 0, **options) as whole:
             whole.step(at)
             whole.save(tmp_path / "saved")
@@ -558,7 +570,7 @@ def test_a_state_of_an_earlier_version_is_refused_with_what_to_do_and_nothing_ch
     state = t.loco.state_dict()
     before, weights = t.everything(), t.weights
     for other in (earlier(state), {**state, "format": "pulse-loco-trainer/2-draft"}, {}):
-        with pytest.raises(StateError, match=r"pulse-loco-trainer/1.*Resume from the model's weights instead"):
+        with pytest.raises(StateError, match=r"Resume from the model's weights"):
             t.loco.load_state_dict(other)
         assert t.everything() == before
         assert same(t.weights, weights)
@@ -573,9 +585,7 @@ def test_a_state_of_a_trainer_with_another_kind_of_momentum_is_refused_by_name(o
         state = t.loco.state_dict()
     other = Trainer(alone(), 0, to, seed=3)
     before, weights = other.everything(), other.weights
-    with pytest.raises(
-        StateError, match=f"does not fit {to}: expected a trend of.*Load it with the class that saved it"
-    ):
+    with pytest.raises(StateError, match=f"does not fit {to}: .*the class that saved it"):
         other.loco.load_state_dict(state)
     assert other.everything() == before
     assert same(other.weights, weights)

@@ -118,7 +118,7 @@ def test_a_model_that_lacks_what_is_trained_is_refused_rather_than_returned_as_i
     model = Weights().bfloat16()
     masters = {name: p.detach().float() for name, p in model.named_parameters()}
     loco = trained(masters, sync_every=2)
-    with pytest.raises(StateError, match=r"all 4 tensors that are trained, but found one without 4 of them"):
+    with pytest.raises(StateError, match=r"all 4 tensors that are trained"):
         loco.shared_weights(model)
     with pytest.raises(StateError, match=r"without 3 of them"):
         loco.shared_weights({"embed": masters["embed"]})
@@ -127,7 +127,7 @@ def test_a_model_that_lacks_what_is_trained_is_refused_rather_than_returned_as_i
 def test_fragments_with_names_of_their_own_are_put_together_and_those_with_the_same_need_the_whole_model() -> None:
     whole = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
     loco = trained([whole[0], whole[1]], sync_every=2)
-    with pytest.raises(StateError, match=r"two fragments have a tensor named 'bias': pass the whole model"):
+    with pytest.raises(StateError, match=r"two fragments have a tensor named 'bias'"):
         loco.shared_weights()
     shared = loco.shared_weights(whole)
     assert list(shared) == ["0.weight", "0.bias", "1.weight", "1.bias"]

@@ -10,7 +10,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,16 @@ class Table:
         return list(json.loads(self.store.get(f"rounds/0000/{round_:010d}/decided"))["members"])
 
 
+class Through:
+    """A trainer's own way to the store, on which some calls are the test's."""
+
+    def __init__(self, store: MemoryStore, **calls: Any) -> None:
+        self.store, self.calls = store, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return self.calls.get(name) or getattr(self.store, name)
+
+
 # Who is waited for
 
 
@@ -173,8 +183,9 @@ def test_replicas_that_diverge_and_leave_no_quorum_are_found_at_the_next_deadlin
     table = Table(names)
     table.round(names)
     for name in parted:
-        held = table[name].loco._current[0]
-        held.shared = replace(held.shared, theta=held.shared.theta * 2)
+        state = table[name].loco.state_dict()
+        state["shared"][0]["theta"] *= 2
+        table[name].loco.load_state_dict(state)
     before = table["a"].everything()
     errors: list[VerificationError] = []
 
@@ -269,7 +280,7 @@ def test_a_late_round_is_reported_if_the_rounds_after_it_cannot_be_read(
         c.step(2)
     assert c.loco.rounds == [2]
     assert (c.reports[-1].round, c.reports[-1].took_part) == (2, False)
-    assert "could not apply the rounds that it has missed" in caplog.text
+    assert "could not apply the rounds" in caplog.text
     c.step(2)
     assert c.loco.rounds == [4]
     assert same(c.theta, table["a"].theta)
@@ -384,26 +395,20 @@ def test_old_rounds_and_states_are_deleted_and_what_a_joiner_needs_is_kept() -> 
 
 
 def test_one_that_stalled_before_deciding_does_not_decide_a_round_that_is_long_gone() -> None:
-    table = Table(state_every=2)
+    table = Table(joined="ab", state_every=2, quorum=1)
+    stalled: list[str] = []
+
+    def create(key: str, data: bytes) -> None:
+        if key.endswith("2/decided") and not stalled:
+            stalled.append(key)
+            for _ in range(8):
+                table.round("ab")
+        table.store.create(key, data)
+
+    c = table.seat("c", store=Through(table.store, create=create))
     table.round("abc")
-    c = table["c"]
-    plain = c.exchange.inner._decide
-
-    def stalled(coder: Any, found: Any) -> None:
-        del c.exchange.inner._decide
-        for _ in range(8):
-            table.round("ab")
-        plain(coder, found)
-
-    c.exchange.inner._decide = stalled
-    table.turns.meanwhile.append(lambda: None)
-
-    def is_time(*_: object) -> bool:
-        del c.exchange.inner._is_time
-        return True
-
-    c.exchange.inner._is_time = is_time
-    c.step(2)
+    c.step(2)  # decides alone, at its deadline
+    assert stalled
     assert c.loco.rounds == [9]
     settle(table.all.values())
 
@@ -473,7 +478,7 @@ def test_one_that_begins_with_other_weights_is_refused_until_there_is_a_state_to
 def test_other_models_and_settings_are_refused() -> None:
     table = Table("ab", joined="a")
     for other in ({"shapes": {"x": (3,)}}, {"compact": 2}, {"kind": "DiLoCo"}, {"pieces": 2, "sync_every": 4}):
-        with pytest.raises(StateError, match=r"has another (model|settings) than this trainer"):
+        with pytest.raises(StateError, match=r"has another (model|settings)"):
             table.seat("b", **other)
 
 
@@ -482,7 +487,7 @@ def test_a_place_where_an_earlier_version_began_is_refused_with_what_to_do(found
     table = Table("ab", joined="a")
     run = json.loads(table.store.get("run"))
     table.store.put("run", json.dumps({**run, "format": found}).encode())
-    with pytest.raises(FormatError, match=r"same version of pulsesync; start at a new location from the model"):
+    with pytest.raises(FormatError, match="same version of pulsesync"):
         table.seat("b")
 
 
@@ -644,7 +649,7 @@ def test_many_names_do_not_outnumber_the_trainers(caplog: pytest.LogCaptureFixtu
         table.seat(name)
     table.round("uvwxyzstba")
     assert table.decided(2) == ["a", "b", "s", "t"]
-    assert "took the updates of 4 trainers, 2 times trainers=2 and therefore no more; that of u" in caplog.text
+    assert "took the updates of 4 trainers" in caplog.text
     settle(table.all.values())
 
 
@@ -735,7 +740,7 @@ def test_a_lost_payload_without_a_later_state_is_an_error_that_says_what_helps_a
     lose(table, 2, "deleted")
     before = table["c"].everything()
     for _ in range(2):
-        with pytest.raises(RoundError, match=r"payload of a in round 2 is lost.*every 4 rounds.*/decided, and"):
+        with pytest.raises(RoundError, match=r"payload of a in round 2 is lost.*every 4 rounds"):
             table["c"].step(2)
         assert table["c"].everything() == before
     with pytest.raises(RoundError, match="every 4 rounds"):
@@ -749,23 +754,24 @@ def test_a_lost_payload_without_a_later_state_is_an_error_that_says_what_helps_a
     assert table.decided(5) == ["a", "b", "c", "d"]
 
 
-def test_a_payload_that_is_read_badly_once_is_read_again() -> None:
-    table = Table(state_every=1)
+def test_a_payload_that_is_read_badly_once_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
+    table = Table(joined="ab", state_every=1)
+    badly: list[str] = []
+
+    def get(key: str, *range_: Any) -> bytes:
+        data = table.store.get(key, *range_)
+        if key in badly:
+            badly.remove(key)
+            return data[:-1]
+        return data
+
+    c = table.seat("c", store=Through(table.store, get=get))
     table.round("abc")
     table.round("ab")
-    c, key = table["c"], payload_key(table, "a", 2)
-    good = table.store.get(key)
-    table.store.put(key, good[:-1])
-    plain = c.exchange.inner._fetch
-
-    def once(*args: Any) -> Any:
-        try:
-            return plain(*args)
-        finally:
-            table.store.put(key, good)
-
-    c.exchange.inner._fetch = once
+    badly.append(payload_key(table, "a", 2))
     c.step(2)
+    assert not badly
+    assert "rejoins" not in caplog.text
     assert c.loco.rounds == [2]
     settle(table.all.values())
 
@@ -1110,7 +1116,7 @@ def test_what_something_else_writes_to_a_trainer_counts_as_training_or_is_refuse
         weights = next(p for p in table["a"].modules[0].parameters() if p.ndim == 2)
         write(weights.detach().numpy())
         if name == "NaN":
-            with pytest.raises(StateError, match=r"the update of 'embed' is not finite.*Call discard\(\)"):
+            with pytest.raises(StateError, match=r"'embed' is not finite.*discard\(\)"):
                 table["a"].step(2)
             table.round("bc")
             table["a"].loco.discard()
@@ -1127,10 +1133,16 @@ def test_whichever_of_many_attempts_is_taken_nothing_is_lost_or_counted_twice(op
         table = Table("abc", training=options, state_every=2)
         table.round("abc")
         a = table["a"]
-        with mock.patch.object(a.exchange.inner, "_look", side_effect=RoundError("the store is away")):
+
+        def list_(prefix: str, plain: Any = table.store.list) -> Any:
+            if prefix.startswith("rounds/"):
+                raise StoreError("the store is away", retryable=True)
+            return plain(prefix)
+
+        with mock.patch.object(table.store, "list", list_):
             a.step()
             for _ in range(21):
-                with pytest.raises(RoundError):
+                with pytest.raises(StoreError, match="is away"):
                     a.step()
         there = table.names_of(sent)
         attempts = [key for key in (f"{sent}a.{payload}" for payload in a.ledger.offers) if key in there]
@@ -1169,10 +1181,12 @@ class Interrupting:
 
 
 @pytest.mark.parametrize(
-    ("after", "options"), [(False, {}), (True, {"compact": 2}), slow(True, {}), slow(False, {"compact": 2})]
+    ("after", "options", "every"),
+    [(False, {}, 2), (True, {"compact": 2}, 2)]
+    + [slow(after, options, 1) for after in (False, True) for options in ({}, {"compact": 2})],
 )
-def test_an_interrupt_in_any_call_of_the_store_loses_nothing(after: bool, options: dict[str, Any]) -> None:
-    for call in itertools.count(1):
+def test_an_interrupt_in_any_call_of_the_store_loses_nothing(after: bool, options: dict[str, Any], every: int) -> None:
+    for call in itertools.count(every, every):
         table = Table("ab", joined="b", training=options, state_every=1)
         store = Interrupting(table.store)
         table.seat("a", store=store)
@@ -1217,7 +1231,7 @@ class Moody:
         return call
 
 
-@pytest.mark.parametrize("seed", [0, 3, *map(slow, (1, 2, 4, 5))])
+@pytest.mark.parametrize("seed", [0, *map(slow, range(1, 6))])
 def test_whatever_trainers_do_and_whatever_befalls_them_nothing_is_lost_or_counted_twice(seed: int) -> None:
     """Rounds of some, interrupts and failures anywhere, rejoining, leaving, coming back, steps on one's own."""
     rng = random.Random(seed)
@@ -1231,6 +1245,12 @@ def test_whatever_trainers_do_and_whatever_befalls_them_nothing_is_lost_or_count
     def tried(call: Any) -> None:
         with contextlib.suppress(PulseError, KeyboardInterrupt):
             call()
+
+    def enter(who: Trainer) -> None:
+        while True:
+            with contextlib.suppress(PulseError, KeyboardInterrupt):
+                who.loco.__enter__()
+                return
 
     def some_round(names: list[str]) -> None:
         first, *rest = names
@@ -1252,8 +1272,7 @@ def test_whatever_trainers_do_and_whatever_befalls_them_nothing_is_lost_or_count
             tried(who.loco.__exit__)
             if rng.random() < 0.5:
                 who.step()
-            while who.loco._hook is None:
-                tried(who.loco.__enter__)
+            enter(who)
         else:
             table.turns.now += 5.0
         table.turns.meanwhile.clear()
@@ -1273,7 +1292,7 @@ def test_whatever_trainers_do_and_whatever_befalls_them_nothing_is_lost_or_count
 @pytest.mark.parametrize(
     ("rounds", "faults", "options"),
     [
-        (20, {"lost": 0.05, "unanswered": 0.05}, {"compact": 2}),
+        (10, {"lost": 0.05, "unanswered": 0.05}, {"compact": 2}),
         slow(200, {"lost": 0.02, "unanswered": 0.02}, {"compact": 2}),
         slow(
             60,
@@ -1316,13 +1335,14 @@ def test_rounds_over_a_store_that_fails_lose_nothing(
     for i, t in enumerate(trainers):
         again(i, t.loco.rejoin)
         assert t.loco.rounds[0] == furthest
-    assert sum(errors) > 10
+    assert sum(errors) > rounds / 4
     settle(trainers, tolerance=1e-4)
 
 
 # Real stores, real processes
 
 
+@pytest.mark.slow  # in the fast tier they meet in other stores, and the tests of stores use a bucket
 def test_trainers_meet_in_a_bucket(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
@@ -1363,7 +1383,7 @@ def survivor(folder: str, name: str, who: int, rounds: int) -> dict[str, Any]:
     return {"digests": t.digests, "round": t.loco.rounds[0]}
 
 
-@pytest.mark.parametrize(("rounds", "most_kills"), [(8, 4), slow(40, 20)])
+@pytest.mark.parametrize(("rounds", "most_kills"), [(5, 2), slow(40, 20)])
 def test_trainers_killed_at_random_and_restarted_from_what_they_saved_end_with_the_same_weights(
     fleet: Fleet, tmp_path: Path, rounds: int, most_kills: int
 ) -> None:

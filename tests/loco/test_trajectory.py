@@ -38,7 +38,7 @@ def together(count: int, train: Callable[[int, StoreExchange], Any]) -> list[Any
 
     def run(i: int) -> None:
         try:
-            found[i] = train(i, StoreExchange(store, NAMES[i], trainers=count, patience_s=20, poll_s=0.005))
+            found[i] = train(i, StoreExchange(store, NAMES[i], trainers=count, patience_s=20, poll_s=0.001))
         except BaseException as e:  # noqa: BLE001 - raised in the test's own thread
             faults.append(e)
 
@@ -450,7 +450,7 @@ def allowed(outer: SGD, operand: float) -> float:
 
 
 @pytest.mark.parametrize("outer", QUICK_OUTERS, ids=str)
-@pytest.mark.parametrize("trainers", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("trainers", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_with_everything_sent_shared_weights_are_those_of_diloco_within_fp32(outer: SGD, trainers: int) -> None:
     """The mean of the trainers' momenta is the momentum of their mean, but for rounding."""
     options: dict[str, Any] = {"trainers": trainers, "outer": outer, "steady": True}
@@ -470,7 +470,7 @@ def test_with_the_gate_half_open_gated_and_dense_training_part() -> None:
         assert bits(drifted(kind, 2.0**-15, 2)[0].theta[-1]) != bits(dense.theta[-1])
 
 
-@pytest.mark.parametrize("compact", [None, 3])
+@pytest.mark.parametrize("compact", [slow(None), 3])
 @pytest.mark.parametrize(
     ("kind", "outer"),
     [

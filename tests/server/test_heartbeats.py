@@ -41,7 +41,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 15.0) -> None:
     until = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def put(url: str, path: str, body: bytes, **headers: str) -> int:
@@ -208,7 +208,7 @@ def test_relays_in_a_circle_pass_a_heartbeat_on_once(monkeypatch: pytest.MonkeyP
     board = HeartbeatBoard(CoalescingStore(upstream))
     board.put("heartbeats/w", record("w"))
     wait_until(lambda: len(upstream.sent) == 1)
-    time.sleep(0.3)
+    time.sleep(0.1)
     assert len(upstream.sent) == 1
 
 
@@ -368,10 +368,7 @@ def test_a_second_client_is_refused_and_the_secret_is_shown_to_nobody(served: st
         first.put("heartbeats/mine", record("mine"))
         with pytest.raises(ConflictError) as caught:
             second.put("heartbeats/mine", record("mine", 9))
-        assert str(caught.value) == (
-            f"{served} keeps heartbeats/mine for another process, which sent it less than a minute ago: give each "
-            "worker a name of its own"
-        )
+        assert f"{served} keeps heartbeats/mine for another process" in str(caught.value)
         first.put("heartbeats/mine", record("mine", 5))
         assert parse(second.get("heartbeats/mine"), "mine").version == 5
         assert first._writer.encode() not in second.get("heartbeats/mine")
@@ -468,7 +465,7 @@ def test_a_worker_behind_a_relay_is_seen_at_the_server(tmp_path: Path) -> None:
     publish_steps(str(runs / "one"), 3)
     with (
         running("serve", runs) as server,
-        running("relay", server.url, cache=tmp_path / "cache") as near,
+        running("relay", server.url, cache=tmp_path / "cache", constants={PASS_EVERY_S: 0.1}) as near,
     ):
         command = ("follow", f"{near.url}/one", tmp_path / "weights", "--heartbeat", "far-1", "--interval", 0.2)
         with Forked(PULSE[-1], *command, kernels=True) as process:

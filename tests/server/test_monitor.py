@@ -405,8 +405,8 @@ def test_a_key_cannot_send_commands_to_the_terminal_of_the_log(caplog: pytest.Lo
 
 def test_many_requests_at_once_are_all_counted(folder: Path) -> None:
     with running("serve", folder) as server, ThreadPoolExecutor(16) as pool:
-        statuses = list(pool.map(lambda _: ask(server.url, "/parts/a").status, range(400)))
+        statuses = list(pool.map(lambda _: ask(server.url, "/parts/a").status, range(150)))
         page = scrape(f"{server.url}/metrics")
-    assert statuses == [200] * 400
-    assert page.total("pulse_requests_total") == 400
-    assert page.total("pulse_served_bytes_total") == 400 * len(BODY)
+    assert statuses == [200] * 150
+    assert page.total("pulse_requests_total") == 150
+    assert page.total("pulse_served_bytes_total") == 150 * len(BODY)

@@ -52,6 +52,7 @@ from starlette.datastructures import Headers
 SMALL = b"0123456789"
 PIECE = 1 << 22  # what a server reads at once
 LARGE = random.Random(1).randbytes(5 * PIECE + 5)  # more than it reads ahead
+TWO_PIECES = LARGE[: PIECE + 5]
 RUN = {"parts/small": SMALL, "parts/large": LARGE, "parts/empty": b"", "layouts/a": b"layout", "head": b"41"}
 
 
@@ -251,7 +252,7 @@ def test_listings_that_nobody_reads_delay_neither_other_requests_nor_the_end(tmp
         if sys.platform == "linux":
             assert len(os.listdir(f"/proc/{server.process.pid}/task")) < 30
         assert server.stop() == 0
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 10  # one after the other they would take fifteen seconds
 
 
 @pytest.mark.slow  # ten seconds
@@ -274,7 +275,8 @@ def test_a_listing_that_nobody_reads_takes_little_memory(tmp_path: Path) -> None
             unread.enter_context(connection).setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((address.hostname, address.port))
             connection.sendall(b"GET /?list=manifests/ HTTP/1.1\r\nHost: a\r\n\r\n")
-        time.sleep(5)
+        assert len(ask(server.url, "/?list=manifests/").body) > 3_000_000  # those before have been worked on
+        time.sleep(1)
         assert memory_kb(server.process.pid) - before < 100 * 450
 
 
@@ -486,12 +488,14 @@ def test_a_low_limit_of_files_is_raised_as_far_as_the_system_permits(folder: Pat
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_idle_connections_do_not_shut_out_other_clients(folder: Path, tmp_path: Path, secure: bool) -> None:
-    options: dict[str, Any] = {"descriptors": (400, 400)}
+    looks_often = {"pulsesync.server.connections._LOOK_EVERY_S": 0.05}
+    options: dict[str, Any] = {"descriptors": (400, 400), "constants": looks_often}
     if secure:
         options["certificate"], options["private_key"] = make_identity(tmp_path)
     with running("serve", folder, **options) as server, ExitStack() as idle:
         address = urlsplit(server.url)
-        for _ in range(450):
+        # Without TLS 104 are accepted. With many more, the client's own connection is tried again after a second.
+        for _ in range(450 if secure else 130):
             connection = idle.enter_context(socket.socket())
             connection.bind(("127.0.0.2", 0))  # of this client's connections any may be closed, even a new one
             connection.setblocking(False)
@@ -505,12 +509,12 @@ def test_idle_connections_do_not_shut_out_other_clients(folder: Path, tmp_path: 
 
 
 def test_a_client_that_sends_no_request_is_disconnected(folder: Path) -> None:
-    with running("serve", folder, constants={"pulsesync.server.serving._HEADER_S": 1}) as server:
+    with running("serve", folder, constants={"pulsesync.server.serving._HEADER_S": 0.2}) as server:
         address = urlsplit(server.url)
         with socket.create_connection((address.hostname or "", address.port or 0), timeout=20) as idle:
             begin = time.monotonic()
             assert idle.recv(1) == b""
-            assert 0.5 < time.monotonic() - begin < 8
+            assert 0.1 < time.monotonic() - begin < 8
 
 
 def test_of_the_connections_of_a_client_that_has_too_many_the_idle_ones_are_closed() -> None:
@@ -702,6 +706,7 @@ class Upstream(http.server.ThreadingHTTPServer):
         self.asked: Counter[str] = Counter()
         self.shown: set[str | None] = set()  # as Authorization
         self.states_sizes = True
+        self.delay_s = 0.0  # before each answer, so that many can wait for it
         self.damaged: dict[str, tuple[int, int]] = {}  # by key, which byte is damaged, and how many times
         self.ending = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
@@ -722,7 +727,7 @@ class _UpstreamHandler(http.server.BaseHTTPRequestHandler):
         first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
         self.server.asked[f"{self.path[1:]} {first}-{last}"] += 1
         self.server.shown.add(self.headers.get("Authorization"))
-        time.sleep(0.1)  # so that many can wait for it
+        time.sleep(self.server.delay_s)
         if self.path.startswith(("/hang", "/parts/hang")):
             self.server.ending.wait(10)
         data = self.server.objects.get(self.path[1:])
@@ -764,7 +769,7 @@ def upstream() -> Iterator[Upstream]:
 def test_many_clients_of_a_relay_cost_one_request_for_each_piece(
     upstream: Upstream, tmp_path: Path, states_sizes: bool
 ) -> None:
-    upstream.states_sizes = states_sizes
+    upstream.states_sizes, upstream.delay_s = states_sizes, 0.1
     with (
         running("relay", upstream.url, cache=tmp_path) as relay,
         closing(HttpStore(relay.url)) as store,
@@ -785,6 +790,7 @@ def test_polling_costs_the_upstream_one_request_a_second_and_key(upstream: Upstr
         with pytest.raises(NotFoundError):
             store.get("manifests/0000000000000042", 0, 1 << 24)
 
+    upstream.delay_s = 0.1
     with running("relay", upstream.url, cache=tmp_path) as relay, closing(HttpStore(relay.url)) as store:
         begin = time.monotonic()
         with ThreadPoolExecutor(8) as threads:
@@ -836,7 +842,7 @@ def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(t
         assert store.get("parts/a", 0, 64) == b"good"
 
 
-@pytest.mark.parametrize("size", [len(SMALL), len(LARGE)])
+@pytest.mark.parametrize("size", [len(SMALL), len(TWO_PIECES), pytest.param(len(LARGE), marks=pytest.mark.slow)])
 def test_what_a_relay_receives_damaged_it_does_not_keep(upstream: Upstream, tmp_path: Path, size: int) -> None:
     data = LARGE[:size]
     key = f"files/{hashlib.sha256(data).hexdigest()}"
@@ -875,11 +881,11 @@ def test_a_relay_serves_what_it_has_while_its_upstream_is_away(folder: Path, tmp
         running("relay", server.url, cache=tmp_path) as relay,
         closing(HttpStore(relay.url)) as store,
     ):
-        assert store.get("parts/large", 0, N) == LARGE
-        assert store.get("parts/small", 0, 10) == SMALL
+        for key in ("parts/large", "parts/small"):
+            assert store.get(key, 0, N) == RUN[key]
         server.stop()
-        assert store.get("parts/large", 0, N) == LARGE
-        assert store.get("parts/small", 0, 10) == SMALL
+        for key in ("parts/large", "parts/small"):
+            assert store.get(key, 0, N) == RUN[key]
         for key in ("layouts/a", "head", "manifests/0000000000000000"):
             with pytest.raises(StoreError) as caught:
                 store.get(key)
@@ -912,10 +918,11 @@ def test_a_relay_of_a_folder_does_not_leave_it_through_a_link(tmp_path: Path) ->
 
 
 def test_a_relay_keeps_its_cache_below_a_limit(upstream: Upstream, tmp_path: Path) -> None:
-    with running("relay", upstream.url, cache=tmp_path, max_cache="10MB") as relay:
+    upstream.objects["parts/two"] = TWO_PIECES
+    with running("relay", upstream.url, cache=tmp_path, max_cache="3MB") as relay:
         for _ in range(2):
-            assert ask(relay.url, "/parts/large").body == LARGE
-            assert taken(tmp_path) <= 10_000_000
+            assert ask(relay.url, "/parts/two").body == TWO_PIECES
+            assert 1_000_000 < taken(tmp_path) <= 3_000_000
 
 
 def test_without_a_limit_given_a_relay_leaves_half_of_the_free_disk(tmp_path: Path) -> None:
@@ -929,17 +936,17 @@ def test_without_a_limit_given_a_relay_leaves_half_of_the_free_disk(tmp_path: Pa
 
 @pytest.mark.parametrize("right", [True, False], ids=["the copy is right", "the copy cannot be checked"])
 def test_no_client_can_evict_the_only_copy_while_the_upstream_is_away(tmp_path: Path, right: bool) -> None:
-    key = f"files/{hashlib.sha256(LARGE).hexdigest()}" if right else "parts/large"
+    key = f"files/{hashlib.sha256(TWO_PIECES).hexdigest()}" if right else "parts/a"
     origin = LocalStore(tmp_path / "run")
-    origin.put(key, LARGE)
+    origin.put(key, TWO_PIECES)
     with running("serve", origin.folder) as server, running("relay", server.url, cache=tmp_path / "cache") as relay:
-        assert ask(relay.url, f"/{key}").body == LARGE
+        assert ask(relay.url, f"/{key}").body == TWO_PIECES
         server.stop()
         for _ in range(3):
             answer = ask(relay.url, f"/{key}", Cache_Control="no-cache")
-            assert (answer.status, answer.body == LARGE) == (200, True)
-            assert ask(relay.url, f"/{key}", Range="bytes=5-9").body == LARGE[5:10]
-            assert ask(relay.url, f"/{key}", "HEAD").headers["Content-Length"] == str(N)
+            assert (answer.status, answer.body == TWO_PIECES) == (200, True)
+            assert ask(relay.url, f"/{key}", Range="bytes=5-9").body == TWO_PIECES[5:10]
+            assert ask(relay.url, f"/{key}", "HEAD").headers["Content-Length"] == str(len(TWO_PIECES))
 
 
 def test_reports_about_an_object_make_a_relay_fetch_it_now_and_then_alone(upstream: Upstream, tmp_path: Path) -> None:
@@ -985,12 +992,12 @@ def test_a_relay_does_not_show_its_token_in_clear_to_another_machine(
 
 def test_a_store_that_fails_is_logged_now_and_then(tmp_path: Path) -> None:
     with running("relay", "http://127.0.0.1:1", cache=tmp_path) as relay:
-        for _ in range(5):
+        for _ in range(3):
             assert ask(relay.url, "/a%0db").status == 503
         relay.stop()
         lines = relay.printed().splitlines()
     assert len(lines) == 1
-    assert r"Answered 'a\rb' with 503, because the store failed: cannot read a b from" in lines[0]
+    assert r"Answered 'a\rb' with 503, because the store failed: cannot read a b" in lines[0]
 
 
 def test_a_listing_of_the_store_that_has_no_end_is_a_failure_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
@@ -1013,7 +1020,7 @@ def test_a_listing_of_the_store_that_has_no_end_is_a_failure_of_the_store(caplog
 
     asyncio.run(ask_app())
     assert sent[0]["status"] == 500
-    assert "the listing of parts/ at https://upstream has more than 7 objects" in caplog.text
+    assert "has more than 7 objects" in caplog.text
 
 
 def test_workers_that_wait_for_a_silent_upstream_do_not_keep_others_from_what_is_cached(
@@ -1050,11 +1057,17 @@ class Slow(MemoryStore):
 
 
 def test_equal_reads_at_the_same_time_are_one() -> None:
-    slow = Slow(seconds=1.0)  # on a busy machine threads start late
+    slow = Slow(seconds=0.3)  # for the threads to ask for it, which have all been started
     slow.put("parts/a", SMALL)
-    shared = CoalescingStore(slow)
+    shared, all_there = CoalescingStore(slow), threading.Barrier(16)
+
+    def read() -> bytes:
+        all_there.wait()
+        return shared.get("parts/a", 2, 5)
+
     with ThreadPoolExecutor(16) as threads:
-        assert set(threads.map(lambda _: shared.get("parts/a", 2, 5), range(16))) == {b"234"}
+        futures = [threads.submit(read) for _ in range(16)]
+        assert {future.result() for future in futures} == {b"234"}
     assert len(slow.asked) == 1
     slow.seconds = 0
     shared.get("parts/a", 2, 5)
@@ -1070,7 +1083,7 @@ def test_ranges_of_a_small_record_are_one_read() -> None:
 
 
 def test_ranges_of_a_large_record_are_read_as_they_are_asked_for() -> None:
-    slow = Slow()
+    slow = Slow(seconds=0)
     slow.put("manifests/1", LARGE)
     shared = CoalescingStore(slow)
     for begin, end in RANGES:
@@ -1123,7 +1136,7 @@ def test_what_is_remembered_is_bounded() -> None:
             shared.get(f"anchors/{i}")
     assert len(shared._remembered) <= 1024
     for i in range(20):
-        store.put(f"manifests/{i}", LARGE)
+        store.put(f"manifests/{i}", TWO_PIECES)
         shared.get(f"manifests/{i}", 0, 1)
     assert sum(held.weight for held in shared._remembered.values()) <= 1 << 26
 
@@ -1144,7 +1157,6 @@ def test_workers_that_wait_for_a_new_body_do_not_keep_others_from_bodies_that_ar
     upstream: Upstream, tmp_path: Path
 ) -> None:
     with (
-        # This starts a process and reads 20 MiB three times, which takes a second.
         running("relay", upstream.url, cache=tmp_path) as relay,
         closing(HttpStore(relay.url)) as store,
         ExitStack() as waiting,
@@ -1154,7 +1166,9 @@ def test_workers_that_wait_for_a_new_body_do_not_keep_others_from_bodies_that_ar
         for _ in range(100):
             connection = socket.create_connection((address.hostname or "", address.port or 0))
             waiting.enter_context(connection).sendall(b"GET /parts/hang HTTP/1.1\r\nHost: a\r\n\r\n")
-        time.sleep(0.3)  # for the relay to work on them
+        while not any(asked.startswith("parts/hang") for asked in upstream.asked):
+            time.sleep(0.01)
+        time.sleep(0.1)  # for the relay to work on the others
         begin = time.monotonic()
         assert store.get("parts/large") == LARGE
         assert store.get("parts/large", 5, 9) == LARGE[5:9]

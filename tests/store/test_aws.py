@@ -106,7 +106,7 @@ def test_containers_come_after_the_files(home: Home) -> None:
 
 def test_a_profile_that_does_not_exist_is_named_with_the_files(home: Home) -> None:
     home.write("[default]\n" + KEYS.format("file"))
-    with pytest.raises(ValueError, match=r"'typo' in \S+credentials \(no such profile\) and in \S+ \(no such file\)"):
+    with pytest.raises(ValueError, match=r"'typo' in .* \(no such profile\) and in .* \(no such file\)"):
         find_credentials({}, home.environment(AWS_PROFILE="typo"))
 
 
@@ -114,7 +114,7 @@ def test_a_profile_that_does_not_exist_is_named_with_the_files(home: Home) -> No
 def test_a_profile_that_needs_boto3_says_so(home: Home, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     home.write(config=f"[profile p]\n{setting} = x\n")
-    with pytest.raises(ValueError, match=f"profile 'p' obtains its credentials by {setting}.*pip install boto3"):
+    with pytest.raises(ValueError, match=f"'p' .* by {setting}.*pip install boto3"):
         find_credentials({}, home.environment(AWS_PROFILE="p"))
 
 
@@ -125,9 +125,7 @@ def test_keys_prevail_over_a_program_in_the_same_profile(home: Home) -> None:
 
 def test_a_file_that_is_broken_is_named_and_not_quoted(home: Home) -> None:
     home.write("aws_secret_access_key = hush\n")
-    with pytest.raises(
-        ValueError, match="credentials cannot be read as a file of AWS profiles: there is a syntax error in line 1"
-    ) as e:
+    with pytest.raises(ValueError, match=r"credentials cannot be read.* syntax error in line 1") as e:
         find_credentials({}, home.environment())
     assert "hush" not in str(e.value)
 
@@ -244,8 +242,8 @@ def test_a_home_folder_with_a_profile_is_enough_and_no_metadata_service_is_asked
 def test_wrong_keys_of_a_profile_are_refused_in_one_line_that_names_it(s3_server: Server, home: Home) -> None:
     home.write(f"[default]\naws_access_key_id={ACCESS_KEY}\naws_secret_access_key=mistaken\n")
     said = use(s3_server.fresh_url(), {"HOME": str(home.path), "AWS_ENDPOINT_URL": s3_server.endpoint})
-    assert f"(credentials from profile 'default' in {home.path}/.aws/credentials). Check what" in said
-    assert "the server answered 403 Forbidden, SignatureDoesNotMatch: The request signature" in said
+    assert f"profile 'default' in {home.path}/.aws/credentials" in said
+    assert "403 Forbidden, SignatureDoesNotMatch:" in said
     assert "<" not in said
     assert "mistaken" not in said
 
@@ -259,6 +257,6 @@ def test_where_the_metadata_service_has_none_the_error_lists_what_was_tried(
 
     with broken_server(answer) as metadata:
         said = use("s3://bucket/run", {"HOME": str(home.path), "AWS_METADATA_ENDPOINT": metadata})
-    assert said.startswith(f"{retryable} cannot write head in s3://bucket/run: found no AWS credentials; provide")
+    assert said.startswith(f"{retryable} cannot write head in s3://bucket/run: found no AWS credentials")
     assert f"profile 'default' in {home.path}/.aws/credentials (no such file)" in said
-    assert f"the metadata service of an EC2 instance ({words}" in said
+    assert f"EC2 instance ({words}" in said

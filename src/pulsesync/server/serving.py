@@ -92,7 +92,9 @@ def serve(
                 websockets=False,
                 backlog=connections.backlog,
                 backpressure=connections.limit,
-                http1_settings=HTTP1Settings(header_read_timeout=_HEADER_S * 1000, max_buffer_size=_BUFFER_BYTES),
+                http1_settings=HTTP1Settings(
+                    header_read_timeout=round(_HEADER_S * 1000), max_buffer_size=_BUFFER_BYTES
+                ),
                 log_level=LogLevels.critical,
                 ssl_cert=certificate,
                 ssl_key=private_key,
