@@ -93,6 +93,21 @@ def parts_as_objects() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Nothing here outlives a loss of power, and each of many thousand writes would wait some milliseconds for it.
+
+    What is to be on the disk before what: `tests/store/test_local.py` puts a function of its own in this place.
+    """
+
+    def fsync(handle: int) -> None:
+        os.fstat(handle)  # fails for what is not open
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", fsync)
+        yield
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not GPU:
         pytest.skip("needs a CUDA device: run make gpu-test on a machine that has one")

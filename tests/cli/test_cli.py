@@ -235,20 +235,16 @@ def test_the_list_of_commands_is_shown_without_loading_any_of_them_or_a_parser()
 
 
 def test_whoever_stops_reading_gets_no_traceback(run: Path) -> None:
-    process = start("log", run)
-    assert process.stdout
-    process.stdout.close()
-    assert process.stderr
-    assert "Traceback" not in process.stderr.read()
-    assert process.wait(30) in (0, 141)
-    process.stderr.close()
+    with start("log", run) as process:
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+        assert process.wait(30) in (0, 141)
 
 
 def test_an_interrupt_is_exit_code_130_and_no_traceback(run: Path, tmp_path: Path) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM)
     followers = [start("follow", run, tmp_path / f"f{number}", "--json") for number in numbers]
     for number, process in zip(numbers, followers, strict=True):
-        assert process.stdout
         assert [json.loads(process.stdout.readline())["event"] for _ in range(3)] == ["waits", "version", "missing"]
         os.kill(process.pid, number)
         out, err = process.communicate(timeout=30)

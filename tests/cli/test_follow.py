@@ -211,17 +211,14 @@ def test_what_a_loader_will_miss_is_said_once(files: dict[str, bytes], missing: 
 
 
 def test_a_live_follower_says_once_what_a_loader_will_miss(tmp_path: Path) -> None:
-    """A process of its own, as it follows for ever: a second, most of it imports."""
+    """A process of its own, as it follows for ever."""
     with Publisher(str(tmp_path / "run")) as publisher:
         publisher.publish({"a": np.zeros(9, np.float32)}, step=0)
         publisher.flush()
-        process = start("follow", tmp_path / "run", tmp_path / "f", "--interval", 0.01, "--hold", 0, "--json")
-        try:
-            assert process.stdout
+        with start("follow", tmp_path / "run", tmp_path / "f", "--interval", 0.01, "--hold", 0, "--json") as process:
             events = [json.loads(process.stdout.readline())["event"] for _ in range(3)]
             publisher.publish({"a": np.ones(9, np.float32)}, step=1)
             events.append(json.loads(process.stdout.readline())["event"])
-        finally:
             process.kill()
             rest, _ = process.communicate(timeout=30)
     assert (events, rest) == (["waits", "version", "missing", "version"], "")
@@ -286,11 +283,8 @@ class served:  # noqa: N801 - used like a function
         self.folder, self.token = folder, token
 
     def __enter__(self) -> str:
-        from tests.commands import start
-
         (self.folder.parent / "token").write_text(self.token)
         self.process = start("serve", self.folder, "--port", 0, "--token-file", self.folder.parent / "token", "--json")
-        assert self.process.stdout
         return str(json.loads(self.process.stdout.readline())["url"])
 
     def __exit__(self, *_: object) -> None:

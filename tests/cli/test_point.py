@@ -163,14 +163,10 @@ def test_a_folder_whose_pointer_does_not_exist_yet_is_exit_code_3(run: Path, tmp
 
 def test_a_live_follower_waits_for_its_pointer_and_says_so_once(run: Path, tmp_path: Path) -> None:
     with start("follow", run, tmp_path / "f", "--pointer", "stable", "--interval", 0.05, "--json") as process:
-        try:
-            assert process.stdout is not None
-            lines = (json.loads(line) for line in process.stdout)
-            waits = [next(lines)["event"] for _ in range(2)]
-            move_pointer(str(run), "stable", 2)
-            flip = next(lines)
-        finally:
-            process.terminate()
+        lines = (json.loads(line) for line in process.stdout)
+        waits = [next(lines)["event"] for _ in range(2)]
+        move_pointer(str(run), "stable", 2)
+        flip = next(lines)
     assert waits == ["waits", "waits"]  # for a version in the folder, and for the pointer
     assert (flip["event"], flip["version"]) == ("version", 2)
 

@@ -94,16 +94,11 @@ def test_nothing_hostile_reaches_the_terminal(run: Path) -> None:
 
 def test_watch_looks_again_until_it_is_interrupted(run: Path) -> None:
     put(run, "w")
-    process = start("status", run, "--watch", "--interval", 0.1, "--json")
-    try:
-        assert process.stdout
+    with start("status", run, "--watch", "--interval", 0.02, "--json") as process:
         assert json.loads(process.stdout.readline())["newest"]["version"] == 1
         publish_steps(str(run), 1)
         until = time.monotonic() + 30
         while json.loads(process.stdout.readline())["newest"]["version"] < 2:
             assert time.monotonic() < until
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
-        assert process.returncode == 130
-    finally:
-        process.kill()
+        assert process.wait(30) == 130
