@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -66,7 +67,8 @@ def test_the_error_is_the_one_that_runs_of_this_kind_support(checkpoint: Path, o
     (told,) = pulse(*asked, "--json").events
     shown = pulse(*asked).out
     model = read_model(checkpoint, "BF16")
-    told_by = forecast(model.weights_by_class, model.tensors, training, by_scale=model.by_scale, rounded=model.rounded)
+    how: dict[str, Any] = {"by_scale": model.by_scale, "rounded": model.rounded, "steps": STEPS[1]}
+    told_by = forecast(model.weights_by_class, model.tensors, training, **how)
     early = told_by.mean(0, STEPS[1])  # the steps that the errors were measured over, and not all that are forecast
     assert early.sizes["history"] != told["ways"]["history"]["size_bytes"]
     assert list(told["error"]) == [one.kind for one in found]
