@@ -11,7 +11,6 @@ from pulsesync_lab.study.predict import plan
 from pulsesync_lab.study.predict.evidence import STEPS
 from pulsesync_lab.study.predict.forecast import Forecast, TrainingSettings, forecast
 
-
 AHEAD = 64  # steps
 _MADE: dict[str, Forecast] = {}
 
@@ -23,7 +22,9 @@ def forecast_once() -> Iterator[None]:
     It looks half as far ahead as a user's.
     """
 
-    def remembered(weights_by_class: Any, tensors: int, training: TrainingSettings, *args: Any, **more: Any) -> Forecast:
+    def remembered(
+        weights_by_class: Any, tensors: int, training: TrainingSettings, *args: Any, **more: Any
+    ) -> Forecast:
         key = repr((weights_by_class, tensors, training, args, more))
         if key not in _MADE:
             steps = max(AHEAD, 2 * training.every)

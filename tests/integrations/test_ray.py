@@ -291,7 +291,7 @@ def test_two_processes_of_one_rank_do_not_both_get_in(name: str) -> None:
 def test_another_size_is_refused(name: str) -> None:
     teams = [ActorTeam(name, rank, 2) for rank in range(2)]
     at_once(*(lambda t=team: t.gather(b"") for team in teams))
-    with pytest.raises(GroupError, match="rank 2 of 3 does not belong to this team of 2"):
+    with pytest.raises(GroupError, match="rank 2 of 3 does not belong"):
         ActorTeam(name, 2, 3).gather(b"")
     assert [one.result() for one in at_once(*(lambda t=team: t.gather(b"x") for team in teams))] == [[b"x", b"x"]] * 2
     with pytest.raises(ValueError, match="got rank 2 of size 2"):

@@ -372,7 +372,7 @@ def test_a_fault_in_a_hook_is_a_warning_and_training_goes_on(tmp_path: Path, mon
     monkeypatch.setattr("pulsesync_lab.study.measure.writing.RecordingWriter.add", full)
     before = net.up.weight.detach().clone()
     net(torch.arange(9)).backward()
-    with pytest.warns(RuntimeWarning, match="recording stopped: OSError: no space left"):
+    with pytest.warns(RuntimeWarning, match="recording stopped: OSError"):
         optimizer.step()
     optimizer.step()
     assert not torch.equal(before, net.up.weight)
