@@ -51,8 +51,13 @@ BIG = 1 << 20  # bytes: beyond what a directory keeps by itself
 
 @pytest.fixture(scope="module", autouse=True)
 def joined() -> Iterator[None]:
-    """A cluster of this file's own."""
-    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False)
+    """A cluster of this file's own, without the two processes that scale it and that forward what its workers print."""
+    from ray._private.parameter import RayParams
+
+    few: Any = partial(RayParams, no_monitor=True, include_log_monitor=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("ray._private.parameter.RayParams", few)
+        ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False)
     yield
     ray.shutdown()
 
