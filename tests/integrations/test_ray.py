@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -54,7 +54,7 @@ def joined() -> Iterator[None]:
     """A cluster of this file's own, without the two processes that scale it and that forward what its workers print."""
     from ray._private.parameter import RayParams
 
-    few: Any = partial(RayParams, no_monitor=True, include_log_monitor=False)
+    few = partial(cast(Any, RayParams), no_monitor=True, include_log_monitor=False)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("ray._private.parameter.RayParams", few)
         ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False)
