@@ -15,7 +15,10 @@ def random_counts(seed: int) -> np.ndarray:
     shape = int(rng.integers(1, 4, endpoint=True)), 41
     kinds = (rng.random(shape) > rng.random((shape[0], 1))) * rng.integers(1, 2, shape, endpoint=True)
     kinds *= rng.integers(0, 5, (shape[0], 1)) > 0
-    return np.choose(kinds, [np.zeros(shape, np.int64), rng.integers(0, 31, shape), rng.integers(0, 1 << 40, shape)])
+    out = np.choose(kinds, [np.zeros(shape, np.int64), rng.integers(0, 31, shape), rng.integers(0, 1 << 40, shape)])
+    if rng.random() < 0.3:
+        out[0] = np.arange(41) == rng.integers(0, 41)  # one change in all
+    return out
 
 
 counts_of_contexts = seeds.map(random_counts)
