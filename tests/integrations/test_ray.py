@@ -701,7 +701,7 @@ def run(code: str, *arguments: str, **more: str) -> str:
     """Run a script in a process of its own."""
     env = {**os.environ, "RAY_ADDRESS": "local", **more}
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=80, env=env, check=False
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=110, env=env, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
