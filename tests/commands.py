@@ -4,13 +4,13 @@ import contextlib
 import io
 import json
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any, TextIO
 from unittest import mock
 
 from pulsesync.cli import main
+from tests.forked import Forked
 
 PULSE = [sys.executable, "-c", "from pulsesync.cli import main; main()"]
 
@@ -54,5 +54,6 @@ def pulse(*arguments: object, stderr: TextIO | None = None) -> Done:
     raise AssertionError("the command returned without an exit code")
 
 
-def start(*arguments: object) -> "subprocess.Popen[str]":
-    return subprocess.Popen([*PULSE, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(*arguments: object) -> Forked:
+    """Run a command in a process of its own."""
+    return Forked(PULSE[-1], *arguments, kernels=True)

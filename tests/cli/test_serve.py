@@ -19,7 +19,7 @@ def test_a_token_of_the_environment_that_is_empty_is_a_usage_error(
 
 def test_an_upstream_token_of_the_environment_that_is_empty_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "")
-    assert pulse("relay", FAR).refused(2, "the token in PULSE_UPSTREAM_TOKEN is empty")
+    assert pulse("relay", FAR).refused(2, "PULSE_UPSTREAM_TOKEN is empty")
 
 
 def test_a_token_file_that_is_empty_or_not_there_is_a_usage_error(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_options_that_have_no_effect_on_an_upstream_are_usage_errors(
     for upstream in (tmp_path, FAR):
         assert pulse("relay", upstream, *relay[2:], "--cafile", tmp_path / "none").refused(2, "--cafile works with")
     monkeypatch.setenv("PULSE_UPSTREAM_TOKEN", "")
-    assert pulse(*relay).refused(2, "the token in PULSE_UPSTREAM_TOKEN is empty")
+    assert pulse(*relay).refused(2, "PULSE_UPSTREAM_TOKEN is empty")
 
 
 def test_a_size_that_is_none_and_a_certificate_without_its_key_are_usage_errors(tmp_path: Path) -> None:

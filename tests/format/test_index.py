@@ -204,7 +204,7 @@ def test_an_index_of_more_tiles_than_payload_bytes_is_refused_before_they_are_li
     assert len(section) < 10_000
     tracemalloc.start()
     try:
-        with pytest.raises(FormatError, match="262144 tiles, too many for payloads of 0 bytes"):
+        with pytest.raises(FormatError, match="262144 tiles, too many"):
             index.parse(section, count, [len(section), 0])
         assert tracemalloc.get_traced_memory()[1] < 16 << 20  # the list would take 60 MB
     finally:

@@ -300,5 +300,5 @@ def test_a_tile_by_its_number_is_that_of_the_list(seed: int) -> None:
     assert [layout.tile(tile.ordinal) for tile in layout.tiles] == list(layout.tiles)
     assert layout.tile_count == len(layout.tiles)
     for number in (layout.tile_count, -1):
-        with pytest.raises(IndexError, match=f"tile {number} does not exist: the layout has {layout.tile_count}"):
+        with pytest.raises(IndexError, match=f"tile {number} does not exist: .* {layout.tile_count}"):
             layout.tile(number)

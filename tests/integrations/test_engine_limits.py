@@ -194,13 +194,13 @@ def test_limits_that_are_set_but_empty_are_an_error(name: str, value: str, monke
     monkeypatch.setenv(f"PULSE_TEST_{name}", value)
     if (name, value.strip()) == ("CACHE", ","):
         return  # the name of a folder
-    with pytest.raises(ValueError, match=f"PULSE_TEST_{name} .*give it a value, or unset it"):
+    with pytest.raises(ValueError, match=f"PULSE_TEST_{name} .*give it a value"):
         EngineLimits.read("PULSE_TEST")
 
 
 def test_limits_that_name_no_location_say_which_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PULSE_TEST_RUNS", "s3://bucket/run, s3:/bucket/other")
-    with pytest.raises(ValueError, match=r"PULSE_TEST_RUNS: s3:/bucket/other is no path and no URL: write s3://bucket"):
+    with pytest.raises(ValueError, match=r"PULSE_TEST_RUNS: s3:/bucket/other .* write s3://bucket"):
         EngineLimits.read("PULSE_TEST")
 
 
@@ -222,5 +222,5 @@ def test_a_vllm_server_whose_limits_are_empty_does_not_start(monkeypatch: pytest
     from pulsesync.integrations.vllm import Routes
 
     monkeypatch.setenv("PULSE_VLLM_RUNS", ",")
-    with pytest.raises(ValueError, match="PULSE_VLLM_RUNS must be values with commas between"):
+    with pytest.raises(ValueError, match="PULSE_VLLM_RUNS must be"):
         Routes(app=None)

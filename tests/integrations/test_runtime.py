@@ -418,7 +418,7 @@ def test_views_into_kv_b_proj_are_passed_over_and_copies_of_it_refused() -> None
         == place(ModelShape.from_config(c), rank, runtime).keys()
     )
     for name, view in derived.items():
-        with pytest.raises(StateError, match="which the map of this model does not have") as refused:
+        with pytest.raises(StateError, match="map of this model does not have") as refused:
             place(ModelShape.from_config(c), rank, runtime | derived | {name: view.clone()})
         assert refused.value.tensor == name
 
@@ -462,9 +462,9 @@ def test_a_checkpoint_with_fused_tensors_is_mapped_on_one_rank_and_refused_on_se
 
 
 def test_why_a_family_cannot_be_mapped_is_said() -> None:
-    with pytest.raises(StateError, match=r"'gpt_oss' are not supported \(engines keep the transpose"):
+    with pytest.raises(StateError, match=r"'gpt_oss' are not supported .*transpose"):
         ModelShape.from_config({"model_type": "gpt_oss"})
-    with pytest.raises(StateError, match=r"'gemma3' are not supported \(it has a vision tower"):
+    with pytest.raises(StateError, match=r"'gemma3' are not supported .*vision"):
         ModelShape.from_config({"model_type": "gemma3", "text_config": {}})
 
 
@@ -485,7 +485,7 @@ def test_an_output_matrix_of_its_own_needs_a_name_in_the_checkpoint() -> None:
     c, rank = CONFIGS["qwen2"], EngineRank()
     runtime = engine(c, checkpoint(c), rank)
     runtime["lm_head.weight"] = runtime["model.embed_tokens.weight"].clone()
-    with pytest.raises(StateError, match=r"has a tensor 'lm_head\.weight', which the map"):
+    with pytest.raises(StateError, match=r"tensor 'lm_head\.weight', which the map"):
         place(ModelShape.from_config(c), rank, runtime)
     placed = place(ModelShape.from_config(c, lm_head=True), rank, runtime)
     assert placed["lm_head.weight"].tensor.data_ptr() == runtime["lm_head.weight"].data_ptr()
@@ -517,7 +517,7 @@ def spoil(runtime: Tensors, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("unknown", "which the map of this model does not have"),
+        ("unknown", "map of this model does not have"),
         ("missing", "the runtime has no tensor"),
         ("shape", "has shape"),
         ("transposed", "has shape"),
@@ -714,14 +714,13 @@ def train_(whole: Tensors, seed: int) -> None:
 @pytest.mark.parametrize(
     ("family", "codec", "cut"),
     [
-        ("llama", "auto", True),
         ("llama", "gap", False),
         ("qwen3_moe", "history", True),
-        ("mixtral", "auto", True),
         ("deepseek_v3", "auto", True),
         *(
             pytest.param(family, codec, cut, marks=pytest.mark.slow)
             for family, codec, cut in [
+                ("llama", "auto", True),
                 ("llama", "history", True),
                 ("gemma3_text", "auto", True),
                 ("qwen2", "auto", True),
@@ -732,6 +731,7 @@ def train_(whole: Tensors, seed: int) -> None:
                 ("qwen2_moe", "gap", False),
                 ("qwen3_moe", "auto", True),
                 ("qwen3_moe", "gap", False),
+                ("mixtral", "auto", True),
                 ("mixtral", "history", True),
                 ("mixtral", "gap", False),
             ]
@@ -958,8 +958,9 @@ def doubled(tensors: Tensors) -> Tensors:
 @pytest.mark.parametrize(
     ("family", "fleet"),
     [
-        *((family, "tp4") for family in ("llama", "qwen2", "qwen3")),
-        *((family, "ep2") for family in ("qwen2_moe", "qwen3_moe", "mixtral")),
+        *((family, "tp4") for family in ("qwen2", "qwen3")),
+        *((family, "ep2") for family in ("qwen2_moe", "mixtral")),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("llama", "tp4"), ("qwen3_moe", "ep2"))),
         *(pytest.param(family, "tp2", marks=pytest.mark.slow) for family in ("llama", "qwen2", "qwen3")),
         *(
             pytest.param(family, fleet, marks=pytest.mark.slow)

@@ -1,7 +1,5 @@
 """The recorder: every number is compared with an oracle that keeps all states, and the training stays undisturbed."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from pulsesync_lab.study.measure import choosing, counting_torch
 from pulsesync_lab.study.measure.buffers import TorchBuffers
 from pulsesync_lab.study.measure.holdings import FLOATS
 from pulsesync_lab.study.recording import Step
+from tests.forked import Forked
 from tests.processes import Fleet, fleet, group
 
 __all__ = ["fleet"]
@@ -373,7 +372,7 @@ def test_a_fault_in_a_hook_is_a_warning_and_training_goes_on(tmp_path: Path, mon
     monkeypatch.setattr("pulsesync_lab.study.measure.writing.RecordingWriter.add", full)
     before = net.up.weight.detach().clone()
     net(torch.arange(9)).backward()
-    with pytest.warns(RuntimeWarning, match="recording stopped: OSError: no space left"):
+    with pytest.warns(RuntimeWarning, match="recording stopped: OSError"):
         optimizer.step()
     optimizer.step()
     assert not torch.equal(before, net.up.weight)
@@ -569,8 +568,9 @@ def test_arrays_need_no_torch() -> None:
         "import numpy as np\nfrom pulsesync_lab.study import Recorder\n"
         "r = Recorder(); r.feed({'a': np.ones(9)}); print(r.feed({'a': np.ones(9) * 2}).changed)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout == "(9,)\n", done.stderr
+    with Forked(code, kernels=True) as process:
+        assert process.wait(60) == 0, process.stderr.read()
+        assert process.stdout.read() == "(9,)\n"
 
 
 def held_in_copies(rank: int, size: int, folder: str, out: str) -> list[str]:

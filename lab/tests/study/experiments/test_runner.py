@@ -111,9 +111,7 @@ def test_a_recording_is_not_replaced_by_one_of_fewer_steps(tmp_path: Path) -> No
     runner.run([experiment], tmp_path)
     path = path_of(tmp_path / "small", experiment.arms[0], 0)
     before = [file.read_bytes() for file in (path, tmp_path / "small" / "config.json")]
-    with pytest.raises(
-        PulseError, match=r"one-seed0.jsonl already has a recording of 3 steps, not 2: give another --out"
-    ):
+    with pytest.raises(PulseError, match=r"one-seed0.jsonl already has a recording of 3 steps"):
         runner.run([experiment.with_arms(steps=2)], tmp_path)
     assert [file.read_bytes() for file in (path, tmp_path / "small" / "config.json")] == before
     runner.run([experiment.with_arms(steps=4)], tmp_path)
@@ -206,7 +204,7 @@ def test_every_experiment_is_sound() -> None:
 
 
 def test_names_that_are_not_there_are_told() -> None:
-    with pytest.raises(PulseError, match="unknown experiment speed; choose from lr, "):
+    with pytest.raises(PulseError, match="unknown experiment speed"):
         sweeps.find(["speed"])
 
 
