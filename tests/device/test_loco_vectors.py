@@ -69,7 +69,7 @@ def test_products_and_sums_are_not_fused(there: Any) -> None:
     theta, e, m, x = (rng.normal(0, 0.02, 4096).astype(np.float32) for _ in range(4))
     s, moved = there.advance(*map(there.bring, (theta, e, m, x)), 0.7, 0.9, True)
     delta = (theta - e) - x
-    fused = (np.float64(np.float32(0.9)) * m + delta).astype(np.float32)
+    fused = (np.float64(np.float32(0.9)) * m.astype(np.float64) + delta).astype(np.float32)
     assert (there.fetch(moved) != fused).any()
     assert_same(moved, np.float32(0.9) * m + delta)
     assert_same(s, e + np.float32(0.7) * (delta + np.float32(0.9) * (np.float32(0.9) * m + delta)))

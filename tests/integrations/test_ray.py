@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -44,20 +44,18 @@ from tests.integrations.ray_actors import (
 
 ray = pytest.importorskip("ray", reason="pip install 'pulsesync[ray]': the Ray integration is NOT tested")
 
-pytestmark = pytest.mark.timeout(140)  # the first test waits for a cluster, and each actor for its kernels
+pytestmark = [
+    pytest.mark.timeout(140),  # the first test waits for a cluster, and each actor for its kernels
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # Ray 2.40 leaves its logs open
+]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations" / "ray.md"
 BIG = 1 << 20  # bytes: beyond what a directory keeps by itself
 
 
 @pytest.fixture(scope="module", autouse=True)
 def joined() -> Iterator[None]:
-    """A cluster of this file's own, without the two processes that scale it and that forward what its workers print."""
-    from ray._private.parameter import RayParams
-
-    few = partial(cast(Any, RayParams), no_monitor=True, include_log_monitor=False)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ray._private.parameter.RayParams", few)
-        ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False)
+    """A cluster of this file's own."""
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=256 << 20, log_to_driver=False)
     yield
     ray.shutdown()
 

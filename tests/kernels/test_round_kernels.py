@@ -91,7 +91,8 @@ def test_advance_rounds_every_operation_by_itself(kernel: Any, nesterov: bool) -
     by = np.add(delta, np.multiply(MU, expected)) if nesterov else expected
     assert np.array_equal(moved.view(np.uint32), expected.view(np.uint32))
     assert np.array_equal(s.view(np.uint32), np.add(e, np.multiply(LR, by)).view(np.uint32))
-    fused = (np.float64(MU) * m + delta).astype(np.float32)  # the product is exact in FP64: rounded almost as by an FMA
+    exactly = np.float64(MU) * m.astype(np.float64)  # FP64 has all bits of the product: rounded almost as by an FMA
+    fused = (exactly + delta).astype(np.float32)
     assert (fused != moved).mean() > 0.01, "these numbers would not show a fused multiply-add"
 
 
