@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -398,24 +397,6 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
     with closing(Page(page, tmp_path)) as runner:
         for block in blocks_of(page):
             runner.run(block)
-
-
-def counted() -> Counter[Verdict]:
-    """How many blocks there are of each kind."""
-    return Counter(verdict for page in pages() for block in blocks_of(page) if (verdict := verdict_of(block)))
-
-
-def test_the_number_of_blocks_of_each_kind_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    """Within a tenth, so that not every new block changes the page."""
-    counts = counted()
-    line = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)
-    with capsys.disabled():
-        sys.stdout.write(f"\n{counts.total()} code blocks: {line}\n")
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    for verdict in Verdict:
-        found = re.search(rf"(\d+) {verdict}", page)
-        assert found, f"CONTRIBUTING.md should say: {line}"
-        assert abs(int(found[1]) - counts[verdict]) <= max(3, counts[verdict] / 10), f"it should say: {line}"
 
 
 @pytest.mark.parametrize("table", ["BEFORE", "ELSEWHERE", "COMPILED", "PARSED"])
