@@ -129,6 +129,7 @@ def tests_by_line(package: str, folder: Path, options: list[str]) -> dict[tuple[
     program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
     cov = [
         f"--cov=pulsesync.{package}",
+        f"--cov-config={os.devnull}",  # lines and not branches, and nothing left out
         "--cov-context=test",
         "--cov-report=",
         "--timeout=0",
