@@ -503,8 +503,10 @@ def test_a_version_of_all_ranks_is_that_from_host_memory(
     ("split", "keep"),
     [
         (by_rows, None),
-        (all_of_it, "host"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((all_of_it, None), (by_rows, "host"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((all_of_it, None), (by_rows, "host"), (all_of_it, "host"))
+        ),
     ],
 )
 def test_ranks_resume_a_run_continue_it_without_a_change_and_write_anchors(

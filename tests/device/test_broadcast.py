@@ -79,9 +79,15 @@ def every_method(rank: int, size: int, folder: str, memories: str, methods: list
     return seen
 
 
-@pytest.mark.parametrize("memories", [pytest.param(one, marks=[pytest.mark.slow] * (one != "device")) for one in MIXED])
-def test_all_ranks_have_the_same_bits_by_every_method(fleet: Fleet, memories: str) -> None:
-    results = fleet.run(every_method, 2, memories=memories, methods=list(METHODS))
+@pytest.mark.parametrize(
+    ("memories", "methods"),
+    [
+        ("device", ["coded", "plain"]),
+        *(pytest.param(memories, list(METHODS), marks=pytest.mark.slow) for memories in MIXED),
+    ],
+)
+def test_all_ranks_have_the_same_bits_by_every_method(fleet: Fleet, memories: str, methods: list[Method]) -> None:
+    results = fleet.run(every_method, 2, memories=memories, methods=methods)
     for (push, sent, report), (_, got, other) in zip(*results, strict=True):
         assert cases.same(sent, got), push
         assert (report.version, report.digest) == (other.version, other.digest), push
@@ -113,7 +119,7 @@ def awkward(rank: int, size: int, folder: str) -> dict[str, bool]:
     ("method", "memories"),
     [
         ("plain", "device"),
-        ("dense", "receivers on a device"),
+        pytest.param("dense", "receivers on a device", marks=pytest.mark.slow),
         pytest.param("coded", "device", marks=pytest.mark.gpu),
         pytest.param("gap", "device", marks=pytest.mark.gpu),
     ],
@@ -173,7 +179,7 @@ def split(rank: int, size: int, folder: str) -> list[Any]:
         )
         where = (10 * (rank % 2), 10 * (rank % 2) + 10)
         mine = {"w": Placed(part, (20, 20), **({"rows": where} if rank < 2 else {"columns": where}))}
-        for step in range(3):
+        for step in range(2):
             if rank < 2:
                 part.view(-1)[7 * step : 7 * step + 3] += 1
                 cast.push(mine)
