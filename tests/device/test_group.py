@@ -294,7 +294,7 @@ def test_masters_are_sent_as_the_dtype_that_receivers_have(dtype: str, device: s
 def test_a_bundle_that_is_larger_than_a_block_is_written_where_it_belongs(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A piece of it is in two blocks. It takes the interpreter some seconds: a block has 2^20 weights."""
+    """A piece of it is in two blocks. It takes the interpreter a second or two: a block has 2^20 weights."""
     monkeypatch.setattr(bundles, "SMALL", BLOCK)
     old = {name: torch.zeros(BLOCK // 2 + more, dtype=torch.int16) for name, more in (("a", -80), ("b", 300))}
     pair = Joined(old, old, ("device", "device"), device)
