@@ -328,7 +328,7 @@ def find_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "find", by_place)
 
 
-@pytest.mark.parametrize("keep", [None, "host"])
+@pytest.mark.parametrize("keep", [None, pytest.param("host", marks=pytest.mark.slow)])
 def test_a_publisher_that_begins_again_takes_up_the_run(
     keep: Keep | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,7 +468,7 @@ def all_of_it(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
     [
         (by_rows, "history", 3, None),
         pytest.param(by_rows, "history", 3, "host", marks=pytest.mark.slow),
-        (by_columns, "context", 2, "device"),
+        pytest.param(by_columns, "context", 2, "device", marks=pytest.mark.slow),
         (by_both, "gap", 2, "host"),
         pytest.param(by_leftovers, "context", 2, None, marks=pytest.mark.slow),
         (by_leftovers, "context", 2, "host"),

@@ -82,7 +82,7 @@ def every_method(rank: int, size: int, folder: str, memories: str, methods: list
 @pytest.mark.parametrize(
     ("memories", "methods"),
     [
-        ("device", ["coded", "plain"]),
+        ("device", ["coded"]),
         *(pytest.param(memories, list(METHODS), marks=pytest.mark.slow) for memories in MIXED),
     ],
 )
@@ -116,24 +116,26 @@ def awkward(rank: int, size: int, folder: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(
-    ("method", "memories"),
+    ("method", "memories", "places"),
     [
-        ("plain", "device"),
-        pytest.param("dense", "receivers on a device", marks=pytest.mark.slow),
-        pytest.param("coded", "device", marks=pytest.mark.gpu),
-        pytest.param("gap", "device", marks=pytest.mark.gpu),
+        ("plain", "device", [8, 100]),
+        pytest.param("plain", "device", [0, 8, 40, 100], marks=pytest.mark.slow),
+        pytest.param("dense", "receivers on a device", [0, 8, 40, 100], marks=pytest.mark.slow),
+        pytest.param("coded", "device", [0, 8, 40, 100], marks=pytest.mark.gpu),
+        pytest.param("gap", "device", [0, 8, 40, 100], marks=pytest.mark.gpu),
     ],
 )
-def test_a_damaged_bucket_is_refused_by_all(fleet: Fleet, method: str, memories: str) -> None:
-    results = fleet.run(damaged, 2, method=method, memories=memories)
+def test_a_damaged_bucket_is_refused_by_all(fleet: Fleet, method: str, memories: str, places: list[int]) -> None:
+    results = fleet.run(damaged, 2, method=method, memories=memories, places=places)
+    assert all(len(seen) == len(places) for seen in results)
     for said in zip(*results, strict=True):
         assert "GroupError: rank 1 failed in this sync, which is aborted with all weights unchanged: " in said[0][0]
         assert said[1][0].split(":")[0] in ("ChecksumError", "FormatError", "VerificationError", "UnsupportedError")
         assert all(methods == [method, method] for _, methods in said)
 
 
-def damaged(rank: int, size: int, folder: str, method: str, memories: str) -> Any:
-    with patch.object(cases, "DAMAGED_BYTES", (0, 8, 40, 100)):
+def damaged(rank: int, size: int, folder: str, method: str, memories: str, places: list[int]) -> Any:
+    with patch.object(cases, "DAMAGED_BYTES", places):
         return run(rank, size, folder, "corrupted", memories, method=method)
 
 

@@ -431,7 +431,7 @@ def bundled_pile(dtype: str, device: str, sizes: Mapping[str, int]) -> tuple[Lay
     return layout, piles_of(layout, device, places)[0]
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32", "I64"])
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", pytest.param("F32", marks=pytest.mark.slow), "I64"])
 def test_groups_are_compared_wherever_they_begin(dtype: str, device: str) -> None:
     """Of sizes that leave every remainder of a word, one of them more than a chunk."""
     sizes = {f"layers.{n}.x": size for n, size in enumerate((1, 6, 4099, 3, 2, 40, 7, 33, 5))}
@@ -452,7 +452,7 @@ def test_groups_are_compared_wherever_they_begin(dtype: str, device: str) -> Non
             assert np.array_equal(memory.to_host(ours[here])[0].view(theirs.dtype), theirs)
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32", "I64"])
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", pytest.param("F32", marks=pytest.mark.slow), "I64"])
 def test_changes_of_bundles_are_written_where_their_tensors_are(dtype: str, device: str) -> None:
     sizes = {f"layers.{n // 3}.{n}": size for n, size in enumerate((1, 6, 40, 3, 2, 7, 33, 5))}
     layout, _ = bundled_pile(dtype, device, sizes)

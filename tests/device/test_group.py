@@ -168,7 +168,7 @@ def test_messages_are_byte_for_byte_those_of_the_host(method: Method, device: st
 @pytest.mark.parametrize(
     ("method", "memories"),
     [
-        pytest.param(method, memories, marks=[pytest.mark.slow] * (memories != BOTH[0] or method == "dense"))
+        pytest.param(method, memories, marks=[pytest.mark.slow] * (memories != BOTH[0] or method in TABLES))
         for method in METHODS
         for memories in BOTH
     ],
@@ -433,7 +433,7 @@ class _Counted:
 
 
 @pytest.mark.parametrize(
-    "method", ["coded", "plain", *(pytest.param(method, marks=pytest.mark.slow) for method in ("gap", "dense"))]
+    "method", ["coded", *(pytest.param(method, marks=pytest.mark.slow) for method in ("plain", "gap", "dense"))]
 )
 def test_launches_do_not_grow_with_tensors(method: Method, device: str) -> None:
     counted = []
