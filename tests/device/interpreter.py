@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 
 def mend() -> None:
     """Let the interpreter accept launches from several threads, and prepare the language once instead of every time.
@@ -20,10 +22,13 @@ def mend() -> None:
         return
     from triton.runtime import interpreter
 
+    from pulsesync.kernels.gpu import digest, words
+
     if hasattr(interpreter.GridExecutor, "mended"):
         return
     launch, replace, lock = interpreter.GridExecutor.__call__, interpreter._patch_lang, threading.RLock()
-    look_up = interpreter._get_np_dtype
+    look_up, compute_slowly = interpreter._get_np_dtype, interpreter.InterpreterBuilder.binary_op
+    handle = interpreter.TensorHandle
     replaced: set[int] = set()
     dtypes: dict[str, Any] = {}
     replays = Replays(interpreter)
@@ -41,6 +46,15 @@ def mend() -> None:
     def replace_member(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         scope.set_attr(place, name, replays.of(member))
 
+    def binary(self: Any, left: Any, right: Any, compute: Callable[..., Any]) -> Any:
+        found = compute(left.data, right.data)
+        if found.itemsize > left.data.itemsize:
+            return compute_slowly(self, left, right, compute)
+        return handle(found, left.dtype.scalar)
+
+    def unchecked(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
     def numpy_dtype(kind: Any) -> Any:
         name = kind.scalar.name
         if name not in dtypes:
@@ -52,7 +66,57 @@ def mend() -> None:
     interpreter._patch_lang = replace_once
     interpreter._patch_attr = replace_member
     interpreter._get_np_dtype = numpy_dtype
+    interpreter.InterpreterBuilder.binary_op = binary
+    handle.__init__ = unchecked
+    interpreter.InterpretedFunction.rewritten_fn |= {
+        words.popcount.fn: popcount,
+        digest._every_other_byte.fn: every_other_byte,
+        digest._row_sums.fn: row_sums,
+    }
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+
+# What our kernels have instructions of a GPU for, and imitate in the interpreter: here by one call of numpy each.
+
+BITS = np.array([byte.bit_count() for byte in range(256)], np.int32)
+
+
+def popcount(x: Any) -> Any:
+    """The number of set bits in 32-bit words."""
+    return _tensor(x, BITS[_bytes(x)].sum(-1, dtype=np.int32), "int32")
+
+
+def every_other_byte(x: Any, high: Any) -> Any:
+    """Bytes 0, 2, 4 and 6 of words of eight as words of four, or bytes 1, 3, 5 and 7."""
+    chosen = np.ascontiguousarray(_bytes(x)[..., int(getattr(high, "value", high)) :: 2])
+    return _tensor(x, chosen.view(np.uint32)[..., 0], "uint32")
+
+
+def row_sums(a0: Any, a1: Any, b0: Any, b1: Any, c0: Any, c1: Any) -> Any:
+    """Eight rows of bytes times eight columns, for each warp; a thread has two words of a row, and one of a column."""
+    left, right = (
+        np.stack([_bytes(x), _bytes(y)], -2).reshape(-1, 8, 32).astype(np.float32) for x, y in ((a0, a1), (b0, b1))
+    )
+    sums = (left @ right.transpose(0, 2, 1)).astype(np.int32).reshape(-1, 2)
+    return tuple(_tensor(c, c.handle.data + sums[:, i], "int32") for i, c in enumerate((c0, c1)))
+
+
+def _bytes(x: Any) -> Any:
+    data = np.ascontiguousarray(x.handle.data)
+    return data.reshape(*data.shape, 1).view(np.uint8)
+
+
+def _tensor(like: Any, data: Any, dtype: str) -> Any:
+    """A tensor of the interpreter's, in the shape of another one."""
+    from triton.runtime.interpreter import TensorHandle, tl
+
+    handle = TensorHandle(data, getattr(tl, dtype))
+    if like.dtype is not handle.dtype:
+        kind = like.type.with_element_ty(handle.dtype) if like.type.is_block() else handle.dtype
+        return tl.tensor(handle, kind)
+    made = tl.tensor.__new__(tl.tensor)
+    made.__dict__.update(vars(like), handle=handle)
+    return made
 
 
 @dataclass(frozen=True)
@@ -94,9 +158,12 @@ class Replays:
             key: list[Any] = [member]
             tensors = []
             for arg in (*args, *options.values()) if options else args:
-                if type(arg) is tensor:
+                kind = type(arg)
+                if kind is tensor:
                     key.append(arg.type.name)
                     tensors.append(arg.handle)
+                elif kind is int or kind is bool:
+                    key.append((kind, arg))
                 elif (constant := self._constant(arg)) is not None:
                     key.append(constant)
                 else:
@@ -110,7 +177,7 @@ class Replays:
                 return self._record(name, tensors, member, args, options)
             places = replay.values + tensors
             for call, at in replay.steps:
-                places.append(call(*[places[i] for i in at]))
+                places.append(call(*map(places.__getitem__, at)))
             if replay.result < 0:
                 return None
             made = tensor.__new__(tensor)

@@ -19,7 +19,9 @@ def to_host(tensor: torch.Tensor) -> Any:
     return tensor.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
 
 
-@pytest.mark.parametrize("codec", ["history", "gap", pytest.param("context", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "codec", ["history", *(pytest.param(one, marks=pytest.mark.slow) for one in ("context", "gap"))]
+)
 def test_a_sync_repairs_what_something_else_has_written(
     codec: patch.CodecName, device: str, many_lanes: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -168,7 +168,7 @@ def test_messages_are_byte_for_byte_those_of_the_host(method: Method, device: st
 @pytest.mark.parametrize(
     ("method", "memories"),
     [
-        pytest.param(method, memories, marks=[pytest.mark.slow] * (memories != BOTH[0] and method != "coded"))
+        pytest.param(method, memories, marks=[pytest.mark.slow] * (memories != BOTH[0] or method in TABLES))
         for method in METHODS
         for memories in BOTH
     ],
@@ -214,8 +214,10 @@ def test_a_part_that_comes_on_the_device_is_read_from_the_host(device: str) -> N
     assert same(pair.weights(), new)
 
 
-@pytest.mark.parametrize("method", ["dense", pytest.param("plain", marks=pytest.mark.slow)])
-def test_no_changed_byte_gets_through(method: Method, device: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "places"), [("dense", 5), *(pytest.param(method, 12, marks=pytest.mark.slow) for method in TABLES)]
+)
+def test_no_changed_byte_gets_through(method: Method, places: int, device: str) -> None:
     old = random_model()
     pair = Joined(old, old, ("device", "device"), device)
     pair.bring(changed(old, 3))
@@ -223,7 +225,7 @@ def test_no_changed_byte_gets_through(method: Method, device: str) -> None:
     message = bytes_of(sent.message)
     table, _ = Table.open(message, message.size + TRAILER, pair.wire)
     gaps = [n for gap in table.gaps for n in range(gap.start, gap.stop)]
-    for at in np.random.default_rng(0).choice(message.size, 12, replace=False).tolist():
+    for at in np.random.default_rng(0).choice(message.size, places, replace=False).tolist():
         damaged = np.append(message, np.zeros(TRAILER, np.uint8))
         damaged[at] ^= 1 << (at % 8)
         if at in gaps:
@@ -243,9 +245,7 @@ def test_changes_out_of_order_or_outside_their_tile_are_refused(places: list[int
     sent, _ = pair.carry("plain")
     message = np.append(bytes_of(sent.message), np.zeros(TRAILER, np.uint8))
     message[48:56] = np.array(places, np.uint32).view(np.uint8)
-    with pytest.raises(
-        FormatError, match="a table has changes beyond the end of their tile, or not in ascending order"
-    ):
+    with pytest.raises(FormatError, match="not in ascending order"):
         pair.read(message)
 
 
@@ -294,7 +294,7 @@ def test_masters_are_sent_as_the_dtype_that_receivers_have(dtype: str, device: s
 def test_a_bundle_that_is_larger_than_a_block_is_written_where_it_belongs(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A piece of it is in two blocks. It takes the interpreter some seconds: a block has 2^20 weights."""
+    """A piece of it is in two blocks. It takes the interpreter a second or two: a block has 2^20 weights."""
     monkeypatch.setattr(bundles, "SMALL", BLOCK)
     old = {name: torch.zeros(BLOCK // 2 + more, dtype=torch.int16) for name, more in (("a", -80), ("b", 300))}
     pair = Joined(old, old, ("device", "device"), device)
@@ -369,7 +369,7 @@ def test_weights_that_something_writes_during_a_push_are_not_taken_for_what_was_
     pair.bring(changed(old, 1))
     sent, got = pair.carry("dense")
     pair.source.shards.published.views["large"].flat[3] += 1  # after it was encoded
-    with pytest.raises(StateError, match="the weights changed while they were pushed"):
+    with pytest.raises(StateError, match="weights changed while"):
         pair.commit(sent, got)
     assert (pair.source.at, pair.source.has_weights) == (None, False)
     assert pair.source.plan("plain", CostModel(), None)[1] == "full"
@@ -433,12 +433,12 @@ class _Counted:
 
 
 @pytest.mark.parametrize(
-    "method", ["coded", "plain", *(pytest.param(method, marks=pytest.mark.slow) for method in ("gap", "dense"))]
+    "method", ["coded", *(pytest.param(method, marks=pytest.mark.slow) for method in ("plain", "gap", "dense"))]
 )
 def test_launches_do_not_grow_with_tensors(method: Method, device: str) -> None:
     counted = []
-    for tensors in (3, 30):
-        values = torch.from_numpy(0.02 * np.random.default_rng(0).standard_normal(900).astype(np.float32)).bfloat16()
+    for tensors in (3, 12):
+        values = torch.from_numpy(0.02 * np.random.default_rng(0).standard_normal(360).astype(np.float32)).bfloat16()
         old = {f"expert.{n:02}": part.clone() for n, part in enumerate(values.chunk(tensors))}
         pair = Joined(old, old, ("device", "device"), device)
         pair.bring(changed(old, 1))

@@ -221,7 +221,7 @@ def test_steps_cannot_be_left_out(every: Any) -> None:
 # Faults
 
 
-@pytest.mark.parametrize("at", ["parts/", "manifests/"])
+@pytest.mark.parametrize("at", ["manifests/", pytest.param("parts/", marks=pytest.mark.slow)])
 def test_after_a_send_that_failed_a_root_comes_next(at: str, trainer: Trainer) -> None:
     store = Watched()
     with hooked(store) as pub:
@@ -249,7 +249,7 @@ def test_after_a_send_that_failed_a_root_comes_next(at: str, trainer: Trainer) -
         assert equal(joiner, trainer.model)
 
 
-@pytest.mark.parametrize("verb", ["compare", "encode"])
+@pytest.mark.parametrize("verb", ["encode", pytest.param("compare", marks=pytest.mark.slow)])
 def test_after_a_comparison_that_failed_a_root_comes_next(
     verb: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,13 +98,21 @@ def test_neither_end_compiles_after_the_third_version(
     assert {one.kernel for one in compiled} == OF_RUNS
 
 
-# A second each: two epochs of three patches in the interpreter.
+# Epochs of three patches: half a second for one and the first of the next, a second for two.
 @pytest.mark.parametrize(
-    ("keep", "dtype"), [pytest.param("host", torch.float32, marks=pytest.mark.slow), ("hook", torch.bfloat16)]
+    ("keep", "dtype", "versions"),
+    [
+        ("hook", torch.bfloat16, 5),
+        *(
+            pytest.param(*case, 7, marks=pytest.mark.slow)
+            for case in (("hook", torch.bfloat16), ("host", torch.float32))
+        ),
+    ],
 )
 def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_is(
     keep: Keep,
     dtype: torch.dtype,
+    versions: int,
     device: str,
     compiled: list[Compiled],
     many_lanes: None,
@@ -121,13 +129,13 @@ def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_
                 old[0] = {name: weights.clone() for name, weights in trainer.weights.items()}
             trainer.train_()
 
-        assert late(make, 7, compiled) == []
+        assert late(make, versions, compiled) == []
     assert {one.kernel for one in compiled} >= {"compare", "decide", "encode", "remember"}
 
 
-# A second: seven versions in the interpreter.
+@pytest.mark.parametrize("versions", [5, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_comparison_in_pieces_compiles_nothing_after_the_third_version(
-    device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
+    versions: int, device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces begin at any block of a pile."""
     monkeypatch.setattr(encode, "COPIES", 1 << 15)
@@ -144,7 +152,7 @@ def test_a_comparison_in_pieces_compiles_nothing_after_the_third_version(
             future.result(30)
             trainer.train_()
 
-        assert late(make, 7, compiled) == []
+        assert late(make, versions, compiled) == []
 
 
 def test_a_count_that_outgrows_32_bits_needs_no_other_kernel() -> None:

@@ -65,7 +65,7 @@ def summary(one: Trainer) -> dict[str, Any]:
     }
 
 
-SLOW_WAYS = ("PulseLoCo, exact", "DiLoCo", "nothing is sent")  # what others do, too
+SLOW_WAYS = ("PulseLoCo, exact", "DiLoCo", "everything is sent", "nothing is sent")  # what others do, too
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW_WAYS)) for way in WAYS])
@@ -74,14 +74,14 @@ def test_rounds_are_those_of_the_host_byte_for_byte(device: str, way: str, monke
     found = []
     for on in (device, "host"):
         with trainer(alone(), 0, on, **WAYS[way]) as one:
-            one.step(6)
+            one.step(4)
         found.append(summary(one))
     assert found[0] == found[1]
     assert found[0]["reports"]
 
 
 @pytest.mark.parametrize(
-    "way", ["PulseLoCo", "delay", *(pytest.param(way, marks=pytest.mark.slow) for way in ("DiLoCo", "DDP"))]
+    "way", ["PulseLoCo", *(pytest.param(way, marks=pytest.mark.slow) for way in ("delay", "DiLoCo", "DDP"))]
 )
 def test_a_trainer_on_a_device_and_one_on_a_host_meet(device: str, way: str) -> None:
     found = []
@@ -101,24 +101,24 @@ def test_a_trainer_on_a_device_and_one_on_a_host_meet(device: str, way: str) -> 
     assert found[0] == found[1]
 
 
-def in_a_group(rank: int, size: int, folder: str, device: str) -> list[Any]:
+def in_a_group(rank: int, size: int, folder: str, device: str, way: str) -> list[Any]:
     interpreter.mend()
     vars(spec)["LANE_DECISIONS"] = 2  # as `many_lanes` does: this process has nothing of the test's
     out = []
     with group(folder, "mixed", rank, size):
         for reduce in ("owner", "gather"):
-            for way in ("PulseLoCo", "DiLoCo"):
-                exchange = GroupExchange(reduce=reduce)
-                with trainer(exchange, rank, device if rank == 0 else "host", **WAYS[way]) as one:
-                    one.step(2)
-                out.append(one.digests)
+            exchange = GroupExchange(reduce=reduce)
+            with trainer(exchange, rank, device if rank == 0 else "host", **WAYS[way]) as one:
+                one.step(2)
+            out.append(one.digests)
     return out
 
 
-def test_they_meet_in_a_process_group_too(fleet: Fleet, device: str) -> None:
-    first, second = fleet.run(in_a_group, 2, device=device)
+@pytest.mark.parametrize("way", ["PulseLoCo", pytest.param("DiLoCo", marks=pytest.mark.slow)])
+def test_they_meet_in_a_process_group_too(fleet: Fleet, device: str, way: str) -> None:
+    first, second = fleet.run(in_a_group, 2, device=device, way=way)
     assert first == second
-    assert first[:2] == first[2:]  # owner and gather
+    assert first[0] == first[1]  # owner and gather
     assert all(len(digests) == 1 for digests in first)
 
 

@@ -256,7 +256,7 @@ def test_steps_in_several_blocks(there: Any) -> None:
     rng = np.random.default_rng(5)
     size = BLOCK + 5000
     described = np.full(size, 250 << 7, np.uint16)
-    near = np.sort(rng.choice(size, 600, replace=False))
+    near = np.sort(rng.choice(size, 200, replace=False))
     described[near] = rng.integers(1, 20, near.size) << 7 | rng.integers(0, 2, near.size) << 15
     positions = np.sort(np.concatenate([near[::2], [0, BLOCK - 1, BLOCK, size - 1]]))
     positions = np.unique(positions)

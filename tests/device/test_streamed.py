@@ -170,8 +170,15 @@ def without_bundles(layout: Layout) -> Layout:
     return layout
 
 
-@pytest.mark.parametrize("layout_from", [layouts.bundle, without_bundles])
-@pytest.mark.parametrize("moves", [0, 3])
+@pytest.mark.parametrize(
+    ("moves", "layout_from"),
+    [
+        (3, layouts.bundle),
+        (3, without_bundles),
+        (0, layouts.bundle),
+        pytest.param(0, without_bundles, marks=pytest.mark.slow),
+    ],
+)
 def test_pieces_yield_what_one_comparison_yields(layout_from: Any, moves: int, device: str, small_pieces: None) -> None:
     """Several dtypes, tensors between words and turned ones, each a tile of its own or in bundles."""
     old = bundled.model(device)
@@ -242,7 +249,7 @@ def test_pieces_fill_a_buffer(device: str, monkeypatch: pytest.MonkeyPatch) -> N
 # What is published
 
 
-@pytest.mark.parametrize("codec", ["gap", "history"])
+@pytest.mark.parametrize("codec", ["history", pytest.param("gap", marks=pytest.mark.slow)])
 def test_a_run_is_byte_for_byte_that_of_the_host(codec: Any, device: str, small_pieces: None, many_lanes: None) -> None:
     stores, states = (MemoryStore(), MemoryStore()), []
     for store, here in zip(stores, (True, False), strict=True):

@@ -44,12 +44,13 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 
 def random_model(rng: np.random.Generator) -> Model:
+    """Tensors of every dtype, some of them empty, scalar or tiny, and one of several chunks."""
     model = {}
     for n, dtype in enumerate([torch.bfloat16] * 6 + [torch.float32, torch.float16, torch.int64, torch.uint8]):
         shape = tuple(int(x) for x in rng.integers(0 if n == 3 else 1, 40, int(rng.integers(0, 4))))
         raw = rng.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
         model[f"layer.{n}.weight"] = torch.from_numpy(raw.copy()).view(dtype).reshape(shape)
-    return model | weights(rng)
+    return model | weights(rng, 90, 200)
 
 
 def weights(rng: np.random.Generator, rows: int = 300, columns: int = 700) -> Model:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the GPU path is NOT tested: pip install triton (Linux only)")
 
-from tests.kernels.test_cuda_compiles import TARGET, run, sources
+from tests.kernels.test_cuda_compiles import TARGET, run, sources, trust_triton
 
 # The operations that each kernel must have, besides sums
 KERNELS = {
@@ -90,6 +90,7 @@ def test_every_kernel_that_computes_in_fp32_is_looked_at() -> None:
 
 
 def main(disassembled: bool) -> None:
+    trust_triton()
     chosen = [(source, options) for source, options in sources() if source.name in KERNELS]
     for source, options in chosen:
         if source.name == "describe":  # of a trend in FP32, too
