@@ -180,7 +180,7 @@ def test_a_rank_that_is_ahead_waits_for_the_call_of_the_others_and_no_version_mi
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 3), st.sampled_from([1, 2, 3, "auto"]))
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=settings.default.max_examples // 6)
 def test_however_far_ranks_run_ahead_of_each_other_every_version_is_one_call_of_all(
     seed: int, size: int, every: Any
 ) -> None:
