@@ -553,8 +553,9 @@ def test_when_a_trainer_is_killed_the_others_go_on_without_it_and_nothing_of_the
             assert [seen["rounds"] for seen in found] == [[2], [2]]
 
 
-@pytest.mark.parametrize("point", [POINTS[0], pytest.param("at any moment", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("victim", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2, 3))])
+@pytest.mark.slow  # of three trainers one is killed in the fast tier, and rank 0 in the test after this one
+@pytest.mark.parametrize("point", [POINTS[0], "at any moment"])
+@pytest.mark.parametrize("victim", range(4))
 def test_every_trainer_of_four_finds_at_once_that_one_was_killed_and_three_go_on(
     fleet: Fleet, victim: int, point: str
 ) -> None:

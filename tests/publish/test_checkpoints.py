@@ -854,8 +854,7 @@ KILLS = {
 }
 
 
-QUICK = (  # with the checkpoint behind the newest version, or ahead of it, and with a record that has no hint
-    "between publish and checkpoint",
+QUICK = (  # with the checkpoint behind the newest version, whose record has no hint yet, or ahead of it
     "between the record of a version and the hint at it",
     "while the checkpoint is ahead of the newest version",
 )

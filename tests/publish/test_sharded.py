@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,23 @@ class Rank:
         return out
 
 
+class Threads(ThreadPoolExecutor):
+    """The threads of one rank, which sends versions and writes anchors in them. A test can wait for their work."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.given: list[Future[Any]] = []
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.given.append(super().submit(fn, *args, **kwargs))
+        return self.given[-1]
+
+    def wait(self) -> None:
+        """Wait until all that was begun has ended."""
+        while self.given:
+            self.given.pop().exception(60)
+
+
 class Group:
     """One publisher per rank of a crew, each with its own store; a call is made on all ranks at the same time."""
 
@@ -127,7 +145,11 @@ class Group:
     ) -> None:
         self.crew = Crew(size, timeout_s)
         stores = [store] * size if not isinstance(store, Sequence) else store
-        self.pubs = [ShardedPublisher(one, Rank(self.crew, rank), **options) for rank, one in enumerate(stores)]
+        self.threads = [Threads() for _ in stores]
+        self.pubs = [
+            ShardedPublisher(one, Rank(self.crew, rank), **{"executor": self.threads[rank], **options})
+            for rank, one in enumerate(stores)
+        ]
         self.split = split or by_rows
 
     def try_publish(
@@ -741,7 +763,7 @@ def test_an_anchor_waits_for_a_rank_whose_disk_is_full(monkeypatch: pytest.Monke
     disk.full = False
     for step in (2, 3):  # the share is written with the first, and recorded with the second
         group.publish(training.weights, step=step)
-        group.pubs[1]._writer.anchors.wait()
+        group.threads[1].wait()
     assert [entry.key for entry in store.list("anchors/")] == [keys.anchor_key(0)]
     assert equal(synced(store), training.weights)
 
@@ -757,8 +779,8 @@ def test_an_anchor_that_fails_at_a_later_epoch_does_not_stop_versions_and_is_log
     for step in range(1, 4):
         training.step()
         assert group.publish(training.weights).version == step
-        for pub in group.pubs:
-            pub._writer.anchors.wait()  # the share of each rank; nobody has flushed
+        for threads in group.threads:
+            threads.wait()  # for the share of each rank; nobody has flushed
     assert [entry.key for entry in base.list("anchors/")] == [keys.anchor_key(0)]
     assert "The record of the anchor of epoch 1 was not created: the line is down" in caplog.text
     with pytest.raises(StoreError, match="the line is down"):

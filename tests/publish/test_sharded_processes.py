@@ -136,7 +136,7 @@ def mesh(rank: int, size: int, folder: str, location: str) -> Any:
         fully_shard(model, mesh=where["data"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         pub = ShardedPublisher(location, Collective(timeout_s=TIMEOUT_S), cast="BF16")
-        return follow(pub, model, optimizer, location, 4, None)
+        return follow(pub, model, optimizer, location, 3, None)
 
 
 def copies(rank: int, size: int, folder: str, location: str) -> Any:
@@ -316,7 +316,7 @@ def test_a_sharded_state_has_the_digest_of_the_same_state_in_one_process(fleet: 
 
 def test_a_mesh_of_data_and_tensor_parallelism_arrives_bit_for_bit(fleet: Fleet, tmp_path: Path) -> None:
     results = fleet.run(mesh, 4, location=str(tmp_path))
-    assert [number for number, _, _, _ in results[0]["reports"]] == list(range(4))
+    assert [number for number, _, _, _ in results[0]["reports"]] == list(range(3))
     assert sum(one["base"] for one in results) == results[0]["whole"]
 
 
