@@ -36,7 +36,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "nothing fires": {"lr": 1e-12},
     "no entries at all in one tensor": {"shapes": {"none": (0, 3), "five": (5,)}, "lr": 0.1},
 }
-ODD_WAYS = ("compact, delayed, dense steps", "one entry", "one entry, dense", "no entries at all in one tensor")
+ODD_WAYS = (  # which four trainers alone go
+    "compact",
+    "compact, delayed, dense steps",
+    "nothing fires",
+    "one entry",
+    "one entry, dense",
+    "no entries at all in one tensor",
+)
 WAYS_OF = {2: [way for way in WAYS if way not in ODD_WAYS], 4: [*WAYS]}  # by the count of trainers
 STEPS = {2: 4, 4: 6}
 REDUCES: tuple[Literal["owner", "gather"], ...] = ("owner", "gather")
@@ -159,6 +166,19 @@ def test_bytes_are_counted_as_they_are_passed(ranks: list[dict[Any, Any]]) -> No
 # What goes wrong, and nobody dies
 
 
+def in_one_group(rank: int, size: int, folder: str, cases: Sequence[str], every: bool) -> dict[str, Any]:
+    """Several cases of three trainers, one after the other: after each, the group is as good as before."""
+    with group(folder, "cases", rank, size):
+        return {case: globals()[case](rank, every) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def unharmed(fleet: Fleet) -> list[dict[str, Any]]:
+    """The results of cases, by rank. If one of them fails, so do the tests of all: its traceback is in each."""
+    cases = [case.__name__ for case in (strangers, not_finite, without_memory, parted, unhurt)]
+    return fleet.run(in_one_group, 3, cases=cases, every=False)
+
+
 def fails(error: type[Exception], call: Callable[[], Any]) -> str:
     """What an exception says that must come."""
     try:
@@ -237,7 +257,7 @@ def test_damaged_bytes_at_one_trainer_fail_the_round_for_all_and_the_next_one_wo
     assert [rounds for rounds, _ in ended] == [[2]] * (6 if every else 3)
 
 
-def strangers(rank: int, size: int, folder: str) -> list[Any]:
+def strangers(rank: int, every: bool) -> list[Any]:
     """Settings that differ at rank 1, and then beginnings that do."""
     out: list[Any] = []
     others: list[dict[str, Any]] = [
@@ -249,27 +269,26 @@ def strangers(rank: int, size: int, folder: str) -> list[Any]:
         {"pieces": 2},
         {"reduce": "gather"},
     ]
-    with group(folder, "strangers", rank, size):
-        for other in others:
-            options = dict(other) if rank == 1 else {}
-            trainer = Trainer(GroupExchange(reduce=options.pop("reduce", "owner")), rank, **options)
-            before = trainer.everything()
-            fails(StateError, trainer.__enter__)
-            assert trainer.everything() == before
-        for kind in ("PulseLoCo", "DiLoCo", "DDP"):
-            trainer = Trainer(GroupExchange(), rank, kind, seed=rank)
-            with trainer:
-                out.append(trainer.weights.tobytes() == flat(Weights(seed=0)).tobytes())
-                assert not trainer.residual.any()
-                trainer.step(4)
-                out.append(trainer.loco.digests)
+    for other in others:
+        options = dict(other) if rank == 1 else {}
+        trainer = Trainer(GroupExchange(reduce=options.pop("reduce", "owner")), rank, **options)
+        before = trainer.everything()
+        fails(StateError, trainer.__enter__)
+        assert trainer.everything() == before
+    for kind in ("PulseLoCo", "DiLoCo", "DDP"):
+        trainer = Trainer(GroupExchange(), rank, kind, seed=rank)
+        with trainer:
+            out.append(trainer.weights.tobytes() == flat(Weights(seed=0)).tobytes())
+            assert not trainer.residual.any()
+            trainer.step(4)
+            out.append(trainer.loco.digests)
     return out
 
 
 def test_other_models_and_settings_are_refused_by_all_and_other_weights_give_way_to_those_of_rank_0(
-    fleet: Fleet,
+    unharmed: list[dict[str, Any]],
 ) -> None:
-    ranks = fleet.run(strangers, 3)
+    ranks = [rank["strangers"] for rank in unharmed]
     assert all(rank == ranks[0] for rank in ranks)
     assert ranks[0].count(True) == 3
 
@@ -280,63 +299,64 @@ def gradient_of(trainer: Trainer, number: int) -> torch.Tensor:
     return gradient
 
 
-def not_finite(rank: int, size: int, folder: str, every: bool) -> list[Any]:
+def not_finite(rank: int, every: bool) -> list[Any]:
     """Rank 1 has nothing that can be sent."""
     out: list[Any] = []
-    with group(folder, "nan", rank, size):
-        for reduce, options in pairs([{"kind": "DiLoCo"}, {}, {"kind": "DDP"}], every):
-            with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1, **options) as trainer:
-                trainer.step(2)
-                before, began = trainer.everything(), time.monotonic()
-                good = trainer.modules[0].get_parameter("norm").detach().clone()
-                trainer.gradients()
-                if rank == 1 and options.get("kind") == "DDP":
-                    gradient_of(trainer, 0)[2] = float("nan")
-                elif rank == 1:
-                    with torch.no_grad():
-                        trainer.modules[0].get_parameter("norm")[2] = float("inf")
-                fails(StateError if rank == 1 else RoundError, trainer.optimizer.step)
-                assert options.get("kind") == "DDP" or trainer.everything() == before
-                assert time.monotonic() - began < GROUP_TIMEOUT_S / 2
-                if rank == 1:
-                    with torch.no_grad():
-                        trainer.modules[0].get_parameter("norm").copy_(good)
-                trainer.step()
-                out.append((trainer.loco.rounds, trainer.loco.digests))
+    for reduce, options in pairs([{"kind": "DiLoCo"}, {}, {"kind": "DDP"}], every):
+        with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1, **options) as trainer:
+            trainer.step(2)
+            before, began = trainer.everything(), time.monotonic()
+            good = trainer.modules[0].get_parameter("norm").detach().clone()
+            trainer.gradients()
+            if rank == 1 and options.get("kind") == "DDP":
+                gradient_of(trainer, 0)[2] = float("nan")
+            elif rank == 1:
+                with torch.no_grad():
+                    trainer.modules[0].get_parameter("norm")[2] = float("inf")
+            fails(StateError if rank == 1 else RoundError, trainer.optimizer.step)
+            assert options.get("kind") == "DDP" or trainer.everything() == before
+            assert time.monotonic() - began < GROUP_TIMEOUT_S / 2
+            if rank == 1:
+                with torch.no_grad():
+                    trainer.modules[0].get_parameter("norm").copy_(good)
+            trainer.step()
+            out.append((trainer.loco.rounds, trainer.loco.digests))
     return out
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_whose_update_is_not_finite_leaves_nobody_waiting_and_the_next_round_works(
-    fleet: Fleet, every: bool
+    fleet: Fleet, unharmed: list[dict[str, Any]], every: bool
 ) -> None:
-    ranks = fleet.run(not_finite, 3, every=every)
+    found = fleet.run(in_one_group, 3, cases=["not_finite"], every=True) if every else unharmed
+    ranks = [rank["not_finite"] for rank in found]
     assert ranks[0] == ranks[1] == ranks[2]
     assert all(rounds == [3] for rounds, _ in ranks[0])
 
 
-def without_memory(rank: int, size: int, folder: str) -> list[Any]:
+def without_memory(rank: int, every: bool) -> list[Any]:
     """Rank 1 lacks memory at one point of a round: before it sends anything, or between two messages."""
     out: list[Any] = []
     points = {"pulsesync.loco.group.aggregate": RoundError, "pulsesync.loco.meeting.describe": MemoryError}
-    with group(folder, "memory", rank, size):
-        for reduce in REDUCES:
-            for point, error in points.items():
-                with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1) as trainer:
-                    trainer.step(2)
-                    began = time.monotonic()
-                    trainer.gradients()
-                    lacking = patch(point, side_effect=MemoryError("no memory")) if rank == 1 else nullcontext()
-                    with lacking:
-                        fails(error if rank == 1 else RoundError, trainer.optimizer.step)
-                    assert time.monotonic() - began < GROUP_TIMEOUT_S / 2
-                    trainer.step()
-                    out.append((trainer.loco.rounds, trainer.loco.digests))
+    for reduce in REDUCES:
+        for point, error in points.items():
+            with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1) as trainer:
+                trainer.step(2)
+                began = time.monotonic()
+                trainer.gradients()
+                lacking = patch(point, side_effect=MemoryError("no memory")) if rank == 1 else nullcontext()
+                with lacking:
+                    fails(error if rank == 1 else RoundError, trainer.optimizer.step)
+                assert time.monotonic() - began < GROUP_TIMEOUT_S / 2
+                trainer.step()
+                out.append((trainer.loco.rounds, trainer.loco.digests))
     return out
 
 
-def test_one_without_memory_leaves_nobody_waiting_and_the_next_round_works(fleet: Fleet) -> None:
-    ranks = fleet.run(without_memory, 3)
+def test_one_without_memory_leaves_nobody_waiting_and_the_next_round_works(
+    unharmed: list[dict[str, Any]],
+) -> None:
+    ranks = [rank["without_memory"] for rank in unharmed]
     assert ranks[0] == ranks[1] == ranks[2]
     assert all(rounds == [3] for rounds, _ in ranks[0])
 
@@ -384,32 +404,31 @@ def test_finite_updates_that_diverge_make_an_empty_round_for_all_and_the_next_on
     assert all(rounds == [4] for rounds, *_ in ranks[0])
 
 
-def parted(rank: int, size: int, folder: str) -> str:
+def parted(rank: int, every: bool) -> str:
     """Rank 1 computes other weights than the others in a round."""
-    with group(folder, "parted", rank, size):
-        trainer = Trainer(GroupExchange(), rank, "DiLoCo")
-        with trainer:
-            trainer.step(2)
-            before = trainer.everything()
-            inner = trainer.exchange.inner
-            if rank == 1:
-                plain = inner.propose
+    trainer = Trainer(GroupExchange(), rank, "DiLoCo")
+    with trainer:
+        trainer.step(2)
+        before = trainer.everything()
+        inner = trainer.exchange.inner
+        if rank == 1:
+            plain = inner.propose
 
-                def propose(*args: Any) -> Any:
-                    outcome = plain(*args)
-                    outcome.total[0] += 1
-                    return outcome
+            def propose(*args: Any) -> Any:
+                outcome = plain(*args)
+                outcome.total[0] += 1
+                return outcome
 
-                inner.propose = propose
-            fails(VerificationError, lambda: trainer.step(2))
-            assert trainer.everything() == before
-            inner.__dict__.pop("propose", None)
-            trainer.step()
-            return str(trainer.loco.digests[0])
+            inner.propose = propose
+        fails(VerificationError, lambda: trainer.step(2))
+        assert trainer.everything() == before
+        inner.__dict__.pop("propose", None)
+        trainer.step()
+        return str(trainer.loco.digests[0])
 
 
-def test_trainers_that_came_to_different_weights_all_say_so_and_commit_nothing(fleet: Fleet) -> None:
-    assert len(set(fleet.run(parted, 3))) == 1
+def test_trainers_that_came_to_different_weights_all_say_so_and_commit_nothing(unharmed: list[dict[str, Any]]) -> None:
+    assert len({rank["parted"] for rank in unharmed}) == 1
 
 
 # Who dies
@@ -507,8 +526,12 @@ FOUND_S = GROUP_TIMEOUT_S / 2  # within which every trainer must find out that o
 
 @pytest.mark.parametrize(
     "point",
-    ["between two swaps", "after it has confirmed"]
-    + [pytest.param(point, marks=pytest.mark.slow) for point in POINTS if point != "between two swaps"],
+    ["between two swaps"]
+    + [
+        pytest.param(point, marks=pytest.mark.slow)
+        for point in ("after it has confirmed", *POINTS)
+        if point != "between two swaps"
+    ],
 )
 def test_when_a_trainer_is_killed_the_others_go_on_without_it_and_nothing_of_theirs_is_lost(
     fleet: Fleet, point: str
@@ -530,8 +553,9 @@ def test_when_a_trainer_is_killed_the_others_go_on_without_it_and_nothing_of_the
             assert [seen["rounds"] for seen in found] == [[2], [2]]
 
 
-@pytest.mark.parametrize("point", [POINTS[0], pytest.param("at any moment", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("victim", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2, 3))])
+@pytest.mark.slow  # of three trainers one is killed in the fast tier, and rank 0 in the test after this one
+@pytest.mark.parametrize("point", [POINTS[0], "at any moment"])
+@pytest.mark.parametrize("victim", range(4))
 def test_every_trainer_of_four_finds_at_once_that_one_was_killed_and_three_go_on(
     fleet: Fleet, victim: int, point: str
 ) -> None:
@@ -652,41 +676,42 @@ def test_what_was_taken_is_known_under_another_rank_of_a_larger_group(fleet: Fle
         assert seen["ledger"].balance(Frozen(seen["state"]), took) < TOLERANCE
 
 
-def unhurt(rank: int, size: int, folder: str) -> list[Any]:
+def unhurt(rank: int, every: bool) -> list[Any]:
     """Rank 1 misses a round's end though the group is whole: all raise, all rejoin, all go on."""
     out: list[Any] = []
-    with group(folder, "unhurt", rank, size):
-        trainer = Trainer(GroupExchange(), rank, sync_every=1)
-        with trainer:
-            trainer.step(2)
-            inner = trainer.exchange.inner
-            if rank == 1:
-                plain = inner.confirm
+    trainer = Trainer(GroupExchange(), rank, sync_every=1)
+    with trainer:
+        trainer.step(2)
+        inner = trainer.exchange.inner
+        if rank == 1:
+            plain = inner.confirm
 
-                def confirm(*args: Any) -> None:
-                    plain(*args)
-                    del inner.confirm
-                    raise KeyboardInterrupt
+            def confirm(*args: Any) -> None:
+                plain(*args)
+                del inner.confirm
+                raise KeyboardInterrupt
 
-                inner.confirm = confirm
-                try:
-                    trainer.step()
-                except KeyboardInterrupt:
-                    trainer.rejoin(inner)
-            else:
+            inner.confirm = confirm
+            try:
                 trainer.step()
+            except KeyboardInterrupt:
                 trainer.rejoin(inner)
-            out.append((trainer.loco.rounds, trainer.loco.digests))
-            trainer.step(3)
-            out.append((trainer.loco.rounds, trainer.loco.digests))
-            everybody: list[Any] = [None] * size
-            torch.distributed.all_gather_object(everybody, trainer.ledger.took)
-            assert trainer.ledger.balance(trainer.loco, set().union(*everybody)) < TOLERANCE
+        else:
+            trainer.step()
+            trainer.rejoin(inner)
+        out.append((trainer.loco.rounds, trainer.loco.digests))
+        trainer.step(3)
+        out.append((trainer.loco.rounds, trainer.loco.digests))
+        everybody: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everybody, trainer.ledger.took)
+        assert trainer.ledger.balance(trainer.loco, set().union(*everybody)) < TOLERANCE
     return out
 
 
-def test_one_that_was_interrupted_at_the_end_of_a_round_comes_back_to_the_others(fleet: Fleet) -> None:
-    ranks = fleet.run(unhurt, 3)
+def test_one_that_was_interrupted_at_the_end_of_a_round_comes_back_to_the_others(
+    unharmed: list[dict[str, Any]],
+) -> None:
+    ranks = [rank["unhurt"] for rank in unharmed]
     assert all(rank == ranks[0] for rank in ranks)
     assert [rounds for rounds, _ in ranks[0]] == [[3], [6]]
 

@@ -123,7 +123,7 @@ def test_ctrl_c_while_weights_are_written_comes_out_and_leaves_nothing_half_writ
         settle([t])
 
 
-@pytest.mark.parametrize("every", [60, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [100, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("then", ["step", "save", "rejoin"])
 def test_ctrl_c_at_any_line_of_a_round_loses_nothing(then: str, every: int) -> None:
     """At a line of every few, to be quick; each way to go on begins at another."""

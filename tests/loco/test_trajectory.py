@@ -276,7 +276,13 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW_RUNS = ("compact 0", "as published, compact 3", "as published, with delay and blend")
+SLOW_RUNS = (
+    "exact",
+    "compact 0",
+    "reach 2",
+    "as published, compact 3",
+    "as published, with delay and blend",
+)
 
 
 @pytest.mark.parametrize(

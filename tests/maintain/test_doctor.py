@@ -32,7 +32,7 @@ def is_clean(store: Any) -> bool:
     return not list(store.list("doctor/"))
 
 
-@pytest.fixture(params=["memory", "folder", "s3"])
+@pytest.fixture(params=["memory", "folder", pytest.param("s3", marks=pytest.mark.slow)])
 def good(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     if request.param == "memory":
         return MemoryStore()

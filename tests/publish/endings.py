@@ -101,7 +101,7 @@ def end_within_a_version(folder: str, at: int) -> None:
 
 def end_with(folder: str, ending: str) -> None:
     """End while step 1 is sent, and step 2 is published in one of several ways."""
-    weights, store = small(), HookedStore(folder)
+    weights, store, go = small(), HookedStore(folder), threading.Event()
     pub = Publisher(store)
 
     def publish(step: int) -> None:
@@ -114,11 +114,12 @@ def end_with(folder: str, ending: str) -> None:
         publish(2)
 
     def refuse() -> None:
+        assert go.wait(30)
         raise PermissionError("403")
 
     publish(0)
     pub.flush()
-    store.hook = lambda: time.sleep(0.1)
+    store.hook = refuse if ending == "refused" else lambda: time.sleep(0.04)
     publish(1)
     if ending == "thread":
         threading.Thread(target=publish_late).start()
@@ -128,9 +129,7 @@ def end_with(folder: str, ending: str) -> None:
         publish(2)
         if ending == "exception":
             raise ZeroDivisionError
-        if ending == "refused":
-            time.sleep(0.01)
-            store.hook = refuse
+        go.set()
 
 
 def end_with_a_daemon_that_publishes(folder: str, said: str) -> None:

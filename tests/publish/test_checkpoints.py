@@ -137,8 +137,25 @@ def test_a_worker_reports_both_steps_and_warns_once_when_the_trainer_went_back(
     ]
 
 
-@pytest.mark.parametrize("way", ["patches", "squash", "anchor", "restart"])
-@pytest.mark.parametrize("steps", [(3, 4, 5), (3, 4, 5, 6), (3, 4, 5, 6, 7, 8)], ids=["below", "equal", "above"])
+BELOW, EQUAL, ABOVE = (3, 4, 5), (3, 4, 5, 6), (3, 4, 5, 6, 7, 8)
+WAYS = ["patches", "squash", "anchor", "restart"]
+
+
+@pytest.mark.parametrize(
+    ("way", "steps"),
+    [
+        *((way, EQUAL) for way in WAYS),
+        ("patches", BELOW),
+        ("anchor", ABOVE),
+        *(
+            pytest.param(way, steps, marks=pytest.mark.slow)
+            for way in WAYS
+            for steps in (BELOW, ABOVE)
+            if (way, steps) not in {("patches", BELOW), ("anchor", ABOVE)}
+        ),
+    ],
+    ids=str,
+)
 def test_a_worker_that_jumps_over_a_rewind_is_told(
     way: str, steps: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -837,7 +854,16 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize(("point", "newest", "saved"), KILLS.values(), ids=KILLS.keys())
+QUICK = (  # with the checkpoint behind the newest version, whose record has no hint yet, or ahead of it
+    "between the record of a version and the hint at it",
+    "while the checkpoint is ahead of the newest version",
+)
+
+
+@pytest.mark.parametrize(
+    ("point", "newest", "saved"),
+    [pytest.param(*kill, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, kill in KILLS.items()],
+)
 def test_a_trainer_that_is_killed_continues_the_run_from_its_checkpoint(
     point: str, newest: int, saved: int, tmp_path: Path, fleet: Fleet
 ) -> None:

@@ -22,10 +22,11 @@ from pulsesync import Subscriber
 from pulsesync.errors import AnotherPublisherError, ClosedError, GroupError, PulseError, StateError, StoreError
 from pulsesync.format.manifest import Manifest
 from pulsesync.maintain.verify import RunVerifier
+from pulsesync.publish.cadence import Cadence
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run import keys
 from pulsesync.store import MemoryStore, Store
-from tests.publish.test_sharded import Group, Rank, synced
+from tests.publish.test_sharded import Group, Rank, Threads, synced
 from tests.runs import Training, Watched, down, equal, kept, record, version, versions, worker
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
@@ -104,19 +105,18 @@ def results(futures: Sequence["Future[Any]"]) -> list[Any]:
 
 
 @contextmanager
-def stopped(pub: Publisher) -> Iterator[None]:
+def stopped(threads: Threads) -> Iterator[None]:
     """Keep a rank from sending, so that its trainer can run ahead."""
-    gate = Gate()
-    pub._sender.submit(gate.stop_here)
+    threads.wait()
+    gates = [Gate(), Gate()]
+    for gate in gates:  # one for each thread
+        threads.submit(gate.stop_here)
+        gate.wait_reached()
     try:
         yield
     finally:
-        gate.open()
-
-
-def settled(pub: Publisher) -> None:
-    """Wait until everything that was queued on a rank is committed or failed."""
-    pub._queue.wait()
+        for gate in gates:
+            gate.open()
 
 
 # -- what is published ---------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_a_rank_that_is_ahead_waits_for_the_call_of_the_others_and_no_version_mi
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 3), st.sampled_from([1, 2, 3, "auto"]))
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=settings.default.max_examples // 6)
 def test_however_far_ranks_run_ahead_of_each_other_every_version_is_one_call_of_all(
     seed: int, size: int, every: Any
 ) -> None:
@@ -226,12 +226,20 @@ def test_publish_every_makes_the_same_versions_on_all_ranks_and_now_sends_a_step
     assert [one.step for one in ranks.assert_whole(store)] == [0, 3, 5, 8]
 
 
-def test_auto_uses_the_target_of_the_coordinator_on_all_ranks_from_the_same_call_on() -> None:
-    store = MemoryStore()
-    ranks = Trainers(store, publish_every="auto", max_behind=4)
+def test_auto_uses_the_target_of_the_coordinator_on_all_ranks_from_the_same_call_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, made, make = MemoryStore(), list[Cadence](), Cadence.__init__
     targets = {0: 3, 1: 1}  # rank 1 would publish every step
-    for rank, pub in enumerate(ranks.pubs):
-        pub._cadence.target = lambda rank=rank: targets[rank]  # type: ignore[method-assign, misc]
+
+    def note(cadence: Cadence, *args: Any, **options: Any) -> None:
+        make(cadence, *args, **options)
+        made.append(cadence)  # those of the ranks, in their order
+
+    monkeypatch.setattr(Cadence, "__init__", note)
+    monkeypatch.setattr(Cadence, "target", lambda cadence: targets[made.index(cadence)])
+    ranks = Trainers(store, publish_every="auto", max_behind=4)
+    assert len(made) == 2
     found = [[r.version for r in results(ranks.go_all(step))] for step in range(8)]
     targets[0] = 2
     found += [[r.version for r in results(ranks.go_all(step))] for step in range(8, 12)]
@@ -272,8 +280,8 @@ def test_an_anchor_is_written_while_versions_go_on_and_is_complete() -> None:
     assert [report.version for report in results(ranks.go_all(1))] == [1, 1]
     assert not list(base.list("anchors/"))
     gate.open()
-    for pub in ranks.pubs:
-        pub._writer.anchors.wait(PATIENCE_S)
+    for threads in ranks.threads:
+        threads.wait()
     assert [report.version for report in results(ranks.go_all(2))] == [2, 2]
     assert len(record(base, keys.anchor_key(0)).parts) == 2  # recorded with the version
     assert equal(synced(base), ranks.states[2])
@@ -295,8 +303,8 @@ def test_anchors_in_the_background_come_with_every_epoch_that_needs_one() -> Non
     ranks = Trainers(store, epoch_patches=2, anchor_every=0.0)
     for step in range(7):
         results(ranks.go_all(step))
-        for pub in ranks.pubs:
-            pub._writer.anchors.wait(PATIENCE_S)
+        for threads in ranks.threads:
+            threads.wait()
     ranks.close()
     assert [entry.key for entry in store.list("anchors/")] == [keys.anchor_key(n) for n in range(4)]
     for number in range(4):
@@ -359,8 +367,8 @@ def test_a_failure_that_was_not_read_is_raised_by_the_same_later_call_on_all_ran
     ranks.begin()
     stores[1].before = lambda verb, key: down(key) if key.startswith("parts/") else None
     ranks.go_all(1)
-    for pub in ranks.pubs:
-        settled(pub)
+    for threads in ranks.threads:
+        threads.wait()
     stores[1].before = lambda verb, key: None
     assert [report.version for report in results(ranks.go_all(2))] == [1, 1]  # where they agree on the call
     raised = ranks.go_all(3)
@@ -378,7 +386,7 @@ def test_a_failure_that_only_one_rank_has_read_is_raised_on_all_ranks_all_the_sa
     ranks.begin()
     stores[1].before = lambda verb, key: down(key) if key.startswith("parts/") else None
     assert isinstance(ranks.go_all(1)[0].exception(PATIENCE_S), StoreError)
-    settled(ranks.pubs[1])
+    ranks.threads[1].wait()
     stores[1].before = lambda verb, key: None
     results(ranks.go_all(2))
     assert [type(error) for error in ranks.go_all(3)] == [StoreError, StoreError]
@@ -392,8 +400,8 @@ def test_a_failure_that_a_version_makes_up_for_is_raised_on_all_ranks_however_ea
     ranks.begin()
     stores[1].before = lambda verb, key: down(key) if key.startswith("parts/") else None
     ranks.go_all(1)
-    for pub in ranks.pubs:
-        settled(pub)
+    for threads in ranks.threads:
+        threads.wait()
     stores[1].before = lambda verb, key: gate.stop_here() if verb == "put" and key.startswith("parts/") else None
     futures = ranks.go_all(2)
     gate.wait_reached()
@@ -428,8 +436,8 @@ def test_a_store_that_may_work_again_is_raised_only_after_max_behind_versions_on
     stores[1].before = lambda verb, key: _retryable(key) if key.startswith("parts/") else None
     for step in (1, 2, 3, 4):
         assert all(isinstance(one, Future) for one in ranks.go_all(step)), step
-        for pub in ranks.pubs:
-            settled(pub)
+        for threads in ranks.threads:
+            threads.wait()
     raised = ranks.go_all(5)
     assert all(isinstance(error, StoreError) and error.retryable for error in raised)
     stores[1].before = lambda verb, key: None
@@ -450,8 +458,8 @@ def test_a_state_error_is_raised_at_once_on_its_rank_and_in_the_same_later_call_
     future, raised = ranks.crew.act(call)
     assert isinstance(raised, StateError)
     assert isinstance(future, Future)
-    for pub in ranks.pubs:
-        settled(pub)
+    for threads in ranks.threads:
+        threads.wait()
     assert [(r.version, r.step) for r in results(ranks.go_all(2))] == [(1, 2)] * 2
     again = ranks.go_all(3)
     assert all(isinstance(error, StateError) for error in again)
@@ -466,14 +474,14 @@ def test_a_state_error_of_a_rank_that_is_ahead_fails_the_version_when_the_others
     ranks = Trainers(store)
     ranks.begin()
     wrong = {"layer.0.weight": np.zeros((3, 3), ml_dtypes.bfloat16)}
-    with stopped(ranks.pubs[1]):
+    with stopped(ranks.threads[1]):
         ranks.go(1, 1)
         with pytest.raises(StateError):
             ranks.pubs[1].publish(wrong, step=2, wait=False)
     first, second = ranks.go(0, 1), ranks.go(0, 2)
     errors = results([first, second])
     assert all(isinstance(error, StateError) and error.failed_rank == 1 for error in errors)
-    settled(ranks.pubs[1])
+    ranks.threads[1].wait()
     assert [(r.version, r.step) for r in results(ranks.go_all(3))] == [(1, 3)] * 2
     assert ranks.close() == [None, None]
     assert [one.step for one in ranks.assert_whole(store)] == [0, 3]
@@ -487,7 +495,7 @@ def test_ranks_that_are_at_different_calls_when_the_last_version_cannot_be_settl
     stores[0].before = lambda verb, key: _retryable(key) if verb == "create" else None
     results(ranks.go_all(1))
     stores[0].before = lambda verb, key: _retryable(key) if key.startswith("manifests/") else None
-    with stopped(ranks.pubs[1]):
+    with stopped(ranks.threads[1]):
         ahead = [ranks.go(1, 2), ranks.go(1, 3)]
     behind = [ranks.go(0, 2)]
     assert all(isinstance(error, StoreError) for error in results([*ahead, *behind]))
@@ -502,7 +510,7 @@ def test_ranks_without_the_same_base_resume_the_run_in_the_same_call_whichever_i
     store = MemoryStore()
     ranks = Trainers(store, publish_every=2)
     ranks.begin()
-    with stopped(ranks.pubs[1]):
+    with stopped(ranks.threads[1]):
         ahead = [ranks.go(1, step) for step in (1, 2, 3)]
     ranks.pubs[0]._writer.base = None
     failed = ranks.crew.act(lambda team: ranks.go(0, 1) if team.rank == 0 else ahead[1].exception(PATIENCE_S))
@@ -565,7 +573,7 @@ def test_a_rank_that_does_not_come_any_more_is_an_error_of_all_that_was_queued_a
     store = MemoryStore()
     ranks = Trainers(store)
     ranks.begin()
-    with stopped(ranks.pubs[0]):
+    with stopped(ranks.threads[0]):
         futures = [ranks.go(0, 1), ranks.go(0, 2)]  # rank 1 has stopped
         ranks.crew.abort()  # as when the time is over
     assert all(isinstance(error, GroupError) for error in results(futures))
@@ -583,7 +591,7 @@ def test_close_after_a_lost_team_raises_what_was_not_read_and_waits_for_nobody()
         one.result(PATIENCE_S)  # an anchor is not recorded yet
     ranks.crew.abort()
     ranks.go(0, 1)
-    settled(ranks.pubs[0])
+    ranks.threads[0].wait()
     ranks.crew.before = lambda rank, number: calls.append(rank)
     with pytest.raises(GroupError):
         ranks.pubs[0].close()
@@ -602,7 +610,7 @@ def test_a_version_that_waits_when_the_team_is_lost_is_not_tried_again() -> None
     gate.wait_reached()
     waiting = ranks.go(0, 2)
     ranks.crew.abort()
-    settled(ranks.pubs[1])  # rank 1 has waited for rank 0 in vain
+    ranks.threads[1].wait()  # rank 1 has waited for rank 0 in vain
     gathers: list[int] = []
     ranks.crew.before = lambda rank, number: gathers.append(rank)
     gate.open()
@@ -624,7 +632,7 @@ def test_a_rank_that_closes_before_it_makes_the_call_of_the_others_fails_the_ver
     store = MemoryStore()
     ranks = Trainers(store)
     ranks.begin()
-    with stopped(ranks.pubs[1]):
+    with stopped(ranks.threads[1]):
         ahead = [ranks.go(1, 1), ranks.go(1, 2)]
     mine = ranks.go(0, 1)
     with pytest.raises(GroupError, match=r"called publish 2 times and then closed.*another rank called it 3 times"):

@@ -136,7 +136,7 @@ def mesh(rank: int, size: int, folder: str, location: str) -> Any:
         fully_shard(model, mesh=where["data"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         pub = ShardedPublisher(location, Collective(timeout_s=TIMEOUT_S), cast="BF16")
-        return follow(pub, model, optimizer, location, 4, None)
+        return follow(pub, model, optimizer, location, 3, None)
 
 
 def copies(rank: int, size: int, folder: str, location: str) -> Any:
@@ -153,7 +153,7 @@ def copies(rank: int, size: int, folder: str, location: str) -> Any:
         return follow(pub, model, optimizer, location, 3, None)
 
 
-def train_in_background(rank: int, size: int, folder: str, location: str, **options: Any) -> Any:
+def train_in_background(rank: int, size: int, folder: str, location: str, steps: int, **options: Any) -> Any:
     """Train without waiting for versions; return the committed ones, each compared with the gathered model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -165,9 +165,9 @@ def train_in_background(rank: int, size: int, folder: str, location: str, **opti
         team = Collective(torch.distributed.new_group(), timeout_s=TIMEOUT_S)
         pub = ShardedPublisher(location, team, cast="BF16", epoch_patches=4, anchor_every=0.0, **options)
         states, futures = [], []
-        for step in range(15):
+        for step in range(steps):
             train(model, optimizer, step)
-            futures.append(pub.publish(model, step=step, wait=False, now=step == 14))
+            futures.append(pub.publish(model, step=step, wait=False, now=step == steps - 1))
             states.append(published(model))
         pub.close()
         reports = [future.result() for future in futures]
@@ -283,10 +283,9 @@ def assert_published(location: str, step: int) -> None:
     ("size", "codec"),
     [
         (2, "auto"),
-        (3, "gap"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((2, "context"), (2, "gap"), (3, "auto"), (3, "context"))
+            for case in ((2, "context"), (2, "gap"), (3, "auto"), (3, "context"), (3, "gap"))
         ),
     ],
 )
@@ -317,7 +316,7 @@ def test_a_sharded_state_has_the_digest_of_the_same_state_in_one_process(fleet: 
 
 def test_a_mesh_of_data_and_tensor_parallelism_arrives_bit_for_bit(fleet: Fleet, tmp_path: Path) -> None:
     results = fleet.run(mesh, 4, location=str(tmp_path))
-    assert [number for number, _, _, _ in results[0]["reports"]] == list(range(4))
+    assert [number for number, _, _, _ in results[0]["reports"]] == list(range(3))
     assert sum(one["base"] for one in results) == results[0]["whole"]
 
 
@@ -341,7 +340,7 @@ def test_a_restarted_team_takes_the_run_up_and_another_size_begins_anew_in_it(fl
     ("size", "dies", "at", "verb", "committed"),
     [
         pytest.param(2, 0, "parts/", "put", False, marks=pytest.mark.slow),
-        (3, 1, "parts/", "put", False),
+        pytest.param(3, 1, "parts/", "put", False, marks=pytest.mark.slow),
         (3, 0, "manifests/", "create", True),
     ],
 )
@@ -372,11 +371,11 @@ def test_a_rank_killed_in_a_publish_is_an_error_elsewhere_and_a_new_team_goes_on
 def test_what_fsdp_trains_without_waiting_arrives_bit_for_bit(
     fleet: Fleet, tmp_path: Path, size: int, every: Any
 ) -> None:
-    results = fleet.run(train_in_background, size, location=str(tmp_path), publish_every=every)
+    results = fleet.run(train_in_background, size, location=str(tmp_path), steps=10, publish_every=every)
     assert all(one == results[0] for one in results)
     found = [version(LocalStore(tmp_path), number) for number in versions(LocalStore(tmp_path))]
     assert {(one.version, one.step) for one in found} == set(results[0])
-    assert found[-1].step == 14
+    assert found[-1].step == 9
     assert list(LocalStore(tmp_path).list("anchors/"))
     assert [one.fault for one in RunVerifier(LocalStore(tmp_path), epoch_patches=4).run() if one.fault] == []
 
@@ -384,8 +383,8 @@ def test_what_fsdp_trains_without_waiting_arrives_bit_for_bit(
 @pytest.mark.parametrize(
     ("size", "dies", "at", "verb", "late", "last"),
     [
-        pytest.param(2, 1, "parts/", "put", False, 2, marks=pytest.mark.slow),
-        (3, 0, "manifests/", "create", False, 3),
+        (2, 1, "parts/", "put", False, 2),
+        pytest.param(3, 0, "manifests/", "create", False, 3, marks=pytest.mark.slow),
         pytest.param(3, 2, "parts/", "put", True, 2, marks=pytest.mark.slow),
     ],
 )

@@ -24,14 +24,17 @@ from tests.foreign_writes import CODECS, DTYPES, TENSOR, WRITES, sync_after, tra
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(lambda codec, write, dtype: dtype == (codec + write) % len(DTYPES), id="every two of these"),
+        pytest.param(
+            lambda codec, write, dtype: write in (codec, codec + 1) and dtype == (codec + write) % len(DTYPES),
+            id="each of these",
+        ),
         pytest.param(lambda codec, write, dtype: True, id="all of these", marks=pytest.mark.slow),
     ],
 )
 def test_a_sync_repairs_what_something_else_has_written(
     cases: Callable[[int, int, int], bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With every codec, write and dtype, and every two of them together."""
+    """With every codec, write and dtype."""
     for numbered in product(enumerate(CODECS), enumerate(WRITES), enumerate(DTYPES)):
         (_, codec), (_, name), (_, dtype) = numbered
         if cases(*(number for number, _ in numbered)):
@@ -228,7 +231,7 @@ def test_two_watches_of_one_model_go_on(caplog: pytest.LogCaptureFixture) -> Non
         threads = [threading.Thread(target=watch, args=[sub]) for sub in subscribers]
         for thread in threads:
             thread.start()
-        for _ in range(40):
+        for _ in range(20):
             train(trained, rng)
             pub.publish(trained)
         for sub in subscribers:

@@ -438,7 +438,7 @@ def test_a_certificate_makes_it_https(folder: Path, tmp_path: Path) -> None:
             assert store.get("head", 0, 1) == b"4"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_it_ends_in_order_and_soon_though_a_request_hangs(upstream: "Upstream", tmp_path: Path, number: int) -> None:
     """Without being ended, which users see after a second: test_the_process_ends_after_a_signal_whatever_keeps_it."""
     assert ending._EXIT_S <= 1
@@ -769,7 +769,7 @@ def upstream() -> Iterator[Upstream]:
 def test_many_clients_of_a_relay_cost_one_request_for_each_piece(
     upstream: Upstream, tmp_path: Path, states_sizes: bool
 ) -> None:
-    upstream.states_sizes, upstream.delay_s = states_sizes, 0.1
+    upstream.states_sizes, upstream.delay_s = states_sizes, 0.05
     with (
         running("relay", upstream.url, cache=tmp_path) as relay,
         closing(HttpStore(relay.url)) as store,
@@ -842,7 +842,9 @@ def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(t
         assert store.get("parts/a", 0, 64) == b"good"
 
 
-@pytest.mark.parametrize("size", [len(SMALL), len(TWO_PIECES), pytest.param(len(LARGE), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [len(TWO_PIECES), *(pytest.param(size, marks=pytest.mark.slow) for size in (len(SMALL), len(LARGE)))]
+)
 def test_what_a_relay_receives_damaged_it_does_not_keep(upstream: Upstream, tmp_path: Path, size: int) -> None:
     data = LARGE[:size]
     key = f"files/{hashlib.sha256(data).hexdigest()}"
@@ -942,7 +944,7 @@ def test_no_client_can_evict_the_only_copy_while_the_upstream_is_away(tmp_path: 
     with running("serve", origin.folder) as server, running("relay", server.url, cache=tmp_path / "cache") as relay:
         assert ask(relay.url, f"/{key}").body == TWO_PIECES
         server.stop()
-        for _ in range(3):
+        for _ in range(2):
             answer = ask(relay.url, f"/{key}", Cache_Control="no-cache")
             assert (answer.status, answer.body == TWO_PIECES) == (200, True)
             assert ask(relay.url, f"/{key}", Range="bytes=5-9").body == TWO_PIECES[5:10]
@@ -1038,7 +1040,7 @@ def test_workers_that_wait_for_a_silent_upstream_do_not_keep_others_from_what_is
             waiting.enter_context(connection).sendall(f"GET /hang/{i} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
         begin = time.monotonic()
         assert store.get("parts/small", 0, 10) == SMALL
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 8  # the others are answered after ten seconds
         upstream.ending.set()
 
 
@@ -1173,7 +1175,7 @@ def test_workers_that_wait_for_a_new_body_do_not_keep_others_from_bodies_that_ar
         assert store.get("parts/large") == LARGE
         assert store.get("parts/large", 5, 9) == LARGE[5:9]
         assert ask(relay.url, "/parts/large", "HEAD").headers["Content-Length"] == str(N)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 8  # the others are answered after ten seconds
         upstream.ending.set()
 
 

@@ -5,7 +5,8 @@ python -m tests.simulator.faults     # prints a short schedule for each that its
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,16 +24,18 @@ from pulsesync.errors import (
 from pulsesync.format import signature
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
+from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.pointer import Pointer
 from pulsesync.format.signature import SigningKey
 from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import _Span
 from pulsesync.publish import commit, writer
+from pulsesync.publish.anchors import AnchorWriter
+from pulsesync.publish.baseline import HostDifference
 from pulsesync.publish.lifecycle import PendingVersion
 from pulsesync.publish.ownership import RankReport, VersionTables
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.publish.team import CoordinatorMessage
 from pulsesync.publish.writer import Draft, RankBase, RunWriter
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look, Position
@@ -235,25 +238,22 @@ def other_ranks_with(store: Callable[[Store], Store]) -> dict[str, Any]:
 
 # Mistakes in the library
 
-SUBSCRIBER_COMMIT, RESUME = Subscriber._commit, Subscriber.resume
-STATE_COMMIT, PREPARE, SPAN_THEN = HostState.commit, HostState._prepare, _Span.then
-CREATE, ADVANCE = RunWriter._create, RunWriter._advance
+RESUME, STATE_COMMIT, DECODE, SPAN_THEN = Subscriber.resume, HostState.commit, HostState.decode, _Span.then
+ENCODE = HostDifference.encode
 NEXT_RECORD = commit.next_record
 CREATE_MOVE, FOLLOW = pointing._create, FollowTarget.find
 
 
 def advance_the_base_before_the_commit(
-    self: RunWriter, base: RankBase, reports: Sequence[RankReport], version: PendingVersion, clock: Any
-) -> CoordinatorMessage:
-    assert self._draft is not None
-    base.state.commit(self._draft.transition)
-    return CREATE(self, base, reports, version, clock)
+    self: HostDifference, last: Manifest, codec: CodecName
+) -> tuple[EncodedPart, AnyTransition]:
+    part, transition = ENCODE(self, last, codec)
+    self.state.commit(transition)
+    return part, transition
 
 
-def forget_that_what_waits_was_compared_with_the_base_before(
-    self: RunWriter, draft: Draft, last: Manifest, record: bytes, waiting: Sequence[PendingVersion | None]
-) -> RankBase:
-    return ADVANCE(self, draft, last, record, [])
+def forget_that_what_waits_was_compared_with_the_last_base(self: HostDifference, done: AnyTransition) -> HostDifference:
+    return self
 
 
 def begin_an_epoch_too_early(
@@ -270,18 +270,21 @@ def begin_an_epoch_too_early(
     return replace(record, epoch=last.epoch + 1, index=1)
 
 
-def report_before_the_commit(
-    self: Subscriber, transition: AnyTransition, record: Manifest, progress: Any, goes_on: bool
-) -> None:
-    self._move_to(record)
-    SUBSCRIBER_COMMIT(self, transition, record, progress, goes_on)
+def take_what_was_rolled_back_for_committed(self: LiveState, transition: AnyTransition) -> AnyTransition:
+    try:
+        return STATE_COMMIT(self, transition)
+    except BaseException:
+        self.sums, self.history = transition.sums, transition.history
+        raise
 
 
 def resume_from_any_weights(self: Subscriber, source: Any, version: int, history: bytes | None) -> bool:
     record = RunReader(self.store, self.trust).version(version)
-    if record is not None and not RESUME(self, source, version, history):
-        self._move_to(record)
-    return record is not None
+    if record is None:
+        return False
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(LiveState, "digest", record.digest)  # whatever the weights are
+        return RESUME(self, source, version, history)
 
 
 def take_a_pruned_run_for_another(
@@ -291,13 +294,10 @@ def take_a_pruned_run_for_another(
         raise RunRolledBackError("the local version is gone", version=version, run=run)
 
 
-def write_before_the_path_was_checked(
-    self: HostState, versions: Any, changes: Any, sums: Any, history: Any, checking: Any
-) -> Any:
-    changes, *rest = PREPARE(self, versions, changes, sums, history, checking)
-    for (ordinal, _), change in changes.items():
-        self.write_change(ordinal, change)
-    return changes, *rest
+def write_before_the_path_was_checked(self: HostState, versions: Any, after: Any, history: Any) -> Any:
+    found = DECODE(self, versions, after, history)
+    self.write(found.changes)
+    return found
 
 
 def commit_without_rollback(self: HostState, transition: AnyTransition) -> AnyTransition:
@@ -388,20 +388,17 @@ def never_follow_a_pointer_back(self: FollowTarget, records: RunReader, local: i
 
 # Of teams: each is a mistake about what several ranks make together, whichever function makes it
 
-WRITE_PATCH, OFFER, COMPLETE_ANCHOR = RunWriter._write_patch, RunWriter._offer, RunWriter._complete_anchor
+OFFER, COMPLETE_ANCHOR = RunWriter._offer, AnchorWriter.complete
 TABLES_AFTER, SHARE_OF = VersionTables.after, sharding.share_of
 
 
-def advance_a_rank_although_the_version_failed(
-    self: RunWriter, base: RankBase, fix: Callable[[], PendingVersion], clock: Any
-) -> PublishReport:
-    try:
-        return WRITE_PATCH(self, base, fix, clock)
-    except PulseError:
-        if self.talk.team.rank == 1 and self._draft is not None:
-            base.state.commit(self._draft.transition)
-            self._draft = None
-        raise
+def advance_a_rank_whatever_becomes_of_the_version(
+    self: HostDifference, last: Manifest, codec: CodecName
+) -> tuple[EncodedPart, AnyTransition]:
+    part, transition = ENCODE(self, last, codec)
+    if threading.current_thread().name == "rank 1":
+        self.state.commit(transition)
+    return part, transition
 
 
 def take_the_version_of_another_publisher_for_ones_own(store: Store, version: int, data: bytes) -> bool:
@@ -411,8 +408,8 @@ def take_the_version_of_another_publisher_for_ones_own(store: Store, version: in
         return False
 
 
-def leave_the_last_rank_out_of_an_anchor(self: RunWriter, shares: Iterable[tuple[PartRef, ...]]) -> Manifest:
-    return COMPLETE_ANCHOR(self, list(shares)[:-1])
+def leave_a_part_out_of_an_anchor(self: AnchorWriter, parts: tuple[PartRef, ...]) -> Manifest:
+    return COMPLETE_ANCHOR(self, parts[:-1])
 
 
 def keep_the_history_at_the_start_of_an_epoch(
@@ -447,16 +444,21 @@ FAULTS = [
     replacing(pointing, "_create", move_a_pointer_beyond_the_next_number, Invariant.POINTER, 1, 8),
     replacing(RunReader, "pointer", believe_the_hint_at_a_pointer, Invariant.POINTER, 8, 8),
     replacing(FollowTarget, "find", never_follow_a_pointer_back, Invariant.POINTER, 1, 8),
-    replacing(RunWriter, "_create", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT, 49, 38),
+    replacing(HostDifference, "encode", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT, 49, 38),
     using("write_the_record_before_the_body", publisher_with(WithoutParts), Invariant.BODIES_FIRST, 0, 8),
     using("take_no_answer_for_a_commit", publisher_with(TakesNoAnswerForACommit), Invariant.PUBLISH_REPORT, 12, 1),
     using("report_the_version_before", {"publisher": ReportsTheVersionBefore}, Invariant.PUBLISH_REPORT, 1, 1),
     replacing(
-        RunWriter, "_advance", forget_that_what_waits_was_compared_with_the_base_before, Invariant.PUBLISHED_STATE, 6, 7
+        HostDifference,
+        "after",
+        forget_that_what_waits_was_compared_with_the_last_base,
+        Invariant.PUBLISHED_STATE,
+        6,
+        7,
     ),
     replacing(writer, "next_record", begin_an_epoch_too_early, Invariant.VERSION_ORDER, 1, 8),
     using("put_what_must_be_created", publisher_with(PutsWhatMustBeCreated), Invariant.IMMUTABLE_OBJECTS, 1, 1),
-    replacing(Subscriber, "_commit", report_before_the_commit, Invariant.WORKER_WEIGHTS, 3, 16),
+    replacing(LiveState, "commit", take_what_was_rolled_back_for_committed, Invariant.WORKER_WEIGHTS, 23, 40),
     using("verify_without_counting", {"subscriber": VerifiesWithoutCounting}, Invariant.VERIFIED_WEIGHTS, 18, 8),
     replacing(Subscriber, "resume", resume_from_any_weights, Invariant.WORKER_WEIGHTS, 23, 28),
     using(
@@ -464,7 +466,7 @@ FAULTS = [
     ),
     replacing(RunReader, "check_run", take_a_pruned_run_for_another, Invariant.SAME_RUN, 2, 8),
     replacing(RunReader, "newest", believe_the_head, Invariant.PROGRESS, 1, 8),
-    replacing(LiveState, "_prepare", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS, 64, 34),
+    replacing(HostState, "decode", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS, 64, 34),
     replacing(LiveState, "commit", commit_without_rollback, Invariant.WORKER_WEIGHTS, 8, 8),
     replacing(LiveState, "commit", commit_all_but_the_last_block, Invariant.PUBLISHED_STATE, 1, 8),
     replacing(HostState, "write_change", write_one_of_two_tied_tensors, Invariant.TIED_TENSORS, 0, 8),
@@ -486,18 +488,18 @@ FAULTS = [
     ),
     # Of teams
     replacing(
-        RunWriter,
-        "_write_patch",
-        advance_a_rank_although_the_version_failed,
+        HostDifference,
+        "encode",
+        advance_a_rank_whatever_becomes_of_the_version,
         Invariant.PUBLISHED_STATE,
         4,
         16,
         teams=1.0,
     ),
     replacing(
-        RunWriter,
-        "_complete_anchor",
-        leave_the_last_rank_out_of_an_anchor,
+        AnchorWriter,
+        "complete",
+        leave_a_part_out_of_an_anchor,
         Invariant.ANCHOR_AND_SQUASH_CONTENT,
         2,
         1,

@@ -10,8 +10,8 @@ from tests.simulator.faults import FAULTS, PlantedFault, replacing
 
 
 @pytest.mark.parametrize(
-    "fault",  # every third in `make test`
-    [pytest.param(fault, id=str(fault), marks=[pytest.mark.slow] if n % 3 else []) for n, fault in enumerate(FAULTS)],
+    "fault",  # every fifth in `make test`
+    [pytest.param(fault, id=str(fault), marks=[pytest.mark.slow] if n % 5 else []) for n, fault in enumerate(FAULTS)],
 )
 def test_a_planted_fault_violates_its_invariant(fault: PlantedFault) -> None:
     """In the schedule that is known to find it or, where the library has changed since, in another one."""
