@@ -126,17 +126,12 @@ def awkward(rank: int, size: int, folder: str) -> dict[str, bool]:
     ],
 )
 def test_a_damaged_bucket_is_refused_by_all(fleet: Fleet, method: str, memories: str, places: list[int]) -> None:
-    results = fleet.run(damaged, 2, method=method, memories=memories, places=places)
+    results = fleet.run(run, 2, name="corrupted", memories=memories, method=method, places=places)
     assert all(len(seen) == len(places) for seen in results)
     for said in zip(*results, strict=True):
         assert "GroupError: rank 1 failed in this sync, which is aborted with all weights unchanged: " in said[0][0]
         assert said[1][0].split(":")[0] in ("ChecksumError", "FormatError", "VerificationError", "UnsupportedError")
         assert all(methods == [method, method] for _, methods in said)
-
-
-def damaged(rank: int, size: int, folder: str, method: str, memories: str, places: list[int]) -> Any:
-    with patch.object(cases, "DAMAGED_BYTES", places):
-        return run(rank, size, folder, "corrupted", memories, method=method)
 
 
 @pytest.mark.parametrize("message", [1, pytest.param(0, marks=pytest.mark.gpu), pytest.param(3, marks=pytest.mark.gpu)])

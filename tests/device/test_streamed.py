@@ -642,7 +642,7 @@ def publish(group: Group, weights: Model, step: int) -> list[Any]:
     return group.crew.act(lambda team: group.pubs[team.rank].publish(shards[team.rank], step=step, wait=False))
 
 
-@pytest.mark.parametrize("split", [by_rows, by_both])
+@pytest.mark.parametrize("split", [by_rows, pytest.param(by_both, marks=pytest.mark.slow)])
 def test_ranks_hold_their_own_optimizers(split: Any, device: str, small_pieces: None, many_lanes: None) -> None:
     stores = MemoryStore(), MemoryStore()
     for store, where in zip(stores, ("cpu", device), strict=True):

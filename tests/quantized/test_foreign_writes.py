@@ -22,7 +22,7 @@ def as_torch(arrays: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("codec", ["history", "gap"])
+@pytest.mark.parametrize("codec", ["history", pytest.param("gap", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["tensors", "mirror"])
 def test_what_something_else_has_written_is_quantised_again(where: str, codec: patch.CodecName) -> None:
     for name, write in WRITES.items():
