@@ -621,7 +621,7 @@ def test_a_state_cannot_be_loaded_after_the_first_publish() -> None:
     state = checkpoint_at(1, store, training, to=2)
     with Publisher(store) as pub:
         pub.publish(training.weights, step=2)
-        with pytest.raises(RuntimeError, match="after this publisher had published or resumed the run"):
+        with pytest.raises(RuntimeError, match="had published or resumed"):
             pub.load_state_dict(state)
 
 
@@ -854,7 +854,7 @@ KILLS = {
 }
 
 
-QUICK = (  # with the checkpoint behind the newest version, whose record has no hint yet, or ahead of it
+QUICK = (  # the checkpoint is older than the newest version, to which no hint leads yet; or it is newer
     "between the record of a version and the hint at it",
     "while the checkpoint is ahead of the newest version",
 )

@@ -219,7 +219,7 @@ def test_of_two_leases_the_later_one_stays_although_the_earlier_is_written_over_
     mine.check()
     store.put(LEASE, stranger(term=6).build())
     until(lambda: has_stopped(mine))
-    with pytest.raises(AnotherPublisherError, match="another publisher, process 7 on host far, has taken this run"):
+    with pytest.raises(AnotherPublisherError, match="process 7 on host far, has taken"):
         mine.check()
 
 
@@ -380,7 +380,7 @@ def test_one_that_is_closed_waits_no_longer_and_leaves_the_lease_to_the_other(st
     store.put(LEASE, stranger().build())
     publisher = Publisher(store, take_over=True)
     closing = store.act_after_looks(publisher.close)
-    with pytest.raises(ClosedError, match="waited for the lease of another one, process 7 on host far"):
+    with pytest.raises(ClosedError, match="process 7 on host far"):
         publisher.publish(weights(0))
     closing.join()
     until(lambda: parse(store.get(LEASE)) == stranger())
@@ -624,7 +624,7 @@ def test_close_in_another_thread_ends_the_wait(quick: None) -> None:
     store.put(LEASE, stranger().build())
     publisher = Publisher(store)
     closing = store.act_after_looks(publisher.close)
-    with pytest.raises(ClosedError, match="closed while it waited for the lease of another one, process 7 on host far"):
+    with pytest.raises(ClosedError, match=r"closed while it waited.* on host far"):
         publisher.publish(weights(0))
     closing.join()
 

@@ -139,7 +139,7 @@ def test_only_fp32_is_cast_and_patterns_say_where() -> None:
 
 @pytest.mark.parametrize("cast", ["INT4", "F32", 16, np.int8, {"*": "bf17"}, {"w": []}, "torch.float32"], ids=str)
 def test_a_cast_to_what_is_not_known_is_refused_by_the_constructor(cast: Any) -> None:
-    with pytest.raises(ValueError, match=r"cast must be one of 'BF16', 'F16', .* such as torch.bfloat16"):
+    with pytest.raises(ValueError, match="cast must be one of 'BF16'"):
         Publisher(MemoryStore(), cast=cast)
 
 
@@ -311,7 +311,7 @@ def test_ties_that_change_are_refused() -> None:
     a, c = np.zeros(4, np.float32), np.ones(4, np.float32)
     with Publisher(MemoryStore()) as pub:
         pub.publish({"a": a, "c": c, "z": a})
-        with pytest.raises(StateError, match=r"'z' is tied to another tensor .* to a new location"):
+        with pytest.raises(StateError, match="'z' is tied to another tensor"):
             pub.publish({"a": a, "c": c, "z": c})
 
 
@@ -470,7 +470,7 @@ def test_a_file_may_be_given_as_a_path(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_file_that_is_neither_bytes_nor_a_path_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"files\['tokenizer\.json'\] must be bytes or a pathlib\.Path"):
+    with pytest.raises(TypeError, match=r"files\['tokenizer\.json'\] must be bytes"):
         publish_steps(MemoryStore(), 1, files={"tokenizer.json": "tokenizer.json"})
 
 
@@ -1432,7 +1432,7 @@ def test_an_anchor_that_an_executor_cancels_is_reported_and_comes_with_the_next_
     pub.publish(training.weights, wait=False)
     pool.shutdown(wait=False, cancel_futures=True)
     free.set()
-    with pytest.raises(StoreError, match="the executor was shut down with cancel_futures=True"):
+    with pytest.raises(StoreError, match="cancel_futures=True"):
         pub.flush()
     for _ in range(short_epochs):
         training.step()
@@ -1568,9 +1568,7 @@ def test_a_signal_handler_that_needs_a_publisher_within_publish_raises(call: str
         training.step()
         future = pub.publish(training.weights, wait=False)
         assert gate.reached.wait(10)
-        with pytest.raises(
-            RuntimeError, match=f"{call} was called by a signal handler.*raise SystemExit in the handler"
-        ):
+        with pytest.raises(RuntimeError, match=f"{call} was called by a signal handler"):
             pub.publish(Interrupting(training.weights), wait=False)
         gate.open.set()
         assert future.result(10).version == 1
@@ -1692,7 +1690,7 @@ def test_a_publisher_whose_base_was_pruned_is_refused() -> None:
         pub.publish(training.weights)
         store.delete(keys.manifest_key(0))
         training.step()
-        with pytest.raises(AnotherPublisherError, match="version 1 cannot be created, because its base was pruned"):
+        with pytest.raises(AnotherPublisherError, match="base was pruned"):
             pub.publish(training.weights)
 
 
@@ -1791,7 +1789,7 @@ def test_other_tensors_than_in_the_last_version_need_a_new_location_and_the_erro
     changed = {name: array for name, array in {**weights, **change}.items() if array is not None}
     with Publisher(store) as pub:
         pub.publish(weights)
-        with pytest.raises(StateError, match=f"{found}; publish the changed model to a new location"):
+        with pytest.raises(StateError, match=f"{found}; .*new location"):
             pub.publish(changed)
     with Publisher(store) as pub, pytest.raises(StateError, match="publish to a new location"):
         pub.publish(changed)

@@ -503,7 +503,7 @@ def test_odd_bits_empty_tensors_scalars_and_ties_arrive_exactly() -> None:
     assert b'"ties":{"head":"embed"}' in layout
 
 
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings().max_examples // 4)
 @given(st.integers(0, 1 << 32), st.integers(1, 5), st.sampled_from(["auto", "history", "gap", "dense"]))
 def test_any_rectangles_of_any_dtype_make_the_whole_model(seed: int, size: int, codec: CodecName) -> None:
     rng = np.random.default_rng(seed)

@@ -18,7 +18,6 @@ from tests.simulator.checks import check, check_synced, check_worker, moves_of
 from tests.simulator.events import describe_prune, prune_with
 from tests.simulator.invariants import Invariant
 from tests.simulator.pointers import NAMES, check_pruned, move, named_versions
-from tests.simulator.teams import SimulatedPublisher
 from tests.simulator.trainers import publish, train
 from tests.simulator.workers import new_worker, open_subscriber, sync, verify
 from tests.simulator.world import PART_BYTES, World
@@ -75,10 +74,8 @@ def _prune(world: World, trainer: SimulatedTrainer, squasher: Squasher) -> None:
     The run continues as before.
     """
     if world.rng.random() < 0.7:
-        assert trainer.publisher is not None
-        ends = trainer.publisher.ranks if isinstance(trainer.publisher, SimulatedPublisher) else [trainer.publisher]
-        for end in ends:
-            end._options.anchor_every = 0.0  # at every epoch's start
+        world.bury(trainer)
+        trainer.options["anchor_every"] = 0.0  # of the next publisher: at every epoch's start
         for _ in range(2 * world.epoch_patches):
             train(world, trainer)
             _publish_for_sure(world, trainer)

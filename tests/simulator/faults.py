@@ -43,7 +43,7 @@ from pulsesync.run.pointers import FollowTarget, list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.state import sharding
 from pulsesync.state.host import HostState, HostTransition
-from pulsesync.state.live import AnyTransition, LiveState, Snapshot
+from pulsesync.state.live import AnyState, AnyTransition, LiveState, Snapshot
 from pulsesync.state.sharding import Shards, TileShare
 from pulsesync.store import ObjectEntry, Store
 from tests.simulator import (
@@ -270,7 +270,7 @@ def begin_an_epoch_too_early(
     return replace(record, epoch=last.epoch + 1, index=1)
 
 
-def take_what_was_rolled_back_for_committed(self: LiveState, transition: AnyTransition) -> AnyTransition:
+def take_what_was_rolled_back_for_committed(self: AnyState, transition: AnyTransition) -> AnyTransition:
     try:
         return STATE_COMMIT(self, transition)
     except BaseException:
@@ -438,7 +438,7 @@ def send_every_tile_that_a_rank_has(layout: Layout, owners: Mapping[int, int], r
 
 
 FAULTS = [
-    replacing(pruning, "_pointers", prune_without_looking_at_pointers, Invariant.POINTER, 13, 8),
+    replacing(pruning, "_pointers", prune_without_looking_at_pointers, Invariant.POINTER, 24, 8),
     replacing(pruning, "_old_moves", prune_every_move_of_a_pointer, Invariant.POINTER, 0, 8),
     replacing(pointing, "_create", move_a_pointer_by_overwriting, Invariant.IMMUTABLE_OBJECTS, 1, 8),
     replacing(pointing, "_create", move_a_pointer_beyond_the_next_number, Invariant.POINTER, 1, 8),
@@ -473,7 +473,7 @@ FAULTS = [
     replacing(Snapshot, "block", read_the_live_state, Invariant.ANCHOR_AND_SQUASH_CONTENT, 4, 8),
     replacing(planner, "_squash", use_no_squash, Invariant.JOIN_COST, 1, 8),
     replacing(pruning, "_first_kept", keep_the_newest_version_alone, Invariant.PATH_TO_NEWEST, 3, 8),
-    replacing(pruning, "_bodies", forget_that_parts_are_in_use, Invariant.BODIES_FIRST, 2, 8),
+    replacing(pruning, "_bodies", forget_that_parts_are_in_use, Invariant.BODIES_FIRST, 3, 36),
     replacing(_Span, "then", squash_the_second_half_alone, Invariant.ANCHOR_AND_SQUASH_CONTENT, 1, 8),
     replacing(_Span, "then", squash_from_the_wrong_version, Invariant.ANCHOR_AND_SQUASH_CONTENT, 25, 8),
     replacing(
