@@ -34,7 +34,7 @@ from tests.simulator.faults import LinkedStore, publisher_with
 from tests.simulator.teams import SimulatedGroup
 from tests.simulator.trainers import new_trainer
 
-QUICK, SCHEDULES, CHUNK, EVENTS = 10, 200, 10, 24
+QUICK, SCHEDULES, CHUNK, EVENTS = 20, 200, 10, 24
 CHUNKS = [
     pytest.param(first, marks=[pytest.mark.slow] if first >= QUICK else []) for first in range(0, SCHEDULES, CHUNK)
 ]
