@@ -391,7 +391,14 @@ def _check_data(block: Block) -> None:
         tomllib.loads(block.text)
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if blocks_of(page)])
+# A second or two each: they start several programs, or predict the sizes of whole runs.
+LONG = ("lab/docs/study.md", "lab/docs/theory.md", "docs/integrations/other_trainers.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in pages() if blocks_of(page)],
+)
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with closing(Page(page, tmp_path)) as runner:

@@ -4,6 +4,7 @@ import sys
 from importlib.metadata import requires
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 import pulsesync
@@ -135,6 +136,7 @@ print(kernels.active().__name__)
 """
 
 
+@pytest.mark.slow  # it compiles them
 def test_where_nothing_can_be_cached_kernels_are_compiled_all_the_same() -> None:
     assert run(NOWHERE_TO_CACHE) == "pulsesync.kernels.cpu"
 

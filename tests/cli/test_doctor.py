@@ -80,6 +80,7 @@ def test_kernels_that_are_not_compiled_are_found(tmp_path: Path) -> None:
     assert "pulsesync.warm_up()" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_real_bucket_is_checked_with_what_codec_auto_makes_of_the_link(
     s3_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

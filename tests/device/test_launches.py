@@ -133,9 +133,9 @@ def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_
     assert {one.kernel for one in compiled} >= {"compare", "decide", "encode", "remember"}
 
 
-@pytest.mark.parametrize("versions", [5, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_comparison_in_pieces_compiles_nothing_after_the_third_version(
-    versions: int, device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
+    device: str, compiled: list[Compiled], many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces begin at any block of a pile."""
     monkeypatch.setattr(encode, "COPIES", 1 << 15)
@@ -152,7 +152,7 @@ def test_a_comparison_in_pieces_compiles_nothing_after_the_third_version(
             future.result(30)
             trainer.train_()
 
-        assert late(make, versions, compiled) == []
+        assert late(make, 7, compiled) == []
 
 
 def test_a_count_that_outgrows_32_bits_needs_no_other_kernel() -> None:

@@ -70,6 +70,7 @@ def disassemble(cubin: bytes) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_operation_is_fused_flushed_or_approximated(tmp_path: Path) -> None:
     assert run(tmp_path, "compile", script=Path(__file__)) == [11]

@@ -46,6 +46,7 @@ def test_with_debug_logging_numba_stays_quiet_and_others_are_heard(tmp_path: Pat
     assert [line for line in log if "numba" in line] == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_level_that_was_given_to_numba_is_left_alone(tmp_path: Path) -> None:
     assert len([line for line in compiled(tmp_path, "DEBUG") if line.startswith("DEBUG:numba")]) > 100

@@ -53,8 +53,19 @@ def told(step: Step) -> dict[str, Any]:
     return {name: getattr(step, name) for name in EXACT}
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F8_E4M3", "F8_E5M2", "F32"])
-@pytest.mark.parametrize("way", ["numba", "numpy", "torch"])
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        *(("numba", dtype) for dtype in ("BF16", "F8_E4M3", "F32")),
+        *((way, "BF16") for way in ("numpy", "torch")),
+        *(pytest.param("numba", dtype, marks=pytest.mark.slow) for dtype in ("F16", "F8_E5M2")),
+        *(
+            pytest.param(way, dtype, marks=pytest.mark.slow)
+            for way in ("numpy", "torch")
+            for dtype in ("F16", "F8_E4M3", "F8_E5M2", "F32")
+        ),
+    ],
+)
 def test_every_count_of_every_step_is_what_the_oracle_says(
     way: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
