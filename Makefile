@@ -33,7 +33,7 @@ demo: $(VENV)/.torch  ## watch a policy learn in one process while workers follo
 smollm2: $(VENV)/.llm  ## get SmolLM2-135M-Instruct, for pulse demo --model smollm2
 	@$(BIN)/python -m pulsesync_lab.demo.smollm2 .models/smollm2
 
-test: $(VENV)/.compiled  ## run the fast tests, which cover every module: about three minutes
+test: $(VENV)/.compiled  ## run the fast tests, which cover every module: four to eight minutes on two cores
 	$(TESTS) -m "not slow" --hypothesis-profile=quick
 
 test-slow: $(VENV)/.compiled  ## run the tests that make test leaves out
