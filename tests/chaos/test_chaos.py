@@ -12,6 +12,7 @@ from tests.chaos import trials
 from tests.chaos.trials import Trial
 from tests.processes import Fleet
 from tests.s3 import Server
+from tests.tiers import slow
 
 pytestmark = pytest.mark.timeout(2 * trials.DEADLINE_S + 20)
 
@@ -22,16 +23,13 @@ pytestmark = pytest.mark.timeout(2 * trials.DEADLINE_S + 20)
         pytest.param(trials.killed("folder", kills=10), id="killed"),
         pytest.param(trials.ended(points=4, how=("return",)), id="ended"),
         pytest.param(trials.refused("folder", "background"), id="disk-full"),
-        pytest.param(trials.replaced(), id="replaced", marks=pytest.mark.slow),
-        *(
-            pytest.param(trials.killed(transport, kills=36), id=f"killed-often-{transport}", marks=pytest.mark.slow)
-            for transport in trials.TRANSPORTS
-        ),
-        pytest.param(trials.ended(points=24, how=("return",)), id="ended-anywhere", marks=pytest.mark.slow),
-        pytest.param(trials.refused("s3", "background"), id="refused", marks=pytest.mark.slow),
-        pytest.param(trials.hung(seconds=1.0), id="hung", marks=pytest.mark.slow),
-        pytest.param(trials.slow_server(), id="slow-server", marks=pytest.mark.slow),
-        pytest.param(trials.restored(), id="restored", marks=pytest.mark.slow),
+        slow(trials.replaced(), id="replaced"),
+        *(slow(trials.killed(transport, kills=36), id=f"killed-often-{transport}") for transport in trials.TRANSPORTS),
+        slow(trials.ended(points=24, how=("return",)), id="ended-anywhere"),
+        slow(trials.refused("s3", "background"), id="refused"),
+        slow(trials.hung(seconds=1.0), id="hung"),
+        slow(trials.slow_server(), id="slow-server"),
+        slow(trials.restored(), id="restored"),
     ],
 )
 def test_no_wrong_weights_and_no_silent_loss(trial: Trial, tmp_path: Path, fleet: Fleet, s3_server: Server) -> None:

@@ -29,6 +29,7 @@ from pulsesync.testing.backends import host_as_device
 from tests.device.pairs import SPECS, Pair, small, trained
 from tests.publish.test_sharded import Group, by_columns, by_rows
 from tests.runs import Watched
+from tests.tiers import slow
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
 
@@ -105,8 +106,8 @@ def published(device: str, versions: int, **options: Any) -> tuple[MemoryStore, 
 @pytest.mark.parametrize(
     ("codec", "keep", "versions"),
     [
-        pytest.param("gap", "device", 3, marks=pytest.mark.slow),
-        pytest.param("gap", "host", 3, marks=pytest.mark.slow),
+        slow("gap", "device", 3),
+        slow("gap", "host", 3),
         ("history", None, 2),
     ],
 )
@@ -153,7 +154,7 @@ def test_a_worker_here_finds_and_repairs_what_something_else_wrote(device: str) 
         assert equal(weights, states[1])
 
 
-@pytest.mark.parametrize("keep", ["device", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keep", ["device", slow("host")])
 def test_torchs_default_device_is_of_no_concern(keep: Keep, device: str, many_lanes: None) -> None:
     store, weights = MemoryStore(), model(device)
     held = {name: torch.zeros_like(tensor).contiguous() for name, tensor in weights.items()}
@@ -253,7 +254,7 @@ def test_what_is_published_is_what_was_there_at_the_call(keep: Keep, device: str
     assert equal(read(store, 2, states[2]), states[2])
 
 
-@pytest.mark.parametrize("keep", ["device", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keep", ["device", slow("host")])
 def test_without_coalescing_every_step_is_a_version(keep: Keep, device: str) -> None:
     """The store takes 40 ms for each of three bodies, so that steps come faster than versions are sent."""
     store, weights, states = Watched(), model(device), []
@@ -328,7 +329,7 @@ def find_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "find", by_place)
 
 
-@pytest.mark.parametrize("keep", [None, pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keep", [None, slow("host")])
 def test_a_publisher_that_begins_again_takes_up_the_run(
     keep: Keep | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,7 +348,7 @@ def test_a_publisher_that_begins_again_takes_up_the_run(
     assert len(objects(store)) == 3  # an anchor and two patches
 
 
-@pytest.mark.parametrize("keep", [None, pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keep", [None, slow("host")])
 def test_a_fresh_model_is_refused_here_too(keep: Keep | None, device: str) -> None:
     store, states = published(device, 1)
     before = objects(store)
@@ -467,10 +468,10 @@ def all_of_it(weights: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
     ("split", "codec", "versions", "keep"),
     [
         (by_rows, "history", 3, None),
-        pytest.param(by_rows, "history", 3, "host", marks=pytest.mark.slow),
-        pytest.param(by_columns, "context", 2, "device", marks=pytest.mark.slow),
+        slow(by_rows, "history", 3, "host"),
+        slow(by_columns, "context", 2, "device"),
         (by_both, "gap", 2, "host"),
-        pytest.param(by_leftovers, "context", 2, None, marks=pytest.mark.slow),
+        slow(by_leftovers, "context", 2, None),
         (by_leftovers, "context", 2, "host"),
     ],
 )
@@ -503,10 +504,7 @@ def test_a_version_of_all_ranks_is_that_from_host_memory(
     ("split", "keep"),
     [
         (by_rows, None),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((all_of_it, None), (by_rows, "host"), (all_of_it, "host"))
-        ),
+        *(slow(*case) for case in ((all_of_it, None), (by_rows, "host"), (all_of_it, "host"))),
     ],
 )
 def test_ranks_resume_a_run_continue_it_without_a_change_and_write_anchors(

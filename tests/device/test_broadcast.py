@@ -22,6 +22,7 @@ from pulsesync.testing.backends import host_as_device
 from tests.device import interpreter
 from tests.group import test_broadcast as cases
 from tests.processes import Fleet, fleet, group
+from tests.tiers import slow
 
 __all__ = ["fleet"]
 
@@ -83,7 +84,7 @@ def every_method(rank: int, size: int, folder: str, memories: str, methods: list
     ("memories", "methods"),
     [
         ("device", ["coded"]),
-        *(pytest.param(memories, list(METHODS), marks=pytest.mark.slow) for memories in MIXED),
+        *(slow(memories, list(METHODS)) for memories in MIXED),
     ],
 )
 def test_all_ranks_have_the_same_bits_by_every_method(fleet: Fleet, memories: str, methods: list[Method]) -> None:
@@ -119,8 +120,8 @@ def awkward(rank: int, size: int, folder: str) -> dict[str, bool]:
     ("method", "memories", "places"),
     [
         ("plain", "device", [8, 100]),
-        pytest.param("plain", "device", [0, 8, 40, 100], marks=pytest.mark.slow),
-        pytest.param("dense", "receivers on a device", [0, 8, 40, 100], marks=pytest.mark.slow),
+        slow("plain", "device", [0, 8, 40, 100]),
+        slow("dense", "receivers on a device", [0, 8, 40, 100]),
         pytest.param("coded", "device", [0, 8, 40, 100], marks=pytest.mark.gpu),
         pytest.param("gap", "device", [0, 8, 40, 100], marks=pytest.mark.gpu),
     ],

@@ -36,6 +36,7 @@ from tests.device.test_baseline import Model, equal, kept, objects, on, read
 from tests.device.test_large import count_launches
 from tests.helpers import Writer, random_state
 from tests.runs import version as version_of
+from tests.tiers import slow
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
 EXPERTS = 3
@@ -98,9 +99,7 @@ def test_a_grid_does_not_change_the_digests_of_a_run(device: str, many_lanes: No
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize(
-    "dtypes", [["BF16", "F8_E4M3"], pytest.param(["BF16", "F8_E4M3", "F32", "I64"], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("dtypes", [["BF16", "F8_E4M3"], slow(["BF16", "F8_E4M3", "F32", "I64"])])
 def test_a_state_has_one_digest_however_it_is_cut_and_bundled(dtypes: list[str], device: str) -> None:
     rng, specs = np.random.default_rng(0), []
     for dtype in dtypes:
@@ -124,11 +123,11 @@ def test_a_state_has_one_digest_however_it_is_cut_and_bundled(dtypes: list[str],
     [
         ("history", "device", 3),
         ("gap", "host", 2),
-        pytest.param("auto", "hook", 2, marks=pytest.mark.slow),
-        pytest.param("history", "host", 3, marks=pytest.mark.slow),
-        pytest.param("history", "hook", 3, marks=pytest.mark.slow),
-        pytest.param("context", "device", 2, marks=pytest.mark.slow),
-        pytest.param("dense", "device", 2, marks=pytest.mark.slow),
+        slow("auto", "hook", 2),
+        slow("history", "host", 3),
+        slow("history", "hook", 3),
+        slow("context", "device", 2),
+        slow("dense", "device", 2),
     ],
 )
 def test_a_run_is_byte_for_byte_that_of_the_host(
@@ -431,7 +430,7 @@ def bundled_pile(dtype: str, device: str, sizes: Mapping[str, int]) -> tuple[Lay
     return layout, piles_of(layout, device, places)[0]
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", pytest.param("F32", marks=pytest.mark.slow), "I64"])
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", slow("F32"), "I64"])
 def test_groups_are_compared_wherever_they_begin(dtype: str, device: str) -> None:
     """Of sizes that leave every remainder of a word, one of them more than a chunk."""
     sizes = {f"layers.{n}.x": size for n, size in enumerate((1, 6, 4099, 3, 2, 40, 7, 33, 5))}
@@ -452,7 +451,7 @@ def test_groups_are_compared_wherever_they_begin(dtype: str, device: str) -> Non
             assert np.array_equal(memory.to_host(ours[here])[0].view(theirs.dtype), theirs)
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", pytest.param("F32", marks=pytest.mark.slow), "I64"])
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", slow("F32"), "I64"])
 def test_changes_of_bundles_are_written_where_their_tensors_are(dtype: str, device: str) -> None:
     sizes = {f"layers.{n // 3}.{n}": size for n, size in enumerate((1, 6, 40, 3, 2, 7, 33, 5))}
     layout, _ = bundled_pile(dtype, device, sizes)

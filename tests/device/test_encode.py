@@ -14,6 +14,7 @@ from pulsesync.format.tables import Contexts
 from tests.device.launches import counted
 from tests.device.pairs import Pair, codecs_of, small, to_bits, to_flats, trained
 from tests.helpers import FLOATS, same
+from tests.tiers import slow
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_parts_are_those_of_the_host(codec: CodecName, used: set[Codec], device:
         assert same(to_bits(pair.state.flats), state)
 
 
-@pytest.mark.parametrize("codec", ["history", pytest.param("context", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("codec", ["history", slow("context")])
 def test_piles_of_a_dtype_share_a_table_and_make_the_parts_of_one(
     codec: CodecName, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,10 +102,7 @@ def test_long_steps_and_every_float_are_coded_as_on_the_host(device: str, many_l
     ("dtype", "listed_once", "few"),
     [
         ("BF16", False, 10),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("F32", True, 1 << 13), ("BF16", True, 1 << 13), ("F8_E4M3", True, 10))
-        ),
+        *(slow(*case) for case in (("F32", True, 1 << 13), ("BF16", True, 1 << 13), ("F8_E4M3", True, 10))),
     ],
 )
 def test_long_steps_that_occur_often_are_listed_as_on_the_host(

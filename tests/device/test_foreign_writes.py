@@ -11,6 +11,7 @@ import torch
 from pulsesync.format import patch
 from tests.device.test_baseline import on
 from tests.foreign_writes import TENSOR, WRITES, Arrays, sync_after
+from tests.tiers import slow
 
 IN_INTERPRETER = {"history": ["NaN"], "context": ["zeros"], "gap": ["1e-3 added"]}  # a second each; a GPU does them all
 
@@ -19,9 +20,7 @@ def to_host(tensor: torch.Tensor) -> Any:
     return tensor.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
 
 
-@pytest.mark.parametrize(
-    "codec", ["history", *(pytest.param(one, marks=pytest.mark.slow) for one in ("context", "gap"))]
-)
+@pytest.mark.parametrize("codec", ["history", *(slow(one) for one in ("context", "gap"))])
 def test_a_sync_repairs_what_something_else_has_written(
     codec: patch.CodecName, device: str, many_lanes: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,7 @@ from pulsesync.group.messages import TRAILER, Bucket, SyncTimes, Table
 from pulsesync.kernels import cuda
 from pulsesync.state.sharding import Placed, tensor_parallel
 from pulsesync.testing.backends import host_as_device
+from tests.tiers import slow
 
 Model = dict[str, torch.Tensor]
 TABLES: list[Method] = ["dense", "plain"]
@@ -192,7 +193,7 @@ def test_a_receiver_gets_every_bit_and_can_return(method: Method, memories: tupl
     assert same(pair.weights(), new)
 
 
-@pytest.mark.parametrize("method", [pytest.param("dense", marks=pytest.mark.slow), "plain"])
+@pytest.mark.parametrize("method", [slow("dense"), "plain"])
 def test_a_message_that_comes_on_the_device_is_read_there(method: Method, device: str) -> None:
     """The message arrives in device memory, as over NCCL. Coded parts, in the next test, are copied to the host."""
     old = random_model()
@@ -214,9 +215,7 @@ def test_a_part_that_comes_on_the_device_is_read_from_the_host(device: str) -> N
     assert same(pair.weights(), new)
 
 
-@pytest.mark.parametrize(
-    ("method", "places"), [("dense", 5), *(pytest.param(method, 12, marks=pytest.mark.slow) for method in TABLES)]
-)
+@pytest.mark.parametrize(("method", "places"), [("dense", 5), *(slow(method, 12) for method in TABLES)])
 def test_no_changed_byte_gets_through(method: Method, places: int, device: str) -> None:
     old = random_model()
     pair = Joined(old, old, ("device", "device"), device)
@@ -432,9 +431,7 @@ class _Counted:
         return self._kernel[grid]
 
 
-@pytest.mark.parametrize(
-    "method", ["coded", *(pytest.param(method, marks=pytest.mark.slow) for method in ("plain", "gap", "dense"))]
-)
+@pytest.mark.parametrize("method", ["coded", *(slow(method) for method in ("plain", "gap", "dense"))])
 def test_launches_do_not_grow_with_tensors(method: Method, device: str) -> None:
     counted = []
     for tensors in (3, 12):

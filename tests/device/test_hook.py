@@ -24,6 +24,7 @@ from pulsesync.testing.backends import host_as_device
 from tests.device.test_baseline import Model, equal, kept, objects, on, read
 from tests.publish.test_sharded import Group, by_rows
 from tests.runs import Watched, version, versions
+from tests.tiers import slow
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
 
@@ -221,7 +222,7 @@ def test_steps_cannot_be_left_out(every: Any) -> None:
 # Faults
 
 
-@pytest.mark.parametrize("at", ["manifests/", pytest.param("parts/", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", ["manifests/", slow("parts/")])
 def test_after_a_send_that_failed_a_root_comes_next(at: str, trainer: Trainer) -> None:
     store = Watched()
     with hooked(store) as pub:
@@ -249,7 +250,7 @@ def test_after_a_send_that_failed_a_root_comes_next(at: str, trainer: Trainer) -
         assert equal(joiner, trainer.model)
 
 
-@pytest.mark.parametrize("verb", ["encode", pytest.param("compare", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verb", ["encode", slow("compare")])
 def test_after_a_comparison_that_failed_a_root_comes_next(
     verb: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

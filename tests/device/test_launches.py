@@ -18,6 +18,7 @@ from pulsesync.publish.baseline import Keep
 from pulsesync.store import MemoryStore
 from tests.device.launches import OF_RUNS, Compiled, counted, key_of
 from tests.device.test_baseline import Model, equal, on
+from tests.tiers import slow
 
 DENSITIES = [0.0005 * 400 ** (step * 5 % 8 / 7) for step in range(8)]  # from 0.05 % to 20 %, up and down
 INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -103,10 +104,7 @@ def test_neither_end_compiles_after_the_third_version(
     ("keep", "dtype", "versions"),
     [
         ("hook", torch.bfloat16, 5),
-        *(
-            pytest.param(*case, 7, marks=pytest.mark.slow)
-            for case in (("hook", torch.bfloat16), ("host", torch.float32))
-        ),
+        *(slow(*case, 7) for case in (("hook", torch.bfloat16), ("host", torch.float32))),
     ],
 )
 def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_is(

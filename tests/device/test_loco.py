@@ -23,6 +23,7 @@ from tests.device import interpreter
 from tests.device.launches import OF_ROUNDS, counted
 from tests.loco.fleet import Trainer, alone, meet, same, together
 from tests.processes import Fleet, fleet, group
+from tests.tiers import slow
 
 __all__ = ["fleet"]
 
@@ -80,9 +81,7 @@ def test_rounds_are_those_of_the_host_byte_for_byte(device: str, way: str, monke
     assert found[0]["reports"]
 
 
-@pytest.mark.parametrize(
-    "way", ["PulseLoCo", *(pytest.param(way, marks=pytest.mark.slow) for way in ("delay", "DiLoCo", "DDP"))]
-)
+@pytest.mark.parametrize("way", ["PulseLoCo", *(slow(way) for way in ("delay", "DiLoCo", "DDP"))])
 def test_a_trainer_on_a_device_and_one_on_a_host_meet(device: str, way: str) -> None:
     found = []
     for first in (device, "host"):
@@ -114,7 +113,7 @@ def in_a_group(rank: int, size: int, folder: str, device: str, way: str) -> list
     return out
 
 
-@pytest.mark.parametrize("way", ["PulseLoCo", pytest.param("DiLoCo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["PulseLoCo", slow("DiLoCo")])
 def test_they_meet_in_a_process_group_too(fleet: Fleet, device: str, way: str) -> None:
     first, second = fleet.run(in_a_group, 2, device=device, way=way)
     assert first == second
@@ -240,11 +239,11 @@ def test_rounds_are_in_order_with_training_in_a_stream_of_its_own(way: str, monk
         for _i in range(20):
             large.copy_(large @ large * 0)
 
-    for slow in (False, True):
+    for delayed in (False, True):
         with torch.cuda.stream(stream), trainer(alone(), 0, "cuda", **WAYS[way]) as one:
             for hook in ("_look", "_count"):  # which wait for the device
                 monkeypatch.setattr(one, hook, lambda: None)
-            if slow:
+            if delayed:
                 one.optimizer.register_step_pre_hook(work)
             one.step(6)
         torch.cuda.synchronize()

@@ -43,6 +43,7 @@ from tests.device.test_baseline import (
 )
 from tests.publish.test_sharded import Group, by_rows
 from tests.runs import Watched
+from tests.tiers import slow
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
 
@@ -176,7 +177,7 @@ def without_bundles(layout: Layout) -> Layout:
         (3, layouts.bundle),
         (3, without_bundles),
         (0, layouts.bundle),
-        pytest.param(0, without_bundles, marks=pytest.mark.slow),
+        slow(0, without_bundles),
     ],
 )
 def test_pieces_yield_what_one_comparison_yields(layout_from: Any, moves: int, device: str, small_pieces: None) -> None:
@@ -249,7 +250,7 @@ def test_pieces_fill_a_buffer(device: str, monkeypatch: pytest.MonkeyPatch) -> N
 # What is published
 
 
-@pytest.mark.parametrize("codec", ["history", pytest.param("gap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("codec", ["history", slow("gap")])
 def test_a_run_is_byte_for_byte_that_of_the_host(codec: Any, device: str, small_pieces: None, many_lanes: None) -> None:
     stores, states = (MemoryStore(), MemoryStore()), []
     for store, here in zip(stores, (True, False), strict=True):
@@ -642,7 +643,7 @@ def publish(group: Group, weights: Model, step: int) -> list[Any]:
     return group.crew.act(lambda team: group.pubs[team.rank].publish(shards[team.rank], step=step, wait=False))
 
 
-@pytest.mark.parametrize("split", [by_rows, pytest.param(by_both, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("split", [by_rows, slow(by_both)])
 def test_ranks_hold_their_own_optimizers(split: Any, device: str, small_pieces: None, many_lanes: None) -> None:
     stores = MemoryStore(), MemoryStore()
     for store, where in zip(stores, ("cpu", device), strict=True):

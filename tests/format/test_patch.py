@@ -30,6 +30,7 @@ from tests.helpers import (
     same,
     seeds,
 )
+from tests.tiers import slow
 
 CODECS = ["auto", "gap", "step", "context", "history", "dense", "xor"]
 
@@ -97,7 +98,7 @@ def test_every_bfloat16_turns_into_every_kind_of_bfloat16(codec: patch.CodecName
         *(("BF16", codec) for codec in CODECS),
         ("I32", "auto"),
         *(
-            pytest.param(dtype, codec, marks=pytest.mark.slow)
+            slow(dtype, codec)
             for dtype in ("F32", "F8_E4M3", "I32")
             for codec in CODECS
             if (dtype, codec) != ("I32", "auto")

@@ -26,6 +26,7 @@ from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.session import SyncSession
 from pulsesync.state.sharding import Placed, tensor_parallel
 from tests.processes import Fleet, die, fleet, group, join_group
+from tests.tiers import slow
 
 __all__ = ["fleet"]
 
@@ -95,9 +96,7 @@ def every_push(rank: int, size: int, folder: str, seed: int) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("size", "seed"), [(3, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0), (4, 2)))]
-)
+@pytest.mark.parametrize(("size", "seed"), [(3, 1), *(slow(*case) for case in ((2, 0), (4, 2)))])
 def test_all_ranks_hold_the_same_bits_after_every_push_by_every_method(fleet: Fleet, size: int, seed: int) -> None:
     results = fleet.run(every_push, size, seed=seed)
     for steps in zip(*results, strict=True):
@@ -350,9 +349,7 @@ def all_corrupted(rank: int, size: int, folder: str, places: Sequence[int]) -> d
     return {method: corrupted(rank, size, folder, method, places) for method in METHODS}
 
 
-@pytest.mark.parametrize(
-    "places", [[8, 40, 1000], pytest.param(DAMAGED_BYTES, marks=pytest.mark.slow)], ids=["some", "all"]
-)
+@pytest.mark.parametrize("places", [[8, 40, 1000], slow(DAMAGED_BYTES)], ids=["some", "all"])
 def test_a_damaged_bucket_is_refused_by_all_and_the_next_push_makes_up_for_it(
     fleet: Fleet, places: Sequence[int]
 ) -> None:
@@ -419,7 +416,7 @@ def die_at(message: int) -> None:
 
 
 @pytest.mark.parametrize("message", [0, 1, 2, 3])
-@pytest.mark.parametrize("victim", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [1, slow(2)])
 def test_a_receiver_killed_in_a_push_ends_it_for_all_and_a_new_group_goes_on_with_patches(
     fleet: Fleet, victim: int, message: int
 ) -> None:
@@ -609,7 +606,7 @@ def half_committed(rank: int, size: int, folder: str, who: int) -> Any:
     return methods, bits(model)
 
 
-@pytest.mark.parametrize("who", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("who", [0, 1, slow(2)])
 def test_ranks_that_committed_go_back_to_one_that_could_not(fleet: Fleet, who: int) -> None:
     results = fleet.run(half_committed, 3, who=who)
     assert all(methods == ["coded", "coded"] for methods, _ in results)
@@ -712,7 +709,7 @@ def mesh_of(trainers: int) -> Any:
     ("trainers", "layout"),
     [
         (2, "split"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "whole"), (3, "whole"), (3, "split"))),
+        *(slow(*case) for case in ((2, "whole"), (3, "whole"), (3, "split"))),
     ],
 )
 def test_fsdp_trainers_reach_rollouts_in_other_layouts_bit_for_bit(fleet: Fleet, trainers: int, layout: str) -> None:
@@ -794,9 +791,7 @@ def takes_over(rank: int, size: int, folder: str, method: Any) -> Any:
     return methods, bits(model)
 
 
-@pytest.mark.parametrize(
-    "method", ["coded", *(pytest.param(m, marks=pytest.mark.slow) for m in ("auto", "dense", "plain"))]
-)
+@pytest.mark.parametrize("method", ["coded", *(slow(m) for m in ("auto", "dense", "plain"))])
 def test_a_receiver_that_becomes_the_source_sends_everything_first_and_then_what_changes(
     fleet: Fleet, method: str
 ) -> None:

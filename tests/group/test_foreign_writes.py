@@ -11,6 +11,7 @@ from pulsesync.errors import GroupError, PulseError, VerificationError
 from pulsesync.group.broadcast import Broadcast
 from tests.foreign_writes import TENSOR, WRITES, train, weights
 from tests.processes import Fleet, fleet, group
+from tests.tiers import slow
 
 __all__ = ["fleet"]
 
@@ -38,9 +39,7 @@ def written(rank: int, size: int, folder: str, method: Any) -> list[tuple[str, l
     return out
 
 
-@pytest.mark.parametrize(
-    "method", ["coded", *(pytest.param(m, marks=pytest.mark.slow) for m in ("dense", "gap", "plain"))]
-)
+@pytest.mark.parametrize("method", ["coded", *(slow(m) for m in ("dense", "gap", "plain"))])
 def test_a_receiver_that_something_else_has_written_to_keeps_nobody_waiting(fleet: Fleet, method: str) -> None:
     source, damaged, other = fleet.run(written, 3, method=method)
     for (name, at_source, sent), (_, at_damaged, received), (_, at_other, also) in zip(

@@ -59,6 +59,7 @@ from tests import records
 from tests.forked import Forked
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Gap, Part, Plane, Version, numbers
+from tests.tiers import slow
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 64 << 20
@@ -2121,7 +2122,7 @@ ATTACKS += [
 # -- what is not one version ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [97, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [97, slow(5)])
 def test_every_prefix_of_a_file_is_refused(step: int) -> None:
     target = victim("mixed")
     version = target.target.version.copy()
@@ -2133,7 +2134,7 @@ def test_every_prefix_of_a_file_is_refused(step: int) -> None:
 
 
 # A prime number of bytes or bits apart, so that fields of every kind and every bit of a byte are met.
-SOME, MANY = pytest.param(97, id="some"), pytest.param(5, id="many", marks=pytest.mark.slow)
+SOME, MANY = pytest.param(97, id="some"), slow(5, id="many")
 
 
 @pytest.mark.parametrize("step", [SOME, MANY])
@@ -2169,8 +2170,8 @@ def test_a_flipped_bit_anywhere_in_a_manifest_is_refused(kind: str, step: int) -
     [
         ("history", 97),
         ("inline", 557),
-        pytest.param("history", 5, marks=pytest.mark.slow),
-        pytest.param("inline", 29, marks=pytest.mark.slow),
+        slow("history", 5),
+        slow("inline", 29),
     ],
 )
 def test_a_bit_flipped_under_a_good_checksum_is_refused_or_changes_only_what_no_weight_depends_on(
@@ -2228,9 +2229,7 @@ def spoilt_squashes() -> dict[str, dict[str, bytes]]:
     }
 
 
-@pytest.mark.parametrize(
-    ("fresh", "step"), [(False, 2), (True, 3), *(pytest.param(fresh, 1, marks=pytest.mark.slow) for fresh in (0, 1))]
-)
+@pytest.mark.parametrize(("fresh", "step"), [(False, 2), (True, 3), *(slow(fresh, 1) for fresh in (0, 1))])
 def test_a_bad_squash_is_gone_round_where_the_patches_are_there(fresh: bool, step: int) -> None:
     for how, objects in list(spoilt_squashes().items())[int(fresh and step > 1) :: step]:
         target = forge.Victim(forge.sample("squash"))

@@ -28,6 +28,7 @@ from pulsesync.loco.gate import LARGEST, SparseVector, VisibilityGate, WholeUpda
 from pulsesync.loco.payload import Coder, describe, read_head
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Plane
+from tests.tiers import slow
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 16 << 20
@@ -529,7 +530,7 @@ ATTACKS += [
 # -- at random -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("times", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [100, slow(1000)])
 @pytest.mark.parametrize("mode", ["exact", "compact"])
 def test_a_spoilt_coded_part_with_hashes_that_fit_is_refused_or_read_as_finite_numbers_in_order(
     mode: str, times: int

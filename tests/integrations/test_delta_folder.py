@@ -52,6 +52,7 @@ from tests.integrations.delta_writer import (
     write_delta,
     write_skyrl_delta,
 )
+from tests.tiers import slow
 
 Weights = dict[str, np.ndarray[Any, Any]]
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
@@ -760,7 +761,7 @@ def until_done(advance: Callable[[], DeltaVersion | None]) -> int:
     raise AssertionError("it never ends")
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(slow(n) for n in (1, 2))])
 def test_over_a_store_that_fails_both_ways_are_repeated_until_all_is_there(tmp_path: Path, seed: int) -> None:
     states, good = make_states(5), MemoryStore()
     base = write_stream(tmp_path, states)
@@ -806,7 +807,7 @@ def kill_at(write: int, *arguments: str) -> None:
         assert process.wait(60) == -signal.SIGKILL, process.stderr.read()
 
 
-@pytest.mark.parametrize("write", [1, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 7))])
+@pytest.mark.parametrize("write", [1, 5, *(slow(n) for n in (3, 7))])
 def test_an_export_that_was_killed_leaves_only_whole_folders_and_is_continued(tmp_path: Path, write: int) -> None:
     states = make_states(4)
     run = publish(tmp_path / "run", states)
@@ -821,7 +822,7 @@ def test_an_export_that_was_killed_leaves_only_whole_folders_and_is_continued(tm
     assert_same(dict(engine.tensors), {name: flat(array) for name, array in states[3].items()})
 
 
-@pytest.mark.parametrize("write", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 14))])
+@pytest.mark.parametrize("write", [9, *(slow(n) for n in (2, 14))])
 def test_an_import_that_was_killed_is_continued(tmp_path: Path, write: int) -> None:
     states = make_states(4)
     base = write_stream(tmp_path, states)

@@ -32,6 +32,7 @@ from pulsesync.store import LocalStore, MemoryStore
 from tests.commands import PULSE, pulse
 from tests.forked import Forked
 from tests.runs import Training, Watched, equal, kept, publish_steps
+from tests.tiers import slow
 
 
 class Trainer:
@@ -518,7 +519,7 @@ def test_reading_before_there_is_a_version_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kills", [5, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [5, slow(15)])
 def test_a_follower_that_is_killed_at_any_moment_leaves_a_whole_version(tmp_path: Path, kills: int) -> None:
     """Kill -9: at random moments, and while a copy is being written."""
     rng, place, run = random.Random(0), tmp_path / "f", str(tmp_path / "run")

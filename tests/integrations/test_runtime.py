@@ -28,6 +28,7 @@ from pulsesync.integrations.runtime import (
 )
 from pulsesync.state.sharding import Placed, shards_of
 from pulsesync.state.slices import Slice
+from tests.tiers import slow
 
 torch = pytest.importorskip("torch", reason="torch is not installed: the map to runtime tensors is UNTESTED")
 F = torch.nn.functional
@@ -718,7 +719,7 @@ def train_(whole: Tensors, seed: int) -> None:
         ("qwen3_moe", "history", True),
         ("deepseek_v3", "auto", True),
         *(
-            pytest.param(family, codec, cut, marks=pytest.mark.slow)
+            slow(family, codec, cut)
             for family, codec, cut in [
                 ("llama", "auto", True),
                 ("llama", "history", True),
@@ -960,13 +961,9 @@ def doubled(tensors: Tensors) -> Tensors:
     [
         *((family, "tp4") for family in ("qwen2", "qwen3")),
         *((family, "ep2") for family in ("qwen2_moe", "mixtral")),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("llama", "tp4"), ("qwen3_moe", "ep2"))),
-        *(pytest.param(family, "tp2", marks=pytest.mark.slow) for family in ("llama", "qwen2", "qwen3")),
-        *(
-            pytest.param(family, fleet, marks=pytest.mark.slow)
-            for family in ("qwen2_moe", "qwen3_moe", "mixtral")
-            for fleet in ("tp4", "ep4")
-        ),
+        *(slow(*pair) for pair in (("llama", "tp4"), ("qwen3_moe", "ep2"))),
+        *(slow(family, "tp2") for family in ("llama", "qwen2", "qwen3")),
+        *(slow(family, fleet) for family in ("qwen2_moe", "qwen3_moe", "mixtral") for fleet in ("tp4", "ep4")),
         ("qwen3_moe", "ep2tp2"),
     ],
 )

@@ -18,6 +18,7 @@ from pulsesync.errors import RoundError, StateError, VerificationError
 from pulsesync.loco import GroupExchange, PulseLoCo
 from tests.loco.fleet import TOLERANCE, Trainer, Weights, alone, flat, meet, same
 from tests.processes import GROUP_TIMEOUT_S, Fleet, die, fleet, group, join_group
+from tests.tiers import slow
 
 __all__ = ["fleet"]
 
@@ -126,7 +127,7 @@ def count_rounds(trainer: Trainer, counter: Counter) -> list[tuple[int, int]]:
     return counted
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, slow(4)])
 def ranks(request: pytest.FixtureRequest, fleet: Fleet) -> list[dict[Any, Any]]:
     return fleet.run(all_ways, request.param)
 
@@ -177,6 +178,18 @@ def unharmed(fleet: Fleet) -> list[dict[str, Any]]:
     """The results of cases, by rank. If one of them fails, so do the tests of all: its traceback is in each."""
     cases = [case.__name__ for case in (strangers, not_finite, without_memory, parted, unhurt)]
     return fleet.run(in_one_group, 3, cases=cases, every=False)
+
+
+def fail_after_confirming(exchange: Any, error: BaseException) -> None:
+    """Let a trainer miss the end of one round, which the others complete."""
+    plain = exchange.confirm
+
+    def confirm(*args: Any) -> None:
+        plain(*args)
+        del exchange.confirm
+        raise error
+
+    exchange.confirm = confirm
 
 
 def fails(error: type[Exception], call: Callable[[], Any]) -> str:
@@ -246,7 +259,7 @@ def garble(exchange: Any, call: int, how: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "every"),
-    [(2, False), pytest.param(2, True, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.slow)],
+    [(2, False), slow(2, True), slow(3, True)],
 )
 def test_damaged_bytes_at_one_trainer_fail_the_round_for_all_and_the_next_one_works(
     fleet: Fleet, size: int, every: bool
@@ -324,7 +337,7 @@ def not_finite(rank: int, every: bool) -> list[Any]:
     return out
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, slow(True)])
 def test_one_whose_update_is_not_finite_leaves_nobody_waiting_and_the_next_round_works(
     fleet: Fleet, unharmed: list[dict[str, Any]], every: bool
 ) -> None:
@@ -527,11 +540,7 @@ FOUND_S = GROUP_TIMEOUT_S / 2  # within which every trainer must find out that o
 @pytest.mark.parametrize(
     "point",
     ["between two swaps"]
-    + [
-        pytest.param(point, marks=pytest.mark.slow)
-        for point in ("after it has confirmed", *POINTS)
-        if point != "between two swaps"
-    ],
+    + [slow(point) for point in ("after it has confirmed", *POINTS) if point != "between two swaps"],
 )
 def test_when_a_trainer_is_killed_the_others_go_on_without_it_and_nothing_of_theirs_is_lost(
     fleet: Fleet, point: str
@@ -618,8 +627,8 @@ def behind(rank: int, size: int, folder: str, victim: int, late: int, tries: int
     }
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])  # with 0, the others' ranks change
-@pytest.mark.parametrize("tries", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [0, slow(2)])  # with 0, the others' ranks change
+@pytest.mark.parametrize("tries", [2, slow(0)])
 def test_one_that_did_not_hear_of_a_round_which_others_committed_is_left_with_what_its_payload_left(
     fleet: Fleet, victim: int, tries: int
 ) -> None:
@@ -645,13 +654,7 @@ def grown(rank: int, size: int, folder: str) -> dict[str, Any]:
         trainer.step(2)
         if old:
             inner = trainer.exchange.inner
-            plain = inner.confirm
-
-            def confirm(*args: Any) -> None:
-                plain(*args)
-                raise RoundError("so says this test")
-
-            inner.confirm = confirm
+            fail_after_confirming(inner, RoundError("so says this test"))
             fails(RoundError, partial(trainer.step, 2))
         else:
             trainer.step(2)
@@ -684,14 +687,7 @@ def unhurt(rank: int, every: bool) -> list[Any]:
         trainer.step(2)
         inner = trainer.exchange.inner
         if rank == 1:
-            plain = inner.confirm
-
-            def confirm(*args: Any) -> None:
-                plain(*args)
-                del inner.confirm
-                raise KeyboardInterrupt
-
-            inner.confirm = confirm
+            fail_after_confirming(inner, KeyboardInterrupt())
             try:
                 trainer.step()
             except KeyboardInterrupt:
@@ -727,14 +723,7 @@ def out_of_turn(rank: int, size: int, folder: str) -> list[Any]:
         trainer.step(2)
         inner = trainer.exchange.inner
         if rank == 1:
-            plain = inner.confirm
-
-            def confirm(*args: Any) -> None:
-                plain(*args)
-                del inner.confirm
-                raise RoundError("so says this test")
-
-            inner.confirm = confirm
+            fail_after_confirming(inner, RoundError("so says this test"))
             fails(RoundError, trainer.step)
         else:
             trainer.step()
@@ -806,7 +795,7 @@ def resumed(rank: int, size: int, folder: str, ways: Sequence[str]) -> list[Any]
 
 @pytest.mark.parametrize(
     "ways",
-    [("fragments",), pytest.param(("compact", "DiLoCo", "PulseLoCo", "as published"), marks=pytest.mark.slow)],
+    [("fragments",), slow(("compact", "DiLoCo", "PulseLoCo", "as published"))],
     ids=str,
 )
 def test_a_run_that_was_saved_in_the_middle_of_a_round_goes_on_as_if_nothing_had_happened(

@@ -17,6 +17,7 @@ from pulsesync.errors import RoundError, StateError, StoreError
 from pulsesync.loco import DDP, SGD, DiLoCo, Nesterov, PulseLoCo, diloco, gate, meeting, outer, shared, store
 from pulsesync.store import MemoryStore
 from tests.loco.fleet import KINDS, Trainer, Weights, alone, first_weights, flat, meet, same, settle, together
+from tests.tiers import slow
 
 
 def broken(trainer: Trainer, name: str, error: BaseException) -> None:
@@ -38,14 +39,14 @@ def mended(trainer: Trainer, name: str) -> None:
 @pytest.mark.parametrize("verb", ["prepare", "propose", "confirm"])
 @pytest.mark.parametrize(
     "error",
-    [RoundError("no"), KeyboardInterrupt(), pytest.param(StoreError("no", retryable=True), marks=pytest.mark.slow)],
+    [RoundError("no"), KeyboardInterrupt(), slow(StoreError("no", retryable=True))],
 )
 @pytest.mark.parametrize(
     "options",
     [
         {"compact": 2},
         {"delay": 1},
-        *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"})),
+        *(slow(o) for o in ({}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"})),
     ],
 )
 def test_a_failure_out_of_step_changes_nothing_and_the_next_step_tries_again(
@@ -123,7 +124,7 @@ def test_ctrl_c_while_weights_are_written_comes_out_and_leaves_nothing_half_writ
         settle([t])
 
 
-@pytest.mark.parametrize("every", [100, pytest.param(15, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [100, slow(15)])
 @pytest.mark.parametrize("then", ["step", "save", "rejoin"])
 def test_ctrl_c_at_any_line_of_a_round_loses_nothing(then: str, every: int) -> None:
     """At a line of every few, to be quick; each way to go on begins at another."""
@@ -481,7 +482,7 @@ def test_an_optimizer_that_is_given_a_closure_makes_rounds_as_well() -> None:
         ({"compact": 2}, (1, 5, 6)),
         ({"pieces": 2, "sync_every": 6}, (2, 4, 6)),
         *(
-            pytest.param(options, range(1, 7), marks=pytest.mark.slow)
+            slow(options, range(1, 7))
             for options in (
                 {"compact": 2},
                 {"pieces": 2, "sync_every": 6},

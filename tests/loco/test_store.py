@@ -36,6 +36,7 @@ from tests.foreign_writes import WRITES
 from tests.loco.fleet import Trainer, Turns, meet, same, settle, together, update_of
 from tests.processes import Fleet, alive, fleet, told
 from tests.s3 import Server, s3_server
+from tests.tiers import slow
 
 __all__ = ["fleet", "s3_server"]
 
@@ -231,10 +232,6 @@ def test_names_that_could_be_mistaken_for_something_else_are_refused(name: str) 
 
 
 # Who is late
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 PUBLISHED = {"kind": "PublishedPulseLoCo"}

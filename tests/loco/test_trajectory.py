@@ -15,6 +15,7 @@ from pulsesync.loco import SGD, DiLoCo, Nesterov, PublishedPulseLoCo, PulseLoCo,
 from pulsesync.store.memory import MemoryStore
 from tests.loco import reference
 from tests.loco.fleet import flat, plain_gate
+from tests.tiers import slow
 
 FOLDER = Path(__file__).with_name("trajectories")
 WRITE = os.environ.get("PULSE_WRITE_FIXTURES") == "1"  # writes what is found instead of comparing with it
@@ -140,13 +141,7 @@ def walked(
     return [one[0] for one in found], [one[1] for one in found], [one[2] for one in found]
 
 
-every_kind = pytest.mark.parametrize(
-    "kind", [DiLoCo, PulseLoCo, pytest.param(PublishedPulseLoCo, marks=pytest.mark.slow)]
-)
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+every_kind = pytest.mark.parametrize("kind", [DiLoCo, PulseLoCo, slow(PublishedPulseLoCo)])
 
 
 @pytest.mark.parametrize(
@@ -285,9 +280,7 @@ SLOW_RUNS = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_RUNS else name for name in RUNS]
-)
+@pytest.mark.parametrize("name", [slow(name) if name in SLOW_RUNS else name for name in RUNS])
 def test_every_round_of_a_network_leads_to_the_digest_it_once_did(name: str) -> None:
     found = drifted(size=2.0**-15, rounds=6, **RUNS[name])
     reports = [one.reports for one in found]
@@ -306,7 +299,7 @@ def test_every_round_of_a_network_leads_to_the_digest_it_once_did(name: str) -> 
 
 
 OUTERS = [SGD(1.0), SGD(0.5, 0.9), Nesterov(0.7, 0.9)]
-QUICK_OUTERS = [*(pytest.param(outer, marks=pytest.mark.slow) for outer in OUTERS[:2]), OUTERS[2]]
+QUICK_OUTERS = [*(slow(outer) for outer in OUTERS[:2]), OUTERS[2]]
 
 
 @pytest.mark.parametrize("outer", QUICK_OUTERS, ids=str)
@@ -343,7 +336,7 @@ def by_reference(
 
 
 @pytest.mark.parametrize("outer", QUICK_OUTERS, ids=str)
-@pytest.mark.parametrize("trainers", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("trainers", [slow(2), 3])
 @pytest.mark.parametrize(
     ("size", "reach", "steady"), [(64.0, None, True), (2.0**-15, 1.0, False), (2.0**-15, 2.0, False)]
 )
@@ -393,7 +386,7 @@ def pieces_of(i: int) -> tuple[list[torch.nn.Module], Drift]:
 
 @pytest.mark.parametrize(
     ("delay", "blend"),
-    [(0, 0.0), (2, 0.5), *(pytest.param(*some, marks=pytest.mark.slow) for some in ((0, 0.5), (1, 0.0), (1, 1.0)))],
+    [(0, 0.0), (2, 0.5), *(slow(*some) for some in ((0, 0.5), (1, 0.0), (1, 1.0)))],
 )
 def test_delay_blend_and_fragments_are_those_of_the_reference_after_every_step(delay: int, blend: float) -> None:
     """s and m' are those of the proposal, weights become z' + blend (x − z'), and the next delta counts from z'."""
@@ -456,7 +449,7 @@ def allowed(outer: SGD, operand: float) -> float:
 
 
 @pytest.mark.parametrize("outer", QUICK_OUTERS, ids=str)
-@pytest.mark.parametrize("trainers", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trainers", [2, slow(4)])
 def test_with_everything_sent_shared_weights_are_those_of_diloco_within_fp32(outer: SGD, trainers: int) -> None:
     """The mean of the trainers' momenta is the momentum of their mean, but for rounding."""
     options: dict[str, Any] = {"trainers": trainers, "outer": outer, "steady": True}
@@ -481,8 +474,8 @@ def test_with_the_gate_half_open_gated_and_dense_training_part() -> None:
     ("kind", "outer"),
     [
         (PulseLoCo, Nesterov()),
-        *(pytest.param(PulseLoCo, outer, marks=pytest.mark.slow) for outer in OUTERS[:2]),
-        pytest.param(PublishedPulseLoCo, SGD(1.0), marks=pytest.mark.slow),
+        *(slow(PulseLoCo, outer) for outer in OUTERS[:2]),
+        slow(PublishedPulseLoCo, SGD(1.0)),
     ],
 )
 def test_shared_weights_less_the_mean_residual_are_the_dense_ones_for_the_same_updates(

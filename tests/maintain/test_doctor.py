@@ -16,6 +16,7 @@ from pulsesync.store import LocalStore, MemoryStore, ObjectEntry, ObjectStore
 from pulsesync.store.http import HttpStore
 from tests.runs import publish_steps
 from tests.s3 import Server, free_ports
+from tests.tiers import slow
 
 WRITING = ["write", "read back", "ranges", "overwrite", "create if absent", "create at once", "list", "clock", "link"]
 
@@ -32,7 +33,7 @@ def is_clean(store: Any) -> bool:
     return not list(store.list("doctor/"))
 
 
-@pytest.fixture(params=["memory", "folder", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(params=["memory", "folder", slow("s3")])
 def good(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     if request.param == "memory":
         return MemoryStore()

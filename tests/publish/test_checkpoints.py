@@ -51,6 +51,7 @@ from tests.runs import (
     versions,
     worker,
 )
+from tests.tiers import slow
 
 assert fleet  # a fixture
 
@@ -148,7 +149,7 @@ WAYS = ["patches", "squash", "anchor", "restart"]
         ("patches", BELOW),
         ("anchor", ABOVE),
         *(
-            pytest.param(way, steps, marks=pytest.mark.slow)
+            slow(way, steps)
             for way in WAYS
             for steps in (BELOW, ABOVE)
             if (way, steps) not in {("patches", BELOW), ("anchor", ABOVE)}

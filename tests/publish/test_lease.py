@@ -27,6 +27,7 @@ from pulsesync.store import LocalStore, MemoryStore, Store
 from tests.processes import Fleet, alive, fleet
 from tests.publish.test_sharded import Group
 from tests.runs import Training, Watched, versions
+from tests.tiers import slow
 
 assert fleet  # a fixture
 
@@ -272,13 +273,11 @@ def strangers(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LeaseRecord, "is_ours", False)
 
 
-def slow(verb: str, seconds: float) -> Callable[[str, str], None]:
+def delaying(verb: str, seconds: float) -> Callable[[str, str], None]:
     return lambda done, key: time.sleep(seconds) if done == verb and key.startswith("manifests/") else None
 
 
-@pytest.mark.parametrize(
-    "slows", ["none", pytest.param("the new one", marks=pytest.mark.slow), "the new one's store", "the old one"]
-)
+@pytest.mark.parametrize("slows", ["none", slow("the new one"), "the new one's store", "the old one"])
 def test_one_that_takes_over_wins_although_the_other_publishes_every_few_milliseconds(
     strangers: None, slows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,9 +288,9 @@ def test_one_that_takes_over_wins_although_the_other_publishes_every_few_millise
         first = Trained(ours)
         if slows == "the old one":
             monkeypatch.setattr(lease, "ANSWER_S", 0.2)
-            ours.before = slow("create", 0.4)  # longer than it may take to answer
+            ours.before = delaying("create", 0.4)  # longer than it may take to answer
         elif slows == "the new one":
-            theirs.before = slow("create", 0.3)
+            theirs.before = delaying("create", 0.3)
         elif slows == "the new one's store":
             theirs.before = lambda verb, key: time.sleep(0.01)
         second = Publisher(theirs, take_over=True, resume=True)

@@ -57,6 +57,7 @@ from tests.examples import ROOT, python_path
 from tests.processes import Fleet, fleet, told
 from tests.publish import endings
 from tests.runs import Training, Watched, down, equal, kept, parts_of, publish_steps, record, version, versions, worker
+from tests.tiers import slow
 
 __all__ = ["fleet"]
 
@@ -645,7 +646,7 @@ def test_a_change_that_is_taken_back_while_it_is_sent_arrives_taken_back() -> No
 
 @pytest.mark.parametrize(
     "codec",
-    ["auto", "history", *(pytest.param(codec, marks=pytest.mark.slow) for codec in ("context", "gap", "dense"))],
+    ["auto", "history", *(slow(codec) for codec in ("context", "gap", "dense"))],
 )
 def test_steps_published_in_a_hurry_arrive_whatever_the_codec(codec: Any) -> None:
     training, store, held = Training(), MemoryStore(), worker()
@@ -1598,7 +1599,7 @@ def test_a_publisher_that_is_not_closed_finishes_when_the_process_ends(tmp_path:
     assert {(array[1], array[2]) for array in held.values()} == {(1.0, 2.0)}
 
 
-@pytest.mark.parametrize("calls", [(1, 5), pytest.param(range(10), marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("calls", [(1, 5), slow(range(10))], ids=["some", "all"])
 def test_wherever_in_a_version_the_interpreter_ends_everything_published_is_sent(
     tmp_path: Path, fleet: Fleet, short_epochs: int, calls: Sequence[int]
 ) -> None:
@@ -1850,11 +1851,11 @@ def test_a_root_that_was_cut_off_before_its_anchor_gets_one_from_the_next_publis
         pub.publish(training.weights)
     store.fail_at()
     assert versions(store) == [0]
-    slow = Outbox.waiting
+    at_once = Outbox.waiting
 
     def waiting(outbox: Outbox) -> Iterator[tuple[int, bytes]]:
         time.sleep(0.1)  # a disk that takes its time
-        return slow(outbox)
+        return at_once(outbox)
 
     monkeypatch.setattr(Outbox, "waiting", waiting)
     with Publisher(store, spool=tmp_path / "second") as pub:
@@ -1910,7 +1911,7 @@ def writes_of(states: list[dict[str, Any]], spool: Path, epoch_patches: int) -> 
     ("after", "same_spool"),
     [
         (False, False),
-        pytest.param(True, False, marks=pytest.mark.slow),  # to the next one it is before the next write
+        slow(True, False),  # to the next one it is before the next write
         (False, True),
     ],
     ids=["before a write", "after a write", "before a write, with its spool"],

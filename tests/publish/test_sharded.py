@@ -44,6 +44,7 @@ from pulsesync.store import MemoryStore, Store
 from pulsesync.testing import FaultyStore, random_bits
 from tests.publish.test_publisher import FullDisk
 from tests.runs import SHAPES, Training, Watched, down, equal, kept, record, version, versions, worker
+from tests.tiers import slow
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")
 
@@ -275,8 +276,8 @@ def short_epochs() -> int:
     ("how", "codec"),
     [
         *SPLITS_AND_CODECS,
-        pytest.param("grid", "context", marks=pytest.mark.slow),
-        pytest.param("grid", "gap", marks=pytest.mark.slow),
+        slow("grid", "context"),
+        slow("grid", "gap"),
         ("more ranks than rows", "dense"),
     ],
 )
@@ -966,8 +967,8 @@ def test_a_team_that_broke_anywhere_in_a_publish_goes_on_when_it_is_whole_again(
     [
         (0, range(0, 10, 2)),
         (1, range(1, 10, 2)),
-        pytest.param(0, range(1, 10, 2), marks=pytest.mark.slow),
-        pytest.param(1, range(0, 10, 2), marks=pytest.mark.slow),
+        slow(0, range(1, 10, 2)),
+        slow(1, range(0, 10, 2)),
     ],
     ids=str,
 )
@@ -1111,7 +1112,7 @@ def test_a_store_that_fails_now_and_then_never_parts_the_ranks_or_loses_a_step()
 # -- resuming a run ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("how", "codec"), [*SPLITS_AND_CODECS, pytest.param("columns", "gap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("how", "codec"), [*SPLITS_AND_CODECS, slow("columns", "gap")])
 def test_a_new_team_takes_the_run_up_where_it_ended(how: str, codec: CodecName, short_epochs: int) -> None:
     split, size = SPLITS[how]
     store, training = MemoryStore(), Training()

@@ -19,6 +19,7 @@ from pulsesync.state.sharding import tensor_parallel
 from pulsesync.store import LocalStore
 from tests.processes import Fleet, die, fleet, group
 from tests.runs import Watched, version, versions
+from tests.tiers import slow
 
 __all__ = ["fleet"]
 
@@ -283,10 +284,7 @@ def assert_published(location: str, step: int) -> None:
     ("size", "codec"),
     [
         (2, "auto"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((2, "context"), (2, "gap"), (3, "auto"), (3, "context"), (3, "gap"))
-        ),
+        *(slow(*case) for case in ((2, "context"), (2, "gap"), (3, "auto"), (3, "context"), (3, "gap"))),
     ],
 )
 def test_what_fsdp_trains_arrives_bit_for_bit_after_every_step(
@@ -339,8 +337,8 @@ def test_a_restarted_team_takes_the_run_up_and_another_size_begins_anew_in_it(fl
 @pytest.mark.parametrize(
     ("size", "dies", "at", "verb", "committed"),
     [
-        pytest.param(2, 0, "parts/", "put", False, marks=pytest.mark.slow),
-        pytest.param(3, 1, "parts/", "put", False, marks=pytest.mark.slow),
+        slow(2, 0, "parts/", "put", False),
+        slow(3, 1, "parts/", "put", False),
         (3, 0, "manifests/", "create", True),
     ],
 )
@@ -366,7 +364,7 @@ def test_a_rank_killed_in_a_publish_is_an_error_elsewhere_and_a_new_team_goes_on
 
 @pytest.mark.parametrize(
     ("size", "every"),
-    [(3, "auto"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (2, 3)))],
+    [(3, "auto"), *(slow(*case) for case in ((2, 1), (2, 3)))],
 )
 def test_what_fsdp_trains_without_waiting_arrives_bit_for_bit(
     fleet: Fleet, tmp_path: Path, size: int, every: Any
@@ -384,8 +382,8 @@ def test_what_fsdp_trains_without_waiting_arrives_bit_for_bit(
     ("size", "dies", "at", "verb", "late", "last"),
     [
         (2, 1, "parts/", "put", False, 2),
-        pytest.param(3, 0, "manifests/", "create", False, 3, marks=pytest.mark.slow),
-        pytest.param(3, 2, "parts/", "put", True, 2, marks=pytest.mark.slow),
+        slow(3, 0, "manifests/", "create", False, 3),
+        slow(3, 2, "parts/", "put", True, 2),
     ],
 )
 def test_a_rank_killed_while_versions_wait_is_an_error_elsewhere_and_close_waits_for_nobody(

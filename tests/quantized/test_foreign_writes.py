@@ -13,6 +13,7 @@ from pulsesync.format import patch  # noqa: E402
 from pulsesync.quantized import QuantizedSubscriber, quantize  # noqa: E402
 from pulsesync.store import MemoryStore  # noqa: E402
 from tests.foreign_writes import TENSOR, WRITES, train, weights  # noqa: E402
+from tests.tiers import slow  # noqa: E402
 
 RECIPE = "vllm-fp8-block"
 
@@ -22,7 +23,7 @@ def as_torch(arrays: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("codec", ["history", pytest.param("gap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("codec", ["history", slow("gap")])
 @pytest.mark.parametrize("where", ["tensors", "mirror"])
 def test_what_something_else_has_written_is_quantised_again(where: str, codec: patch.CodecName) -> None:
     for name, write in WRITES.items():

@@ -18,6 +18,7 @@ from pulsesync.maintain.point import move_pointer
 from pulsesync.state import live
 from pulsesync.store import MemoryStore
 from tests.foreign_writes import CODECS, DTYPES, TENSOR, WRITES, sync_after, train, weights
+from tests.tiers import slow
 
 
 @pytest.mark.usefixtures("a_tile_for_each_tensor")
@@ -28,7 +29,7 @@ from tests.foreign_writes import CODECS, DTYPES, TENSOR, WRITES, sync_after, tra
             lambda codec, write, dtype: write in (codec, codec + 1) and dtype == (codec + write) % len(DTYPES),
             id="each of these",
         ),
-        pytest.param(lambda codec, write, dtype: True, id="all of these", marks=pytest.mark.slow),
+        slow(lambda codec, write, dtype: True, id="all of these"),
     ],
 )
 def test_a_sync_repairs_what_something_else_has_written(

@@ -62,6 +62,7 @@ from tests.runs import (
     version,
     worker,
 )
+from tests.tiers import slow
 
 __all__ = ["fleet"]
 
@@ -1640,7 +1641,7 @@ def close_by_signals(seconds: float) -> None:
         assert list(sub.watch(held, interval_s=1e-7, max_interval_s=1e-7)) == []
 
 
-@pytest.mark.parametrize("seconds", [0.25, pytest.param(5.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [0.25, slow(5.0)])
 def test_close_from_a_signal_handler_ends_a_watch_of_the_same_thread(fleet: Fleet, seconds: float) -> None:
     """A process of its own, because one that hangs there cannot be interrupted; time to meet the moment often."""
     program = fleet.start_program(close_by_signals, seconds=seconds)

@@ -49,6 +49,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("granian")
 from starlette.datastructures import Headers
 
+from tests.tiers import slow
+
 SMALL = b"0123456789"
 PIECE = 1 << 22  # what a server reads at once
 LARGE = random.Random(1).randbytes(5 * PIECE + 5)  # more than it reads ahead
@@ -438,7 +440,7 @@ def test_a_certificate_makes_it_https(folder: Path, tmp_path: Path) -> None:
             assert store.get("head", 0, 1) == b"4"
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM])
 def test_it_ends_in_order_and_soon_though_a_request_hangs(upstream: "Upstream", tmp_path: Path, number: int) -> None:
     """Without being ended, which users see after a second: test_the_process_ends_after_a_signal_whatever_keeps_it."""
     assert ending._EXIT_S <= 1
@@ -646,13 +648,13 @@ def test_a_token_that_was_given_and_is_empty_is_a_usage_error(
 
 
 def test_a_size_is_asked_for_and_not_probed() -> None:
-    slow = Slow(seconds=0)
-    slow.put("parts/a", LARGE)
-    app = _Service(slow, None)
+    delayed = Slow(seconds=0)
+    delayed.put("parts/a", LARGE)
+    app = _Service(delayed, None)
     for header in ({}, {"range": "bytes=-7"}, {"range": f"bytes=0-{N}"}, {"range": f"bytes={N}-"}):
-        slow.asked.clear()
+        delayed.asked.clear()
         app._object("parts/a", not header, Headers(header))
-        assert len(slow.asked) <= 1
+        assert len(delayed.asked) <= 1
 
 
 def test_a_client_that_leaves_early_does_no_harm(url: str) -> None:
@@ -842,9 +844,7 @@ def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(t
         assert store.get("parts/a", 0, 64) == b"good"
 
 
-@pytest.mark.parametrize(
-    "size", [len(TWO_PIECES), *(pytest.param(size, marks=pytest.mark.slow) for size in (len(SMALL), len(LARGE)))]
-)
+@pytest.mark.parametrize("size", [len(TWO_PIECES), *(slow(size) for size in (len(SMALL), len(LARGE)))])
 def test_what_a_relay_receives_damaged_it_does_not_keep(upstream: Upstream, tmp_path: Path, size: int) -> None:
     data = LARGE[:size]
     key = f"files/{hashlib.sha256(data).hexdigest()}"
@@ -1059,9 +1059,9 @@ class Slow(MemoryStore):
 
 
 def test_equal_reads_at_the_same_time_are_one() -> None:
-    slow = Slow(seconds=0.3)  # for the threads to ask for it, which have all been started
-    slow.put("parts/a", SMALL)
-    shared, all_there = CoalescingStore(slow), threading.Barrier(16)
+    delayed = Slow(seconds=0.3)  # for the threads to ask for it, which have all been started
+    delayed.put("parts/a", SMALL)
+    shared, all_there = CoalescingStore(delayed), threading.Barrier(16)
 
     def read() -> bytes:
         all_there.wait()
@@ -1070,24 +1070,24 @@ def test_equal_reads_at_the_same_time_are_one() -> None:
     with ThreadPoolExecutor(16) as threads:
         futures = [threads.submit(read) for _ in range(16)]
         assert {future.result() for future in futures} == {b"234"}
-    assert len(slow.asked) == 1
-    slow.seconds = 0
+    assert len(delayed.asked) == 1
+    delayed.seconds = 0
     shared.get("parts/a", 2, 5)
-    assert len(slow.asked) == 2  # content is not kept in memory
+    assert len(delayed.asked) == 2  # content is not kept in memory
 
 
 def test_ranges_of_a_small_record_are_one_read() -> None:
-    slow = Slow()
-    slow.put("head", SMALL)
-    shared = CoalescingStore(slow)
+    delayed = Slow()
+    delayed.put("head", SMALL)
+    shared = CoalescingStore(delayed)
     assert [shared.get("head", begin, end) for begin, end in RANGES] == [SMALL[begin:end] for begin, end in RANGES]
-    assert len(slow.asked) == 1
+    assert len(delayed.asked) == 1
 
 
 def test_ranges_of_a_large_record_are_read_as_they_are_asked_for() -> None:
-    slow = Slow(seconds=0)
-    slow.put("manifests/1", LARGE)
-    shared = CoalescingStore(slow)
+    delayed = Slow(seconds=0)
+    delayed.put("manifests/1", LARGE)
+    shared = CoalescingStore(delayed)
     for begin, end in RANGES:
         assert shared.get("manifests/1", begin, end) == LARGE[begin:end]
 
@@ -1096,16 +1096,16 @@ def test_ranges_of_a_large_record_are_read_as_they_are_asked_for() -> None:
 def test_absence_is_remembered_for_a_second_and_no_longer(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
-    slow = Slow()
-    shared = CoalescingStore(slow)
+    delayed = Slow()
+    shared = CoalescingStore(delayed)
     for begin in range(3):
         with pytest.raises(NotFoundError):
             shared.get(key, begin, begin + 9)
         with pytest.raises(NotFoundError):
             shared.get(key)
         now += 1 / 4
-    slow.put(key, SMALL)
-    assert len(slow.asked) == 1
+    delayed.put(key, SMALL)
+    assert len(delayed.asked) == 1
     now += 1 / 3
     assert shared.get(key) == SMALL
 
@@ -1113,19 +1113,19 @@ def test_absence_is_remembered_for_a_second_and_no_longer(key: str, monkeypatch:
 def test_a_report_ends_the_absence_of_an_object_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("pulsesync.store.coalesce.time.monotonic", lambda: now)
-    slow = Slow(seconds=0)
-    shared = CoalescingStore(slow)
+    delayed = Slow(seconds=0)
+    shared = CoalescingStore(delayed)
     for _ in range(4):
         with suppress(NotFoundError):
             shared.get("files/a")
         shared.forget("files/a")
         with pytest.raises(NotFoundError):
             shared.get("files/a")
-        assert len(slow.asked) == 2
+        assert len(delayed.asked) == 2
     now += 10
     with suppress(NotFoundError):
         shared.get("files/a")
-    slow.put("files/a", SMALL)
+    delayed.put("files/a", SMALL)
     shared.forget("files/a")
     assert shared.get("files/a") == SMALL
 

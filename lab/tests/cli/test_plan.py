@@ -18,6 +18,7 @@ from pulsesync_lab.study.predict.forecast import Optimizer, TrainingSettings, fo
 from pulsesync_lab.study.predict.models import read_model
 from pulsesync_lab.study.predict.theory import ADAM, LION
 from tests.commands import pulse
+from tests.tiers import slow
 
 __all__ = ["forecast_once", "one_forecast"]
 
@@ -59,7 +60,7 @@ def test_machines_get_the_same_as_one_object(checkpoint: Path) -> None:
     assert "syncs of 2 steps" in told["unlike_measured"]
 
 
-@pytest.mark.parametrize("optimizer", ["lion", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["lion", slow("adamw")])
 def test_the_error_is_the_one_that_runs_of_this_kind_support(checkpoint: Path, optimizer: Optimizer) -> None:
     training = TrainingSettings(3e-6, {"adamw": ADAM, "lion": LION}[optimizer], optimizer=optimizer)
     found = find(training)

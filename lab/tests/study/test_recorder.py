@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pulsesync_lab.study.measure.holdings import FLOATS
 from pulsesync_lab.study.recording import Step
 from tests.forked import Forked
 from tests.processes import Fleet, fleet, group
+from tests.tiers import slow
 
 __all__ = ["fleet"]
 
@@ -53,18 +55,12 @@ def told(step: Step) -> dict[str, Any]:
     return {name: getattr(step, name) for name in EXACT}
 
 
+QUICK = [("numba", "BF16"), ("numba", "F8_E4M3"), ("numba", "F32"), ("numpy", "BF16"), ("torch", "BF16")]
+
+
 @pytest.mark.parametrize(
     ("way", "dtype"),
-    [
-        *(("numba", dtype) for dtype in ("BF16", "F8_E4M3", "F32")),
-        *((way, "BF16") for way in ("numpy", "torch")),
-        *(pytest.param("numba", dtype, marks=pytest.mark.slow) for dtype in ("F16", "F8_E5M2")),
-        *(
-            pytest.param(way, dtype, marks=pytest.mark.slow)
-            for way in ("numpy", "torch")
-            for dtype in ("F16", "F8_E4M3", "F8_E5M2", "F32")
-        ),
-    ],
+    QUICK + [slow(*case) for case in product(("numba", "numpy", "torch"), oracle.FLOATS) if case not in QUICK],
 )
 def test_every_count_of_every_step_is_what_the_oracle_says(
     way: str, dtype: str, monkeypatch: pytest.MonkeyPatch

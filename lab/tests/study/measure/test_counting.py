@@ -12,6 +12,7 @@ import torch
 from pulsesync_lab.study.measure import counting, counting_numba, counting_torch
 from pulsesync_lab.study.measure.buffers import NumpyBuffers
 from pulsesync_lab.study.measure.counting import CLASSES, DOWN, UNITS, UP, Tally
+from tests.tiers import slow
 
 SHIFTS = {1: 3, 2: 7, 4: 23}
 AWKWARD = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x0001, 0x8001, 0x007F, 0x3F80, 0x3F81]
@@ -62,16 +63,14 @@ def test_the_reference_counts_what_the_values_say(itemsize: int) -> None:
     assert sum(expected[: len(ends)]) > 100
 
 
-@pytest.mark.parametrize(
-    "itemsize", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
-)  # 3 s to compile each
+@pytest.mark.parametrize("itemsize", [2, slow(1), slow(4)])  # 3 s to compile each
 @pytest.mark.parametrize("density", [0.01, 0.6])
 def test_all_ways_of_counting_are_the_same(itemsize: int, density: float) -> None:
     for size in (0, 1, 31, 4096):
         assert_same_counts(size, itemsize, density)
 
 
-@pytest.mark.parametrize("itemsize", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@pytest.mark.parametrize("itemsize", [2, slow(1), slow(4)])
 def test_all_ways_of_counting_are_the_same_in_several_threads(itemsize: int) -> None:
     assert_same_counts(2_200_001, itemsize, 0.6)
 

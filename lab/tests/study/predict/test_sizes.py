@@ -12,6 +12,7 @@ from pulsesync.publish.publisher import Publisher
 from pulsesync.store import MemoryStore
 from pulsesync.testing import AdamUpdates
 from pulsesync_lab.study.predict.sizes import entropy_bits, of_contexts, predict_sizes, symbol_of
+from tests.tiers import slow
 
 SHAPES = {"one": (1024, 1024), "two": (512, 1024), "three": (1024,)}
 SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())
@@ -50,7 +51,7 @@ def steps(lr: float, scale: float, count: int) -> Iterator[tuple[dict[str, Any],
         old, before = new, in_order(new) - in_order(old)
 
 
-@pytest.mark.parametrize(("lr", "scale"), [(3e-6, 0.15), pytest.param(1e-6, 0.02, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("lr", "scale"), [(3e-6, 0.15), slow(1e-6, 0.02)])
 def test_predictions_are_near_the_bytes_of_real_versions(lr: float, scale: float) -> None:
     publishers = {codec: Publisher(MemoryStore(), codec=codec, anchor_every=1e9) for codec in CODECS}  # type: ignore[arg-type]
     off: dict[str, list[float]] = {codec: [] for codec in CODECS}
