@@ -16,6 +16,8 @@ CONSTRAINTS := constraints/dev.txt
 PIP := $(BIN)/python -m pip install -qq -c $(CONSTRAINTS)
 PINNED := pyproject.toml lab/pyproject.toml constraints/dev.txt
 TESTS := $(BIN)/pytest -q -n 2 --dist worksteal --max-worker-restart 0
+# The first test of an environment that has no compiled kernels yet waits for them, beside whatever else runs.
+INTEGRATION := -m pytest -q -o timeout=300 -o faulthandler_timeout=900
 # The GPU targets install nothing: they use this machine's own Python, with its torch and Triton.
 OWN := PYTHONPATH=src:lab/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
 
@@ -46,25 +48,24 @@ coverage: $(VENV)/.dev  ## run the fast tests and name every line of the package
 	$(TESTS) -m "not slow" --hypothesis-profile=quick --cov --cov-report=term-missing:skip-covered
 
 test-jax: $(JAX)/.made  ## run the tests of JAX and of Keras on its three backends, in a separate environment
-	$(JAX)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o timeout=300 -o faulthandler_timeout=400 tests/integrations/jax
+	$(JAX)/bin/python $(INTEGRATION) -n 2 --max-worker-restart 0 tests/integrations/jax
 	set -e; for backend in jax tensorflow torch; do echo "Keras on $$backend"; KERAS_BACKEND=$$backend \
-		$(JAX)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o timeout=300 -o faulthandler_timeout=400 tests/integrations/keras; done
+		$(JAX)/bin/python $(INTEGRATION) -n 2 --max-worker-restart 0 tests/integrations/keras; done
 
 test-trl: $(TRL)/.made  ## run the tests of Hugging Face's Trainer, TRL and PEFT, in a separate environment
-	$(TRL)/bin/python -m pytest -q -n 2 --max-worker-restart 0 -o timeout=300 -o faulthandler_timeout=400 tests/integrations/hf
+	$(TRL)/bin/python $(INTEGRATION) -n 2 --max-worker-restart 0 tests/integrations/hf
 
 test-sglang: $(SGLANG)/.made  ## run the tests of the SGLang adapter against SGLang's code that needs no GPU, in a separate environment
-	$(SGLANG)/bin/python -m pytest -q -o timeout=300 -o faulthandler_timeout=600 tests/integrations/sglang
+	$(SGLANG)/bin/python $(INTEGRATION) tests/integrations/sglang
 
 test-verl: $(VERL)/.made  ## run the tests of the verl adapter against verl and Ray, in a separate environment: about four minutes
-	$(VERL)/bin/python -m pytest -q -o timeout=300 -o faulthandler_timeout=600 tests/integrations/verl
+	$(VERL)/bin/python $(INTEGRATION) tests/integrations/verl
 
 test-vllm: $(VLLM)/.made  ## run the tests of the vLLM adapter against vLLM, in a separate environment: about ten minutes
-	$(VLLM)/bin/python -m pytest -q -o timeout=300 -o faulthandler_timeout=900 tests/integrations/vllm
+	$(VLLM)/bin/python $(INTEGRATION) tests/integrations/vllm
 
 test-grpo: $(TRL)/.made $(VLLM)/.made  ## run GRPO with TRL and rollouts from a vLLM server, each in its own environment
-	PULSE_TRL_PYTHON=$(abspath $(TRL))/bin/python $(VLLM)/bin/python -m pytest -q -o timeout=300 -o faulthandler_timeout=900 \
-		tests/integrations/vllm/test_grpo.py
+	PULSE_TRL_PYTHON=$(abspath $(TRL))/bin/python $(VLLM)/bin/python $(INTEGRATION) tests/integrations/vllm/test_grpo.py
 
 dist-test: $(VENV)/.dev $(DIST)/tools/.made  ## build wheel and sdist, check them, and use them in empty environments, as a user installs them
 	@rm -rf dist $(DIST)/from-sdist
@@ -86,7 +87,7 @@ dist-test: $(VENV)/.dev $(DIST)/tools/.made  ## build wheel and sdist, check the
 
 gpu-test:  ## run the tests of the GPU path, with this machine's own torch and Triton
 	@$(call has,torch triton numpy zstandard ml-dtypes pytest pytest-timeout hypothesis)
-	$(OWN) -m pytest -q -o timeout=300 -o faulthandler_timeout=600 tests/device tests/state/test_transaction.py \
+	$(OWN) $(INTEGRATION) tests/device tests/state/test_transaction.py \
 		tests/integrations/test_vllm.py tests/integrations/jax/test_gpu.py tests/quantized \
 		$(wildcard tests/kernels/test_cuda*.py)
 
