@@ -34,6 +34,7 @@ from pulsesync.format.pointer import Pointer
 from pulsesync.run import keys
 from pulsesync.store import MemoryStore
 from tests.hostile import mutations
+from tests.tiers import slow
 
 MAX_SECONDS, MAX_BYTES = 5.0, 16 << 20
 KEY, THIEF = SigningKey("11" * 32), SigningKey("22" * 32)
@@ -183,7 +184,7 @@ def check_attack(target: Followed, case: PointerAttack) -> None:
     assert target.sub.version == 3
 
 
-@pytest.mark.parametrize("examples", [50, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [50, slow(1000)])
 def test_a_damaged_move_is_refused_without_a_trace(examples: int) -> None:
     drawn = given(rng=st.randoms(use_true_random=False), again=st.booleans())(check_damage)
     settings(max_examples=examples, suppress_health_check=list(HealthCheck))(drawn)()
@@ -197,12 +198,15 @@ def check_damage(rng: Random, again: bool) -> None:
         spoilt = json.dumps(table, sort_keys=True, separators=(",", ":")).encode() + b"\n"
         data = signature.sign(spoilt, KEY)
     else:
-        spoilt, data = b"", mutations.damage(signature.sign(line, KEY), rng)
-    if spoilt == line or data == signature.sign(line, KEY):
+        data = mutations.damage(signature.sign(line, KEY), rng)
+    if data == signature.sign(line, KEY):
         return
     error = FOLLOWED.feed({NEXT: data})
-    if error is None:  # only the clock of its writer can be another one
-        table = json.loads(spoilt)
-        assert {**table, "created": 0} == {**json.loads(line), "created": 0}
-        FOLLOWED.restart()
-    assert FOLLOWED.untouched
+    accepted, is_untouched = error is None, FOLLOWED.untouched
+    if accepted:
+        FOLLOWED.restart()  # before anything is asserted: what hypothesis tries next must not find it at version 3
+        # The clock of its writer may be another one. A delegation may follow the signature of a trusted key: nobody
+        # reads it then, and with the signature written twice, the second one is in its place.
+        told = json.loads(data.partition(b"\n")[0]) | ({"created": FOLLOWED.good.created} if again else {})
+        assert told == json.loads(line)
+    assert is_untouched is not accepted
