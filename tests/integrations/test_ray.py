@@ -410,8 +410,12 @@ def test_a_trainer_may_be_killed_at_any_moment(name: str) -> None:
             try:
                 ray.get(calls)
                 break
-            except GroupError:  # it was killed when the others had finished: they are to be called again
-                calls = [one.publish.remote(step) for one in trainers]
+            except GroupError:  # the other one was away for too long, or had finished already: call again who has ended
+                _, running = ray.wait(calls, num_returns=len(calls), timeout=0)
+                calls = [
+                    call if call in running else one.publish.remote(step)
+                    for call, one in zip(calls, trainers, strict=True)
+                ]
         check(rollouts, [{}], step)
     checked = list(RunVerifier(link.store()).run())
     assert len(checked) > 3
