@@ -28,7 +28,8 @@
     └── VerificationError           the weights differ from the trainer's: rolled back, or stop serving if `torn`
 
 The message says what was expected, what was found and what to do. Facts that a program may need are also attributes:
-every class declares its own, and an attribute is None if its value was not known where the error was raised.
+every class declares its own, an error is raised with those that are known as keywords, and of the others a `bool` is
+False and everything else None.
 
 Code that decodes bytes does not know which object they are from, and a store does not know what its caller wants to do.
 What such an error lacks is added once, where it is known: the object by `at`, the next step by `advise`.
@@ -37,7 +38,8 @@ Attributes are set on the instance and have no defaults on the class: when Ray r
 derives a class from the error's class, and reads from the original error only what that class does not have.
 """
 
-from typing import Self
+import inspect
+from typing import Any, ClassVar, Self
 
 
 class PulseError(Exception):
@@ -49,11 +51,20 @@ class PulseError(Exception):
         advice: What to do, unless the message says it.
     """
 
-    def __init__(self, message: str) -> None:
+    failed_rank: int | None
+    place: str | None
+    advice: str | None
+    _facts: ClassVar[dict[str, bool | None]] = {"failed_rank": None, "place": None, "advice": None}
+
+    def __init_subclass__(cls) -> None:
+        declared = inspect.get_annotations(cls).items()
+        cls._facts = cls._facts | {name: False if kind is bool else None for name, kind in declared}
+
+    def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
-        self.failed_rank: int | None = None
-        self.place: str | None = None
-        self.advice: str | None = None
+        if unknown := facts.keys() - self._facts.keys():
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {min(unknown)!r}")
+        vars(self).update(self._facts | facts)
 
     def at(self, place: str) -> Self:
         """Name the object that the error is about, and return the error."""
@@ -84,11 +95,9 @@ class FormatError(PulseError):
         tensor: The name of the tensor.
     """
 
-    def __init__(
-        self, message: str, *, key: str | None = None, part: str | None = None, tensor: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.key, self.part, self.tensor = key, part, tensor
+    key: str | None
+    part: str | None
+    tensor: str | None
 
 
 class ChecksumError(FormatError):
@@ -100,19 +109,9 @@ class ChecksumError(FormatError):
         section: The number of the section of the part that is damaged.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str | None = None,
-        part: str | None = None,
-        tensor: str | None = None,
-        expected: str | None = None,
-        actual: str | None = None,
-        section: int | None = None,
-    ) -> None:
-        super().__init__(message, key=key, part=part, tensor=tensor)
-        self.expected, self.actual, self.section = expected, actual, section
+    expected: str | None
+    actual: str | None
+    section: int | None
 
 
 class SignatureError(FormatError):
@@ -122,17 +121,7 @@ class SignatureError(FormatError):
         public_key: The key that signed it, as 64 hexadecimal digits; None if the record is not signed.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str | None = None,
-        part: str | None = None,
-        tensor: str | None = None,
-        public_key: str | None = None,
-    ) -> None:
-        super().__init__(message, key=key, part=part, tensor=tensor)
-        self.public_key = public_key
+    public_key: str | None
 
 
 class UnsupportedError(FormatError):
@@ -147,18 +136,8 @@ class LimitError(FormatError):
         limit: The most that is accepted.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str | None = None,
-        part: str | None = None,
-        tensor: str | None = None,
-        value: int | None = None,
-        limit: int | None = None,
-    ) -> None:
-        super().__init__(message, key=key, part=part, tensor=tensor)
-        self.value, self.limit = value, limit
+    value: int | None
+    limit: int | None
 
 
 class ChainError(PulseError):
@@ -171,18 +150,10 @@ class ChainError(PulseError):
         actual: The one that was found.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str | None = None,
-        version: int | None = None,
-        expected: str | None = None,
-        actual: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.key, self.version = key, version
-        self.expected, self.actual = expected, actual
+    key: str | None
+    version: int | None
+    expected: str | None
+    actual: str | None
 
 
 class BaseMismatchError(ChainError):
@@ -203,18 +174,7 @@ class RunChangedError(ChainError):
         run: The id of the run that is there now.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str | None = None,
-        version: int | None = None,
-        expected: str | None = None,
-        actual: str | None = None,
-        run: str | None = None,
-    ) -> None:
-        super().__init__(message, key=key, version=version, expected=expected, actual=actual)
-        self.run = run
+    run: str | None
 
 
 class RunReplacedError(RunChangedError):
@@ -232,19 +192,7 @@ class RunRolledBackError(RunChangedError):
         newest: The newest published version.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str | None = None,
-        version: int | None = None,
-        expected: str | None = None,
-        actual: str | None = None,
-        run: str | None = None,
-        newest: int | None = None,
-    ) -> None:
-        super().__init__(message, key=key, version=version, expected=expected, actual=actual, run=run)
-        self.newest = newest
+    newest: int | None
 
 
 class StoreError(PulseError):
@@ -255,9 +203,8 @@ class StoreError(PulseError):
         retryable: Whether the same call may succeed a little later.
     """
 
-    def __init__(self, message: str, *, key: str | None = None, retryable: bool = False) -> None:
-        super().__init__(message)
-        self.key, self.retryable = key, retryable
+    key: str | None
+    retryable: bool
 
 
 class NotFoundError(StoreError):
@@ -272,17 +219,8 @@ class NothingPublishedError(NotFoundError):
         version: A version that is published, but cannot be reached before the first anchor is; None if there is none.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str | None = None,
-        retryable: bool = False,
-        location: str | None = None,
-        version: int | None = None,
-    ) -> None:
-        super().__init__(message, key=key, retryable=retryable)
-        self.location, self.version = location, version
+    location: str | None
+    version: int | None
 
 
 class MissingBucketError(StoreError):
@@ -303,11 +241,7 @@ class AnotherPublisherError(ConflictError):
         version: The version that exists; None, if it is about the lease.
     """
 
-    def __init__(
-        self, message: str, *, key: str | None = None, retryable: bool = False, version: int | None = None
-    ) -> None:
-        super().__init__(message, key=key, retryable=retryable)
-        self.version = version
+    version: int | None
 
 
 class PointerMovedError(ConflictError):
@@ -318,17 +252,8 @@ class PointerMovedError(ConflictError):
         version: The version that it names now.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str | None = None,
-        retryable: bool = False,
-        pointer: str | None = None,
-        version: int | None = None,
-    ) -> None:
-        super().__init__(message, key=key, retryable=retryable)
-        self.pointer, self.version = pointer, version
+    pointer: str | None
+    version: int | None
 
 
 class StaleWeightsError(PulseError):
@@ -340,16 +265,9 @@ class StaleWeightsError(PulseError):
         max_staleness: The number of versions by which the local version may differ from it.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        version: int | None = None,
-        newest: int | None = None,
-        max_staleness: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.version, self.newest, self.max_staleness = version, newest, max_staleness
+    version: int | None
+    newest: int | None
+    max_staleness: int | None
 
 
 class ClosedError(PulseError):
@@ -363,9 +281,7 @@ class StateError(PulseError):
         tensor: The name of the tensor.
     """
 
-    def __init__(self, message: str, *, tensor: str | None = None) -> None:
-        super().__init__(message)
-        self.tensor = tensor
+    tensor: str | None
 
 
 class GroupError(PulseError):
@@ -376,11 +292,8 @@ class GroupError(PulseError):
         rejoin: Whether others are already waiting in a new group: the same call can be repeated at once.
     """
 
-    def __init__(
-        self, message: str, *, rank: int | None = None, failed_rank: int | None = None, rejoin: bool = False
-    ) -> None:
-        super().__init__(message)
-        self.rank, self.failed_rank, self.rejoin = rank, failed_rank, rejoin
+    rank: int | None
+    rejoin: bool
 
 
 class RoundError(PulseError):
@@ -392,9 +305,7 @@ class RoundError(PulseError):
         round: The number of the round.
     """
 
-    def __init__(self, message: str, *, round: int | None = None) -> None:  # noqa: A002 (the word for it, here and in reports)
-        super().__init__(message)
-        self.round = round
+    round: int | None
 
 
 class VerificationError(PulseError):
@@ -410,18 +321,9 @@ class VerificationError(PulseError):
             a sync succeeds.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str | None = None,
-        version: int | None = None,
-        tensor: str | None = None,
-        expected: str | None = None,
-        actual: str | None = None,
-        torn: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.key, self.version, self.tensor = key, version, tensor
-        self.expected, self.actual = expected, actual
-        self.torn = torn
+    key: str | None
+    version: int | None
+    tensor: str | None
+    expected: str | None
+    actual: str | None
+    torn: bool

@@ -1,12 +1,19 @@
-"""Every argument of a public constructor is described in an Args section, in the order of the signature."""
+"""Every argument of a public constructor is described in an Args section, in the order of the signature.
 
+An error is raised with no fact that its class does not declare: the constructor checks it, and runs too late for that.
+"""
+
+import ast
 import inspect
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from typing import get_type_hints
 
+import pulsesync.errors
 from pulsesync import events
 from tools.docs_api import MADE_OF
+from tools.lint.layout import modules
 from tools.lint.public_names import MODULES
 
 # What the library returns and callers only read: its fields are described where they are declared.
@@ -54,11 +61,22 @@ def _constructors() -> list[type]:
 
 
 def check() -> list[str]:
-    """The constructors whose arguments are not described, a line each."""
-    return list(_problems())
+    """The constructors whose arguments are not described, and the errors with unknown facts, a line each."""
+    return [*_undescribed(), *_unknown_facts()]
 
 
-def _problems() -> Iterator[str]:
+def _unknown_facts() -> Iterator[str]:
+    errors = {name: kind for name, kind in vars(pulsesync.errors).items() if inspect.isclass(kind)}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in errors:
+                declared = get_type_hints(errors[node.func.id])
+                for fact in (keyword.arg for keyword in node.keywords):
+                    if fact is not None and fact not in declared:
+                        yield f"{path.name}:{node.lineno}: {node.func.id} does not declare the fact {fact!r}"
+
+
+def _undescribed() -> Iterator[str]:
     for cls in _constructors():
         parameters = [name for name in inspect.signature(cls).parameters if not name.startswith("_")]
         docs = "\n".join(inspect.cleandoc(doc) for doc in (cls.__doc__, cls.__init__.__doc__) if doc)  # type: ignore[misc]
