@@ -18,7 +18,7 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.run import keys
 from pulsesync.run.bodies import fetch_body
 from pulsesync.run.reader import RunReader
-from pulsesync.store import MemoryStore, ObjectEntry, Store
+from pulsesync.store import MemoryStore, ObjectEntry, Store, WrappedStore
 from pulsesync.testing import AdamUpdates
 
 SHAPES = {"layer.0.weight": (60, 50), "layer.1.weight": (50, 7), "norm": (50,)}
@@ -53,11 +53,11 @@ def equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     )
 
 
-class Watched:
+class Watched(WrappedStore):
     """A store that notes what is asked of it and lets a test interfere: before and after calls, and in what is read."""
 
     def __init__(self, store: Store | None = None) -> None:
-        self.store: Store = store or MemoryStore()
+        super().__init__(store or MemoryStore())
         self.gets: list[tuple[str, int, int | None]] = []
         self.writes: list[str] = []
         self.before: Callable[[str, str], object] = lambda verb, key: None
@@ -94,9 +94,6 @@ class Watched:
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
         self.before("list", prefix)
         return self.store.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self.store.delete(key)
 
     def fail_at(self, *prefixes: str) -> None:
         """From now on every call for such a key fails; without prefixes, none does."""

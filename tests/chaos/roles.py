@@ -22,7 +22,7 @@ import numpy as np
 from pulsesync import Publisher, PublishReport, Subscriber
 from pulsesync.errors import AnotherPublisherError, PulseError, StoreError
 from pulsesync.maintain.squash import Squasher
-from pulsesync.store import ObjectEntry, Store, open_store
+from pulsesync.store import ObjectEntry, Store, WrappedStore, open_store
 from tests.chaos.training import STEPS, hash_of, state_after
 from tests.chaos.witness import WitnessHandler, say
 
@@ -160,11 +160,12 @@ def publish_until_it_raises(location: str, mode: str, steps: int, fails_at: int,
         trainer.close()
 
 
-class CountingStore:
+class CountingStore(WrappedStore):
     """Counts the calls that reach a store, makes each take some time, and says when one of them has begun."""
 
     def __init__(self, store: Store, latency_s: float) -> None:
-        self.store, self.latency_s = store, latency_s
+        super().__init__(store)
+        self.latency_s = latency_s
         self.calls, self.reached = 0, threading.Event()
         self._at: int | None = None
         self._lock = threading.Lock()

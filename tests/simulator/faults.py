@@ -45,7 +45,7 @@ from pulsesync.state import sharding
 from pulsesync.state.host import HostState, HostTransition
 from pulsesync.state.live import AnyState, AnyTransition, LiveState, Snapshot
 from pulsesync.state.sharding import Shards, TileShare
-from pulsesync.store import ObjectEntry, Store
+from pulsesync.store import ObjectEntry, Store, WrappedStore
 from tests.simulator import (
     TEAMS,
     Invariant,
@@ -148,37 +148,13 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 # Mistakes in what a simulator is given
 
 
-class LinkedStore:
-    """A store in front of another one."""
-
-    is_private = True
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-
-    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        return self.store.get(key, begin, end)
-
-    def put(self, key: str, data: bytes | memoryview) -> None:
-        self.store.put(key, data)
-
-    def create(self, key: str, data: bytes) -> None:
-        self.store.create(key, data)
-
-    def list(self, prefix: str) -> Iterator[ObjectEntry]:
-        return self.store.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self.store.delete(key)
-
-
-class WithoutParts(LinkedStore):
+class WithoutParts(WrappedStore):
     def put(self, key: str, data: bytes | memoryview) -> None:
         if not key.startswith("parts/"):
             super().put(key, data)
 
 
-class TakesNoAnswerForACommit(LinkedStore):
+class TakesNoAnswerForACommit(WrappedStore):
     def create(self, key: str, data: bytes) -> None:
         try:
             super().create(key, data)
@@ -189,7 +165,7 @@ class TakesNoAnswerForACommit(LinkedStore):
                 raise
 
 
-class PutsWhatMustBeCreated(LinkedStore):
+class PutsWhatMustBeCreated(WrappedStore):
     def create(self, key: str, data: bytes) -> None:
         self.store.put(key, data)
 

@@ -10,7 +10,7 @@ from pulsesync.errors import ConflictError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format.manifest import Manifest
 from pulsesync.run import keys
-from pulsesync.store import ObjectEntry, Store
+from pulsesync.store import ObjectEntry, Store, WrappedStore
 from tests.simulator.invariants import Fail, Invariant
 
 RECORDS = ("manifests/", "anchors/", "squashes/")
@@ -34,11 +34,11 @@ class SimulatedClock:
         return self.now_s
 
 
-class Ledger:
+class Ledger(WrappedStore):
     """The store without faults. Checks that no immutable object is overwritten, and reports new versions."""
 
     def __init__(self, store: Store, on_version: Callable[[bytes], None], fail: Fail) -> None:
-        self.store = store
+        super().__init__(store)
         self.heads: list[bytes] = []  # all contents of head so far
         self.moves: list[bytes] = []  # of pointers, as they were created
         # Contents of the hints to the newest moves, since some were last deleted.
@@ -46,9 +46,6 @@ class Ledger:
         self.late: list[Callable[[], None]] = []  # writes that have not arrived yet
         self._on_version, self._fail = on_version, fail
         self._bodies: dict[str, bytes] = {}
-
-    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        return self.store.get(key, begin, end)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         is_hint = key == keys.HEAD or key.endswith(f"/{keys.HEAD}")
@@ -72,9 +69,6 @@ class Ledger:
         self.store.create(key, data)
         if key.startswith("manifests/"):
             self._on_version(data)
-
-    def list(self, prefix: str) -> Iterator[ObjectEntry]:
-        return self.store.list(prefix)
 
     def delete(self, key: str) -> None:
         if key.startswith(POINTERS):

@@ -18,7 +18,7 @@ from pulsesync.errors import (
 )
 from pulsesync.publish.lifecycle import MOVES, SendQueue, Stage
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.store import CachedStore, MemoryStore
+from pulsesync.store import CachedStore, MemoryStore, WrappedStore
 from tests.simulator import (
     InlineExecutor,
     Invariant,
@@ -30,7 +30,7 @@ from tests.simulator import (
 from tests.simulator import teams as simulated_teams
 from tests.simulator.__main__ import main
 from tests.simulator.ending import finish
-from tests.simulator.faults import LinkedStore, publisher_with
+from tests.simulator.faults import publisher_with
 from tests.simulator.teams import SimulatedGroup
 from tests.simulator.trainers import new_trainer
 
@@ -259,7 +259,7 @@ def test_an_unexpected_exception_is_a_crash_and_violates_no_invariant() -> None:
 def test_a_violation_that_the_library_catches_ends_the_schedule() -> None:
     """The thread that writes anchors raises nothing: what stops an anchor is logged."""
 
-    class PutsAnchors(LinkedStore):
+    class PutsAnchors(WrappedStore):
         def create(self, key: str, data: bytes) -> None:
             (self.put if key.startswith("anchors/") else super().create)(key, data)
 

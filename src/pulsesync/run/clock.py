@@ -1,10 +1,9 @@
 """The time of a store, by its own clock: with it the age of an object does not depend on this machine's clock."""
 
-from typing import Any
-
 from pulsesync.errors import StoreError
 from pulsesync.run import keys
 from pulsesync.store import Store
+from pulsesync.store.base import layers
 
 
 def store_time(store: Store) -> float:
@@ -13,11 +12,9 @@ def store_time(store: Store) -> float:
     Raises:
         StoreError: the store can neither state it nor be written, or it cannot list.
     """
-    wrapped: Any = store
-    while wrapped is not None:
-        if hasattr(wrapped, "now"):
-            return float(wrapped.now())
-        wrapped = getattr(wrapped, "store", None)
+    for layer in layers(store):
+        if hasattr(layer, "now"):
+            return float(layer.now())
     store.put(keys.CLOCK, b"")
     for entry in store.list(keys.PRUNED):
         if entry.key == keys.CLOCK:

@@ -31,6 +31,7 @@ from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.pointer import Pointer
 from pulsesync.run import keys, planner
 from pulsesync.store import Store, forget
+from pulsesync.store.base import layers
 
 DAMAGED = (
     "Nothing of it was applied. Check the disk or store; pulse verify RUN lists all that is damaged. Then restore the "
@@ -285,9 +286,7 @@ def _number(text: bytes) -> int:
 
 def location_of(store: Store) -> str:
     """Return the address or folder of a store, below all wrappers and without credentials, for messages."""
-    inner: Any = store
-    while (under := getattr(inner, "store", None)) is not None:
-        inner = under
+    *_, inner = layers(store)
     named = (getattr(inner, fact, None) for fact in ("url", "folder", "name"))
     return without_credentials(str(next((place for place in named if place), type(inner).__name__)))
 

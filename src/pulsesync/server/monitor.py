@@ -10,7 +10,7 @@ from pulsesync.metrics import PrometheusMetrics
 from pulsesync.run.keys import HEAD
 from pulsesync.run.reader import location_of
 from pulsesync.server.calls import RememberedCall
-from pulsesync.store.base import Store
+from pulsesync.store.base import Store, layers
 from pulsesync.store.cache import CachedStore, folder_bytes
 from pulsesync.store.local import LocalStore
 
@@ -120,6 +120,4 @@ class ServerMonitor:
 
 def _wrapped(store: Any, kind: type[Any]) -> Any:
     """Return the first store of a kind among one and those that it wraps; None if there is none."""
-    while store is not None and not isinstance(store, kind):
-        store = getattr(store, "store", None)
-    return store
+    return next((layer for layer in layers(store) if isinstance(layer, kind)), None)

@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from pulsesync.core.location import ParsedLocation
-from pulsesync.store.base import Location, ObjectEntry, Store, forget, size_of
+from pulsesync.store.base import Location, ObjectEntry, Store, WrappedStore, forget, size_of
 from pulsesync.store.cache import CachedStore, origin_of
 from pulsesync.store.local import LocalStore
 from pulsesync.store.memory import MemoryStore, named
@@ -27,6 +27,7 @@ __all__ = [
     "RetryStore",
     "Store",
     "ThrottledStore",
+    "WrappedStore",
     "forget",
     "open_store",
     "origin_of",

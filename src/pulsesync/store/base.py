@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from pulsesync.errors import LimitError, StoreError
 
@@ -57,6 +57,52 @@ class Store(Protocol):
 
 Location: TypeAlias = str | os.PathLike[str] | Store
 """The type of a location of a run: a path or URL, or a store that is open already."""
+
+
+class WrappedStore:
+    """A store in front of another: it passes every call on, and a subclass changes those that it is about.
+
+    Args:
+        store: The store behind it.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
+        return self.store.get(key, begin, end)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self.store.put(key, data)
+
+    def create(self, key: str, data: bytes) -> None:
+        self.store.create(key, data)
+
+    def list(self, prefix: str) -> Iterator[ObjectEntry]:
+        return self.store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self.store.delete(key)
+
+    def forget(self, key: str) -> None:
+        """See `forget`, the function of this module."""
+        forget(self.store, key)
+
+    @property
+    def is_local(self) -> bool:
+        return is_local(self.store)
+
+    @property
+    def is_private(self) -> bool:
+        return is_private(self.store)
+
+
+def layers(store: Store) -> Iterator[Any]:
+    """Yield a store and those that it wraps, one after the other; the last one keeps the objects."""
+    layer: Any = store
+    while layer is not None:
+        yield layer
+        layer = getattr(layer, "store", None)
 
 
 class ReadOnlyStore:
@@ -144,20 +190,14 @@ def is_near(store: Store, key: str, begin: int = 0, end: int | None = None) -> b
 def is_local(store: Store) -> bool:
     """Return whether objects stay on this machine, so that the time of a write does not show the speed of a network.
 
-    A store has an attribute of this name; a wrapper without one is as local as the store it wraps.
+    Stores for which that is so have an attribute of this name.
     """
-    if hasattr(store, "is_local"):
-        return bool(store.is_local)
-    wrapped = getattr(store, "store", None)
-    return wrapped is not None and is_local(wrapped)
+    return bool(getattr(store, "is_local", False))
 
 
 def is_private(store: Store) -> bool:
     """Return whether only this process can reach the objects. Stores have an attribute for it as for `is_local`."""
-    if hasattr(store, "is_private"):
-        return bool(store.is_private)
-    wrapped = getattr(store, "store", None)
-    return wrapped is not None and is_private(wrapped)
+    return bool(getattr(store, "is_private", False))
 
 
 def size_of(store: Store, key: str) -> int:

@@ -26,7 +26,7 @@ from urllib.parse import quote
 from pulsesync.core import arguments
 from pulsesync.core.scratch import make_private
 from pulsesync.errors import StoreError
-from pulsesync.store.base import WINDOW_BYTES, ObjectEntry, Store, forget, is_content_addressed, size_of
+from pulsesync.store.base import WINDOW_BYTES, Store, WrappedStore, is_content_addressed, size_of
 from pulsesync.store.contents import MAX_TRANSFERS, Arrivals, ContentCheck, DamagedTransferError
 from pulsesync.store.turns import PATIENCE_S, locked
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class CachedStore:
+class CachedStore(WrappedStore):
     """Keeps content-addressed objects in a folder; all other calls go to the store.
 
     Processes of one host, also those of several runs, may share the folder. If the disk is full, read-only or broken,
@@ -75,7 +75,7 @@ class CachedStore:
         *,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self.store = store
+        super().__init__(store)
         self.folder = arguments.folder("folder", folder)
         self.max_bytes = arguments.optional_whole("max_bytes", max_bytes, what="a number of bytes")
         self._patience_s = arguments.seconds("patience_s", patience_s)
@@ -127,12 +127,6 @@ class CachedStore:
         if is_content_addressed(key):
             self._keep_pieces(key, 0, memoryview(data).cast("B"), ended=True)
 
-    def create(self, key: str, data: bytes) -> None:
-        self.store.create(key, data)
-
-    def list(self, prefix: str) -> Iterator[ObjectEntry]:
-        return self.store.list(prefix)
-
     def delete(self, key: str) -> None:
         self.store.delete(key)
         self._away_until.pop(key, None)
@@ -153,7 +147,7 @@ class CachedStore:
                 for path in self._files(key):
                     if not path.name.endswith(_SUSPECT):
                         path.replace(path.with_name(path.name + _SUSPECT))
-        forget(self.store, key)
+        super().forget(key)
 
     def _drop(self, key: str, suspects: bool = False) -> None:
         """Remove an object, or what of it readers have not reported."""
@@ -248,7 +242,7 @@ class CachedStore:
             except DamagedTransferError as e:
                 logger.warning("%s", e.reason)
                 self._drop(key)
-                forget(self.store, key)  # a cache in between may have it
+                super().forget(key)  # a cache in between may have it
                 if e.retryable:
                     raise
         return data, ended

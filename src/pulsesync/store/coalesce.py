@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from pulsesync.errors import NotFoundError, StoreError
-from pulsesync.store.base import ObjectEntry, ReadOnlyStore, Store, forget, is_content_addressed, is_near, size_of
+from pulsesync.store.base import ObjectEntry, ReadOnlyStore, Store, WrappedStore, is_content_addressed, is_near, size_of
 from pulsesync.store.contents import DamagedTransferError
 from pulsesync.store.keys import check_key, check_prefix
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 _Call = tuple[str | int | None, ...]
 
 
-class CoalescingStore(ReadOnlyStore):
+class CoalescingStore(ReadOnlyStore, WrappedStore):
     """A read-only store for many threads. Equal calls at the same time become one call with one outcome.
 
     The outcome of reading content-addressed objects is not remembered, nor are listings, which the server keeps. That
@@ -37,7 +37,7 @@ class CoalescingStore(ReadOnlyStore):
     """
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        super().__init__(store)
         self._lock = threading.Lock()
         self._under_way: dict[_Call, Future[Any]] = {}
         self._remembered: dict[_Call, _HeldAnswer] = {}  # oldest first
@@ -88,7 +88,7 @@ class CoalescingStore(ReadOnlyStore):
             if key in reported or len(reported) >= _MAX_REPORTED:
                 return
             reported[key] = now
-        forget(self.store, key)
+        super().forget(key)
         with self._lock:
             self._absent.pop(key, None)
             for name in [name for name in self._remembered if key in name[:2]]:

@@ -8,14 +8,14 @@ from typing import TypeVar
 
 from pulsesync.core.arguments import whole
 from pulsesync.errors import ConflictError, NotFoundError, StoreError
-from pulsesync.store.base import MAX_ENTRIES, ObjectEntry, Store, forget, size_of, too_many
+from pulsesync.store.base import MAX_ENTRIES, ObjectEntry, Store, WrappedStore, size_of, too_many
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
-class RetryStore:
+class RetryStore(WrappedStore):
     """Repeats calls whose error is `retryable`, up to `attempts` in all, and then raises the last error.
 
     Before the n-th repetition it waits a random time between 0 and `first_wait_s` × 2^(n−1), but never more than
@@ -42,7 +42,7 @@ class RetryStore:
         sleep: Callable[[float], None] = time.sleep,
         random: Callable[[], float] = random.random,
     ) -> None:
-        self.store = store
+        super().__init__(store)
         self._attempts = whole("attempts", attempts, 1)
         self._first_wait_s = first_wait_s
         self._longest_wait_s = longest_wait_s
@@ -99,9 +99,6 @@ class RetryStore:
 
     def delete(self, key: str) -> None:
         self._retried(lambda: self.store.delete(key))
-
-    def forget(self, key: str) -> None:
-        forget(self.store, key)
 
     def _holds(self, key: str, data: bytes) -> bool:
         try:

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from pulsesync.core.arguments import number, seconds
-from pulsesync.store.base import ObjectEntry, Store, forget, size_of
+from pulsesync.store.base import ObjectEntry, Store, WrappedStore, size_of
 
 
-class ThrottledStore:
+class ThrottledStore(WrappedStore):
     """Limits reads and writes of all threads together to `bytes_per_s`; every call takes `latency_s` in addition.
 
     A call that finds the link idle starts at once; others wait until the bytes of earlier calls are transferred. Idle
@@ -35,7 +35,7 @@ class ThrottledStore:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.store = store
+        super().__init__(store)
         self._bytes_per_s = number("bytes_per_s", bytes_per_s, what="a number of bytes", above=0)
         self._latency_s = seconds("latency_s", latency_s)
         self._clock = clock
@@ -67,9 +67,6 @@ class ThrottledStore:
     def delete(self, key: str) -> None:
         self._carry(0)
         self.store.delete(key)
-
-    def forget(self, key: str) -> None:
-        forget(self.store, key)
 
     def _carry(self, size_bytes: int) -> None:
         """Wait until the link has transferred these bytes and the latency of a call is over."""

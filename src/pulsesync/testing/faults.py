@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from pulsesync.errors import StoreError
-from pulsesync.store import ObjectEntry, Store
+from pulsesync.store import ObjectEntry, Store, WrappedStore
 
 T = TypeVar("T")
 
 
-class FaultyStore:
+class FaultyStore(WrappedStore):
     """Passes calls on to a store and makes some fail. `faults` counts them, by kind.
 
     Each keyword is the probability of one kind of fault, drawn for every call that it applies to. Calls of one thread
@@ -41,7 +41,7 @@ class FaultyStore:
         stale: float = 0.0,
         doubled: float = 0.0,
     ) -> None:
-        self.store = store
+        super().__init__(store)
         self.faults: Counter[str] = Counter()
         self._rng = rng
         self._chances = {
