@@ -128,8 +128,8 @@ def emit_alone(listener: Listener | None, calls: int, rests: bool) -> dict[str, 
     rests: The listener's thread must be woken each time.
     """
     kinds = {
-        "new version": SyncReport(5, 50, ("patch",), 10, 10, 0, 0.1, 0.1, 0.1, "0" * 64),
-        "nothing new": SyncReport(5, 50, (), 0, 0, 0, 0.1, 0.1, 0.1, "0" * 64),
+        "new version": SyncReport(version=5, step=50, path=("patch",), changed=10, fetched_bytes=10, digest="0" * 64),
+        "nothing new": SyncReport(version=5, step=50, digest="0" * 64),
     }
     made, took = SyncEvents("runs/one"), {kind: list[float]() for kind in kinds}
     usual_s, events.REST_S = events.REST_S, 0.0 if rests else events.REST_S

@@ -20,8 +20,8 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, Self
 
 from pulsesync.core.arguments import shown, whole
 from pulsesync.core.location import without_credentials
@@ -63,6 +63,11 @@ class Event:
     """Something that happened."""
 
     time_s: float = field(default_factory=time.time)  # seconds since 1970
+
+    @classmethod
+    def of(cls, report: object, **facts: Any) -> Self:
+        """Return the event about a report: with those of its attributes that the event has, too, and these facts."""
+        return cls(**{one.name: getattr(report, one.name) for one in fields(cls) if hasattr(report, one.name)} | facts)
 
 
 @dataclass(frozen=True, kw_only=True)

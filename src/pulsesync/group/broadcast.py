@@ -181,20 +181,7 @@ class Broadcast:
             report.seconds,
         )
         if has_listeners():
-            emit(
-                GroupSynced(
-                    rank=self._team.rank,
-                    version=report.version,
-                    method=report.method,
-                    changed=report.changed,
-                    total=report.total,
-                    full_bytes=report.full_bytes,
-                    sent_bytes=report.sent_bytes,
-                    received_bytes=report.received_bytes,
-                    seconds=report.seconds,
-                    pause_s=report.apply_s,
-                )
-            )
+            emit(GroupSynced.of(report, rank=self._team.rank, pause_s=report.apply_s))
         return report
 
     def _sync_all(self, source: Any) -> BroadcastReport:

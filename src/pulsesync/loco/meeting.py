@@ -526,19 +526,7 @@ class FragmentTrainer:
             report.seconds,
         )
         if has_listeners():
-            emit(
-                RoundCompleted(
-                    fragment=report.fragment,
-                    round=report.round,
-                    took_part=report.took_part,
-                    members=len(report.members),
-                    sent=report.sent,
-                    total=report.total,
-                    sent_bytes=report.sent_bytes,
-                    received_bytes=report.received_bytes,
-                    seconds=report.seconds,
-                )
-            )
+            emit(RoundCompleted.of(report, members=len(report.members)))
 
     @contextmanager
     def _noting_failure(self, fragment: int) -> Iterator[None]:

@@ -36,22 +36,7 @@ class PublishEvents:
             return
         logger.info("Published to %s: %s.", self.location, report)
         if has_listeners():
-            emit(
-                VersionPublished(
-                    location=self.location,
-                    version=report.version,
-                    step=report.step,
-                    changed=report.changed,
-                    total=report.total,
-                    payload_bytes=report.payload_bytes,
-                    full_bytes=report.full_bytes,
-                    coalesced=report.coalesced,
-                    blocked_s=report.blocked_s,
-                    encode_s=report.encode_s,
-                    store_s=report.store_s,
-                    codec=report.codec,
-                )
-            )
+            emit(VersionPublished.of(report, location=self.location))
 
     def failed(self, step: int, error: BaseException) -> None:
         """A publish has failed on this rank. The caller logs it, or the error is raised to the user."""

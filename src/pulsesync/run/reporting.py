@@ -31,19 +31,19 @@ _STEPS = {  # the steps of a path, in singular and plural
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SyncReport:
     """What a sync did."""
 
     version: int  # the version of the weights now
     step: int  # the trainer's step of that version
-    path: tuple[str, ...]  # what was applied, in order: "start", "anchor", "squash", "patch", "undo"
-    changed: int  # weights written: by a patch those that differ, by an anchor all that this worker has
-    fetched_bytes: int
-    replanned: int  # times that something on the path was missing or bad, and another path was used
-    fetch_s: float  # waiting for the store
-    prepare_s: float  # checking and decoding
-    apply_s: float  # writing: the only time in which the weights must not be used
+    path: tuple[str, ...] = ()  # what was applied, in order: "start", "anchor", "squash", "patch", "undo"
+    changed: int = 0  # weights written: by a patch those that differ, by an anchor all that this worker has
+    fetched_bytes: int = 0
+    replanned: int = 0  # times that something on the path was missing or bad, and another path was used
+    fetch_s: float = 0.0  # waiting for the store
+    prepare_s: float = 0.0  # checking and decoding
+    apply_s: float = 0.0  # writing: the only time in which the weights must not be used
     digest: str
     repaired: tuple[str, ...] = ()  # tensors that something else had written to, as a recount found
     from_version: int | None = None  # the version of the report before this one; None: there was none of this run
@@ -107,41 +107,11 @@ class SyncEvents:
             )
         if has_listeners() and (report.path or report.changed or time.monotonic() >= self._idle_at):
             self._idle_at = time.monotonic() + IDLE_S
-            emit(
-                Synced(
-                    location=self.location,
-                    version=report.version,
-                    step=report.step,
-                    from_version=report.from_version,
-                    newest=self.newest,
-                    path=report.path,
-                    changed=report.changed,
-                    fetched_bytes=report.fetched_bytes,
-                    replanned=report.replanned,
-                    fetch_s=report.fetch_s,
-                    prepare_s=report.prepare_s,
-                    pause_s=report.apply_s,
-                    repaired=report.repaired,
-                    went_back=report.went_back,
-                )
-            )
+            emit(Synced.of(report, location=self.location, newest=self.newest, pause_s=report.apply_s))
 
     def found_nothing(self, version: int, step: int, digest: str) -> None:
         """Emit a look that found the weights at the version to follow, where no subscriber is asked in that case."""
-        self.synced(
-            SyncReport(
-                version=version,
-                step=step,
-                path=(),
-                changed=0,
-                fetched_bytes=0,
-                replanned=0,
-                fetch_s=0.0,
-                prepare_s=0.0,
-                apply_s=0.0,
-                digest=digest,
-            )
-        )
+        self.synced(SyncReport(version=version, step=step, digest=digest))
 
     def failed(self, error: Exception, version: int | None, *, torn: bool | None = None) -> None:
         """Emit that a sync failed, with the version that the weights are at. It is not logged: the caller has it.

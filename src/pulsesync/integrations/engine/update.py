@@ -243,18 +243,7 @@ class UpdateEvents:
             report.seconds,
         )
         if has_listeners():
-            emit(
-                EngineUpdated(
-                    location=self.location,
-                    version=report.version,
-                    step=report.step,
-                    from_version=report.from_version,
-                    changed=report.changed,
-                    fetched_bytes=report.fetched_bytes,
-                    pause_s=report.pause_s,
-                    seconds=report.seconds,
-                )
-            )
+            emit(EngineUpdated.of(report, location=self.location))
         return report
 
     @contextmanager
