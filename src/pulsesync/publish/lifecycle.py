@@ -295,10 +295,6 @@ class SendQueue:
         while (latest := self._latest) is not None and not latest.has_ended:
             latest.wait()
 
-    def wait_until_idle(self) -> None:
-        with self.lock:
-            self._changed.wait_for(lambda: self.stage == Stage.IDLE)
-
     def wait_until_quiet(self) -> None:
         """Wait while a version is being sent: for work that is less urgent than a version."""
         with self.lock:

@@ -239,10 +239,6 @@ class HeartbeatWriter:
         """What the next heartbeat will say."""
         return Heartbeat(**self._facts | {"ended": self._ended, "rival": self._rival})
 
-    @property
-    def is_started(self) -> bool:
-        return self._thread is not None
-
     def start(self, newest: int | None = None) -> None:
         """Show that the worker is there, and which version it goes to; it has none yet, or an older one."""
         self._replace(newest=self._facts["newest"] if newest is None else newest)
