@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from pulsesync.group.broadcast import Broadcast, BroadcastReport
     from pulsesync.group.collective import Collective
     from pulsesync.maintain.point import move_pointer
-    from pulsesync.publish.lifecycle import PublishReport
+    from pulsesync.publish.pending import PublishReport
     from pulsesync.publish.publisher import Publisher
     from pulsesync.publish.sharded import ShardedPublisher
     from pulsesync.publish.warmup import warm_up

@@ -17,7 +17,7 @@ from pulsesync.errors import StateError, StoreError
 from pulsesync.format.patch import EncodedPart
 from pulsesync.publish import anchors
 from pulsesync.publish.baseline import Keep
-from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.pending import PublishReport
 from pulsesync.run import keys
 from pulsesync.store import MemoryStore
 from pulsesync.testing.backends import host_as_device

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pulsesync.errors import ClosedError, GroupError, StoreError
-from pulsesync.publish.lifecycle import MOVES, PendingVersion, PublishReport, SendQueue, Stage
+from pulsesync.publish.lifecycle import MOVES, SendQueue, Stage
+from pulsesync.publish.pending import PendingVersion, PublishReport
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 REPORT = PublishReport(1, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
@@ -141,10 +142,10 @@ def fail(queue: SendQueue, error: Exception) -> PendingVersion:
 def test_a_failure_of_a_team_is_raised_by_the_call_that_was_agreed_on_and_not_before() -> None:
     queue = SendQueue(longest=4, alone=False)
     fail(queue, StoreError("no"))
-    unread = [queue.has_unread_failure]
+    unread = [queue.failures.has_unread]
     queue.raise_failure("publish")
-    queue.surface(3, unread=True)
-    unread.append(queue.has_unread_failure)
+    queue.failures.schedule_raise(3, unread=True)
+    unread.append(queue.failures.has_unread)
     assert unread == [True, False]
     queue.raise_failure("publish")  # the second call
     queue.count_call()

@@ -11,7 +11,7 @@ import numpy as np
 
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
-from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.host import HostState

@@ -33,8 +33,8 @@ from pulsesync.maintain.squash import _Span
 from pulsesync.publish import commit, writer
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import HostDifference
-from pulsesync.publish.lifecycle import PendingVersion
 from pulsesync.publish.ownership import RankReport, VersionTables
+from pulsesync.publish.pending import PendingVersion
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.publish.writer import Draft, RankBase, RunWriter
 from pulsesync.run import keys, planner

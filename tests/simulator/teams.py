@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from pulsesync.errors import GroupError, PulseError
-from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slice

@@ -31,7 +31,7 @@ from pulsesync.integrations.pretrained import (
     required,
     unwrapped,
 )
-from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.state.views import CASTS, read_cast

@@ -23,7 +23,7 @@ import numpy as np
 from pulsesync.errors import PulseError, StateError
 from pulsesync.integrations.frameworks import FrameworkSubscriber, published_tensors
 from pulsesync.integrations.jax import all_on_gpus, array_bits, array_like, lent
-from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reporting import SyncReport
 from pulsesync.store import Location

@@ -36,7 +36,7 @@ from pulsesync.format.layout import SMALL, Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import SigningKey, trusted
 from pulsesync.group.collective import Collective, SoloTeam, Team
-from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber

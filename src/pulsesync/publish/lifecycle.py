@@ -12,18 +12,11 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import StrEnum
-from types import TracebackType
-from typing import Any, Literal
 
-from pulsesync.core.threads import GatedFuture
-from pulsesync.errors import AnotherPublisherError, ClosedError, GroupError, PulseError, StateError, StoreError
-from pulsesync.publish.baseline import Difference
-from pulsesync.publish.costs import CodecChoice
-from pulsesync.state.sharding import Shards
-
-Raiser = Literal["publish", "flush", "close"]
+from pulsesync.errors import AnotherPublisherError, ClosedError, GroupError, PulseError
+from pulsesync.publish.failures import Caller, FailureLedger
+from pulsesync.publish.pending import PendingVersion, PublishFuture, PublishReport
 
 logger = logging.getLogger(__name__)
 
@@ -58,116 +51,6 @@ MOVES = {
 }
 
 
-@dataclass(frozen=True)
-class PublishReport:
-    """What a publish did. The report of steps that were coalesced is that of the version that contains them."""
-
-    version: int | None  # None: nothing was sent, the step goes into a later version
-    step: int
-    changed: int  # number of weights that changed
-    total: int  # number of weights of the model
-    payload_bytes: int  # all bytes that the version added to the store, by all ranks
-    full_bytes: int  # bytes of the full weights
-    coalesced: int  # publishes before this one that are in this version
-    blocked_s: float  # how long the call of publish took
-    encode_s: float  # time of this rank
-    store_s: float  # time of this rank, including the time in which it waited for others
-    codec: str | None = None  # the codec of a patch; "smallest": each tile with the one that makes it smallest
-    reason: str = ""  # why that codec was chosen, with the figures
-    anchor: CodecChoice | None = None  # codec and reason of the last anchor that this process has encoded
-
-    @property
-    def density(self) -> float:
-        return self.changed / self.total if self.total else 0.0
-
-    def __str__(self) -> str:
-        if self.version is None:
-            return f"step {self.step}: will be part of a later version"
-        times = self.full_bytes / max(self.payload_bytes, 1)
-        is_patch = self.codec is not None
-        weights = f"{self.changed:,} of {self.total:,} weights changed" if is_patch else f"all {self.total:,} weights"
-        return (
-            f"version {self.version}, step {self.step}: {weights}, "
-            f"{self.payload_bytes:,} bytes ({times:.{0 if times >= 10 else 1}f} times smaller)"
-        )
-
-
-class PublishFuture(GatedFuture[PublishReport]):
-    """A future that knows whether its caller has read how the publish ended."""
-
-    def __init__(self, awaited: bool) -> None:
-        super().__init__()
-        self.awaited = awaited  # whether the caller waits for it within publish
-        self.was_read = False
-        self.set_running_or_notify_cancel()  # it cannot be cancelled, because the base advances with it
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = super().exception(timeout)
-        self.was_read = True
-        return error
-
-
-@dataclass
-class PendingVersion:
-    """A state that is queued to become a version, as its difference from the base."""
-
-    call: int  # the call of publish that it ends with
-    step: int
-    base: int | None = None  # the base's version; None: it is compared later, when the base is known
-    difference: Difference | None = None
-    shards: Shards | None = None  # the source, if the caller waits, so that it cannot change
-    source: Any = None  # the source as the caller passed it
-    waits: bool = False  # whether the caller waits in every case, not only if there is no base
-    coalesced: int = 0
-    alone: bool = False  # no later step is coalesced with it
-    earlier_step: int | None = None  # the lowest step that was coalesced into it
-    blocked_s: float = 0.0
-    futures: list[PublishFuture] = field(default_factory=list)
-    fault: BaseException | None = None  # the error of the comparison on this rank, which is sent to all ranks
-    version: int | None = None  # the version it was sent as, whether that was committed or not
-    is_root: bool = False  # whether it was sent as a state that has no base
-
-    @property
-    def awaited(self) -> bool:
-        """Whether the caller waits for it, and therefore makes no other call."""
-        return self.shards is not None
-
-    @property
-    def lowest_step(self) -> int:
-        """The lowest step in it. It is below that of the last version if the trainer went back."""
-        return self.step if self.earlier_step is None else min(self.step, self.earlier_step)
-
-    def release(self) -> None:
-        """Release its memory."""
-        self.difference = self.shards = self.source = None
-
-    def absorb(self, earlier: "PendingVersion") -> None:
-        """Replace a version that was queued earlier."""
-        self.coalesced += 1 + earlier.coalesced
-        self.earlier_step = min(self.lowest_step, earlier.lowest_step)
-        self.futures = earlier.futures + self.futures
-
-
-@dataclass
-class _Failure:
-    """A version that was not committed, kept until a later one is. It keeps none of the version's memory."""
-
-    version: int | None
-    futures: list[PublishFuture]
-    error: BaseException
-    traceback: TracebackType | None
-    raised_by: set[Raiser] = field(default_factory=set)
-
-    @property
-    def was_read(self) -> bool:
-        return any(future.was_read for future in self.futures)
-
-    @property
-    def is_retried(self) -> bool:
-        """Whether the next version retries it: the store may work again by then."""
-        return isinstance(self.error, StoreError) and self.error.retryable
-
-
 class SendQueue:
     """The versions of one process that are queued or being sent, and the outcome of the last ones.
 
@@ -188,7 +71,7 @@ class SendQueue:
     ) -> None:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
-        self._longest, self.is_alone, self._ended = longest, alone, ended
+        self.is_alone, self._ended = alone, ended
         self.stage = Stage.IDLE
         self.calls = 0  # of publish that were counted
         self.closed = False
@@ -198,11 +81,8 @@ class SendQueue:
         self._last_call = 0  # the call that the current version ends with, once it is fixed
         self._sender: int | None = None  # the thread that sends
         self._latest: PublishFuture | None = None
-        self._failures: list[_Failure] = []  # since the last commit
-        self._due: tuple[int, _Failure] | None = None  # the call of publish in which all ranks raise a failure
-        self._refused: tuple[int, BaseException] | None = (
-            None  # calls up to this one are in no version, with the reason
-        )
+        self.failures = FailureLedger(longest, alone)
+        self._rejected: tuple[int, BaseException] | None = None  # calls up to this one are in no version, and why
 
     def _move(self, stage: Stage) -> None:
         assert (self.stage, stage) in MOVES, (self.stage, stage)
@@ -278,17 +158,17 @@ class SendQueue:
             self._move(Stage.QUEUED)
         return future, self.stage == Stage.QUEUED  # if an interrupted call has queued a version, it may have no sender
 
-    def refuse(self, last_call: int, error: BaseException) -> None:
+    def reject_calls(self, last_call: int, error: BaseException) -> None:
         """Publish none of the calls up to this one, because the ranks failed before all of them had made it.
 
         This way the next version begins with the same call on all ranks.
         """
         with self.lock:
-            self._refused = last_call, error
+            self._rejected = last_call, error
 
-    def refusal(self, call: int) -> BaseException | None:
+    def rejection(self, call: int) -> BaseException | None:
         """Return why a call of publish is not sent, if the other ranks continue without it."""
-        return self._refused[1] if self._refused is not None and call <= self._refused[0] else None
+        return self._rejected[1] if self._rejected is not None and call <= self._rejected[0] else None
 
     def wait(self) -> None:
         """Wait until every queued version is committed or has failed."""
@@ -364,7 +244,7 @@ class SendQueue:
     def sent(self) -> None:
         """Note that the current version is committed, and that the base has advanced to it."""
         with self.lock:
-            self._failures.clear()
+            self.failures.clear()
             self._move(Stage.ENDING)
 
     def start_failed(self, error: BaseException) -> None:
@@ -383,7 +263,7 @@ class SendQueue:
         with self.lock:
             version = self.current
             assert version is not None
-            self._leave()
+            self._finish_current()
         self._complete(version, report)
 
     def failed(self, version: PendingVersion, error: BaseException, settle: Callable[[], None], is_lost: bool) -> None:
@@ -409,19 +289,19 @@ class SendQueue:
         settle()
         traceback.clear_frames(error.__traceback__)  # so that the future does not keep the version's memory
         with self.lock:
-            self._leave()
+            self._finish_current()
         self._complete(version, error)
 
     def _complete(self, version: PendingVersion, outcome: PublishReport | BaseException) -> None:
         self._ended(version, outcome)
         _complete(version, outcome)
 
-    def _leave(self) -> None:
+    def _finish_current(self) -> None:
         self.current = None
         self._move(Stage.IDLE if self.pending is None else Stage.QUEUED)
 
     def _fail(self, version: PendingVersion, error: BaseException) -> None:
-        self._failures = [*self._unraised, _Failure(version.version, version.futures, error, error.__traceback__)]
+        self.failures.add(version, error)
         if not all(future.awaited for future in version.futures):
             logger.error(
                 "Step %d was not published: %s: %s. %s",
@@ -435,62 +315,12 @@ class SendQueue:
                 exc_info=None if isinstance(error, PulseError) else error,
             )
 
-    # Failures
-
-    @property
-    def has_lost_weights(self) -> bool:
-        """Whether a version failed after its call had returned, so that the caller no longer has its old weights."""
-        return any(not (one.was_read and isinstance(one.error, ValueError | StateError)) for one in self._failures)
-
-    @property
-    def has_unread_failure(self) -> bool:
-        return any(not failure.was_read for failure in self._unraised)
-
-    @property
-    def _unraised(self) -> list[_Failure]:
-        """The failures that publish has not raised. In a team, even those that were read: all ranks raise the same."""
-        new = [failure for failure in self._failures if "publish" not in failure.raised_by]
-        return [failure for failure in new if not failure.was_read] if self.is_alone else new
-
-    def surface(self, call: int, unread: bool) -> None:
-        """Have publish raise a failure in this call. In a team all ranks do so, whatever is committed until then.
-
-        A store's error that is retried is raised only after `longest` consecutive failures.
-
-        unread: Whether some rank's caller has not read a failure; if all have, none is raised.
-        """
-        new = self._unraised
-        raised = [one for one in new if len(new) >= self._longest or not one.is_retried] if unread else []
-        if raised:
-            self._due = call, raised[0]
-        if raised or not unread:
-            for failure in new:
-                failure.raised_by.add("publish")
-
-    def make_up_for(self, version: int) -> None:
-        """Clear the failures up to a version that turned out to be committed: it contains their steps."""
-        for number, failure in enumerate(self._failures):
-            if failure.version == version:
-                del self._failures[: number + 1]
-                return
-
-    def raise_failure(self, caller: Raiser) -> None:
+    def raise_failure(self, caller: Caller) -> None:
         """Raise the first failure since the last commit that the caller has not read and this has not raised."""
         with self.lock:
-            if caller == "publish":
-                if self.is_alone:
-                    self.surface(self.calls + 1, self.has_unread_failure)
-                if self._due is None or self._due[0] > self.calls + 1:
-                    return
-                failure, self._due = self._due[1], None
-            else:
-                new = [one for one in self._failures if caller not in one.raised_by and not one.was_read]
-                if not new:
-                    return
-                failure = new[0]
-                for one in new:
-                    one.raised_by.add(caller)
-        raise failure.error.with_traceback(failure.traceback)  # without the frames of callers that got it before
+            failure = self.failures.to_raise(caller, self.calls + 1)
+        if failure is not None:  # without the frames of callers that got it before
+            raise failure.error.with_traceback(failure.traceback)
 
 
 def waits_for_itself(call: str) -> RuntimeError:

@@ -39,8 +39,10 @@ from pulsesync.publish.baseline import Keep, baseline_for, check_keep
 from pulsesync.publish.cadence import Cadence, Every
 from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
+from pulsesync.publish.failures import Caller
 from pulsesync.publish.lease import PublisherLease
-from pulsesync.publish.lifecycle import PendingVersion, PublishReport, Raiser, SendQueue
+from pulsesync.publish.lifecycle import SendQueue
+from pulsesync.publish.pending import PendingVersion, PublishReport
 from pulsesync.publish.reporting import PublishEvents
 from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.team import TeamTalk
@@ -272,12 +274,12 @@ class Publisher:
             self._start()
             self._queue.raise_failure("publish")
             writer = self._writer
-            if hands_over and self._queue.has_lost_weights:
+            if hands_over and self._queue.failures.has_lost_weights:
                 writer.base = None  # no later patch can contain the failed step: a new root is published next
             version = PendingVersion(self._queue.count_call(), step, alone=not coalesce, waits=wait)
             is_due = self._cadence.step(time.monotonic(), version.call)
-            if (refusal := self._queue.refusal(version.call)) is not None:
-                return _failed(refusal, wait)
+            if (rejection := self._queue.rejection(version.call)) is not None:
+                return _failed(rejection, wait)
             if not (is_due or now) and writer.base is not None:
                 return self._skipped(writer.base.state.layout, step, wait, began)
             version.coalesced, version.earlier_step = self._cadence.published(), self._lowest_skipped
@@ -593,7 +595,7 @@ class Publisher:
                 raise
             logger.warning("Closing the publisher failed as well: %s: %s", type(e).__name__, e)
 
-    def _finish(self, caller: Raiser) -> None:
+    def _finish(self, caller: Caller) -> None:
         self._send()  # what an interrupted publish has queued, and started no sender for
         self._queue.wait()
         try:

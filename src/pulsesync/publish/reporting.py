@@ -5,7 +5,7 @@ import logging
 from pulsesync.core.events import AnchorPublished, PublishFailed, VersionPublished, describe_error, emit, has_listeners
 from pulsesync.format.manifest import Manifest
 from pulsesync.group.collective import Team
-from pulsesync.publish.lifecycle import PendingVersion, PublishReport
+from pulsesync.publish.pending import PendingVersion, PublishReport
 from pulsesync.publish.team import COORDINATOR
 
 logger = logging.getLogger(__name__)

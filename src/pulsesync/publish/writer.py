@@ -39,8 +39,9 @@ from pulsesync.publish.commit import create, is_committed, next_record, root_rec
 from pulsesync.publish.companions import Files, put_companions
 from pulsesync.publish.costs import PatchCosts, patch_codec
 from pulsesync.publish.lease import PublisherLease
-from pulsesync.publish.lifecycle import PendingVersion, PublishReport, SendQueue
+from pulsesync.publish.lifecycle import SendQueue
 from pulsesync.publish.ownership import RankReport, VersionTables, agreed
+from pulsesync.publish.pending import PendingVersion, PublishReport
 from pulsesync.publish.reporting import PublishEvents
 from pulsesync.publish.resume import PublisherState, check_continues, grafted, same_tensors
 from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
@@ -219,11 +220,11 @@ class RunWriter:
         try:
             self._agree_on_base(ranks, can_resume=all_wait or all(r.awaited and r.call == calls for r in ranks))
         except Exception as e:
-            self.queue.refuse(calls, e)
+            self.queue.reject_calls(calls, e)
             raise
         if not self.talk.is_alone:
             with self.queue.lock:
-                self.queue.surface(calls + 1, any(rank.unread for rank in ranks))
+                self.queue.failures.schedule_raise(calls + 1, any(rank.unread for rank in ranks))
         return calls if all_wait else max(rank.call for rank in ranks)
 
     def _agree_on_base(self, ranks: Sequence[Standing], can_resume: bool) -> None:
@@ -257,7 +258,7 @@ class RunWriter:
                     unsure=self._draft is not None,
                     awaited=version.awaited,
                     waits=version.waits and version.fault is None,
-                    unread=self.queue.has_unread_failure,
+                    unread=self.queue.failures.has_unread,
                     busy=self.anchors.busy,
                     share=self.anchors.share,
                     target=self._cadence.target(),
@@ -333,7 +334,7 @@ class RunWriter:
                 self._keep_body(draft)
                 with self.queue.lock:
                     base = self._advance(draft, record, message.record, [self.queue.current, self.queue.pending])
-                    self.queue.make_up_for(record.version)
+                    self.queue.failures.clear_failures_through(record.version)
                 logger.info("Version %d was committed, although its publish failed.", record.version)
                 if draft.report is not None:
                     self._events.published(draft.report)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync.errors import PulseError
-from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.warmup import warm_up
 from pulsesync.run.reader import RunReader

@@ -21,7 +21,7 @@ from pulsesync.format.patch import CodecName
 from pulsesync.integrations.ray.cluster import ray
 from pulsesync.integrations.ray.link import Link
 from pulsesync.maintain.prune import prune
-from pulsesync.publish.lifecycle import PublishReport
+from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reader import RunReader
 from pulsesync.run.reporting import SyncReport
