@@ -32,11 +32,11 @@ from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import _Span
 from pulsesync.publish import commit, writer
 from pulsesync.publish.anchors import AnchorWriter
-from pulsesync.publish.baseline import HostDifference
+from pulsesync.publish.baseline import HostDifference, RankBase
 from pulsesync.publish.ownership import RankReport, VersionTables
 from pulsesync.publish.pending import PendingVersion
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.publish.writer import Draft, RankBase, RunWriter
+from pulsesync.publish.writer import Draft, RunWriter
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Look, Position
 from pulsesync.run.pointers import FollowTarget, list_moves

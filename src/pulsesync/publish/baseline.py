@@ -30,6 +30,16 @@ from pulsesync.state.views import SourceMarks, new_tensors
 Keep = Literal["device", "host", "hook"]
 
 
+@dataclass(frozen=True)
+class RankBase:
+    """The base of a rank: its tiles of the last committed version, with which it compares."""
+
+    last: Manifest
+    record: bytes  # the stored record of `last`
+    share: TileShare
+    state: AnyState
+
+
 class Difference(Protocol):
     """How a source differs from the base that it was compared with. The source may change afterwards."""
 

@@ -35,7 +35,7 @@ from pulsesync.format.manifest import MAX_VERSION, Manifest
 from pulsesync.format.signature import SigningKey, check_signing_key
 from pulsesync.group.collective import SoloTeam, Team
 from pulsesync.publish.anchors import AnchorWriter
-from pulsesync.publish.baseline import Keep, baseline_for, check_keep
+from pulsesync.publish.baseline import Keep, RankBase, baseline_for, check_keep
 from pulsesync.publish.cadence import Cadence, Every
 from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
@@ -46,7 +46,7 @@ from pulsesync.publish.pending import PendingVersion, PublishReport
 from pulsesync.publish.reporting import PublishEvents
 from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.team import TeamTalk
-from pulsesync.publish.writer import RankBase, RunWriter, WriterOptions, signed
+from pulsesync.publish.writer import RunWriter, WriterOptions, signed
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
@@ -304,7 +304,7 @@ class Publisher:
             future.awaited = False  # an interrupted caller does not get a later failure from this call
         if wait and version.is_root:
             written = report.payload_bytes + self._finish_anchor()
-            report = replace(report, payload_bytes=written, anchor=self._writer.anchors.choice)
+            report = replace(report, payload_bytes=written, anchor=self._writer.anchors.writer.choice)
         return report if wait else future
 
     def _compare(self, version: PendingVersion, source: Any, old: Any, keeps_source: bool) -> None:
@@ -462,7 +462,7 @@ class Publisher:
     @property
     def anchor_bytes(self) -> int:
         """The bytes of anchors that this process has uploaded so far."""
-        return self._writer.anchors.written_bytes if self._process else 0
+        return self._writer.anchors.writer.written_bytes if self._process else 0
 
     def state_dict(self) -> PublisherState:
         """Return what to save in a checkpoint of the trainer: the run, and the last version that was committed.
@@ -607,7 +607,9 @@ class Publisher:
 
     def _finish_anchor(self) -> int:
         """Wait for an anchor that is being written, unless the team has lost a rank."""
-        return 0 if self._process is None or self._writer.talk.is_lost else self._writer.finish_anchor()
+        return (
+            0 if self._process is None or self._writer.talk.is_lost else self._writer.anchors.finish(self._writer.base)
+        )
 
 
 def _failed(error: BaseException, wait: bool) -> "Future[PublishReport]":

@@ -7,9 +7,8 @@ every rank (`_meet`), what each has encoded and uploaded (`_offer`), and the rec
 
 import json
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,8 +31,9 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.signature import SigningKey
-from pulsesync.publish.anchors import AnchorWriter, encode_parts, path_since_anchor
-from pulsesync.publish.baseline import Baseline
+from pulsesync.publish.anchor_coordinator import AnchorCoordinator
+from pulsesync.publish.anchors import AnchorWriter
+from pulsesync.publish.baseline import Baseline, RankBase
 from pulsesync.publish.cadence import Cadence, SentVersion
 from pulsesync.publish.commit import create, is_committed, next_record, root_record
 from pulsesync.publish.companions import Files, put_companions
@@ -84,16 +84,6 @@ class WriterOptions:
 
 
 @dataclass(frozen=True)
-class RankBase:
-    """The base of a rank: its tiles of the last committed version, with which it compares."""
-
-    last: Manifest
-    record: bytes  # the stored record of `last`
-    share: TileShare
-    state: AnyState
-
-
-@dataclass(frozen=True)
 class Draft:
     """This rank's part of a version that was sent, and may have been committed."""
 
@@ -135,21 +125,21 @@ class RunWriter:
         lease: PublisherLease,
     ) -> None:
         self.lease = lease  # the coordinator's is that of the team
-        self.store, self.talk, self.queue, self.anchors, self.options = store, talk, queue, anchors, options
+        self.store, self.talk, self.queue, self.options = store, talk, queue, options
+        self.anchors = AnchorCoordinator(
+            anchors, talk, queue.lock, options.anchor_every, lambda: self._reader().look, self._put
+        )
         self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
         self.base: RankBase | None = None  # changed only under the queue's lock
         self.last: Manifest | None = None  # the last committed version, even if its base was lost
         self.costs, self._choice = costs, costs.choice
         self._cadence, self._events = cadence, events
         self._draft: Draft | None = None  # kept until it is known whether it was committed
-        self._unrecorded: int | None = None  # the epoch of an anchor that all ranks started and that has no record yet
-        self._ranks: Sequence[Standing] = ()  # the last status of every rank
         # The following are used by the coordinator only.
         self._warns_of_fp32 = options.warns_of_fp32
         self._was_refused = False  # whether weights were refused that do not continue the run
         self._tables = VersionTables()
         self._refs: tuple[FileRef, ...] = ()
-        self._path_bytes = 0.0  # bytes of the patches since the newest anchor
 
     # Comparing, in the caller's thread
 
@@ -210,7 +200,7 @@ class RunWriter:
         """
         ranks = self._stand(version)
         calls = max(rank.calls for rank in ranks)
-        self._ranks, self._choice = ranks, ranks[COORDINATOR].choice
+        self.anchors.ranks, self._choice = ranks, ranks[COORDINATOR].choice
         all_wait = all(rank.waits for rank in ranks)
         with self.queue.lock:
             if not self.talk.is_alone:
@@ -234,7 +224,8 @@ class RunWriter:
             versions = self._settle()
         with self.queue.lock:
             if None in versions or len(set(versions)) > 1:
-                self.base = self._unrecorded = None
+                self.base = None
+                self.anchors.abandon()
         if self.base is None and not can_resume:
             raise GroupError(
                 "the ranks have different last versions, so nothing was published; publish again on every rank to "
@@ -248,7 +239,7 @@ class RunWriter:
             if version.fault is not None and self.base is None:
                 raise version.fault  # in the other case it is raised when all ranks have made the same call
             if self.base is not None:
-                self.anchors.renew(self.base.last.run)
+                self.anchors.writer.renew(self.base.last.run)
                 self._choose_codec(self.base.last, version)
             with self.queue.lock:
                 return Standing(
@@ -259,8 +250,8 @@ class RunWriter:
                     awaited=version.awaited,
                     waits=version.waits and version.fault is None,
                     unread=self.queue.failures.has_unread,
-                    busy=self.anchors.busy,
-                    share=self.anchors.share,
+                    busy=self.anchors.writer.busy,
+                    share=self.anchors.writer.share,
                     target=self._cadence.target(),
                     choice=self.costs.choice,
                 )
@@ -322,7 +313,7 @@ class RunWriter:
             if base is None:
                 return CoordinatorMessage()
             if draft is not None and draft.record and is_committed(self.store, draft.version, draft.record):
-                due = self._due(self._parse(draft.record), base.state.layout)
+                due = self.anchors.is_due(self._parse(draft.record), base.state.layout)
                 return CoordinatorMessage(draft.record, anchor=due)
             return CoordinatorMessage(base.record)
 
@@ -339,7 +330,7 @@ class RunWriter:
                 if draft.report is not None:
                     self._events.published(draft.report)
                 hands_over = self.baseline is not None and self.baseline.hands_over  # then the source has changed since
-                self._try_anchor(base, message.anchor and not hands_over)
+                self.anchors.begin_or_retry(base, message.anchor and not hands_over)
             self._draft = None
             return None, json.dumps(self.version).encode()
 
@@ -391,7 +382,7 @@ class RunWriter:
         self._compare_resumed(base, version)
         with self.queue.lock:
             self.base, self.last = base, last
-        self._try_anchor(base, due)
+        self.anchors.begin_or_retry(base, due)
         return base
 
     def _find_last(self) -> CoordinatorMessage:
@@ -466,13 +457,13 @@ class RunWriter:
                 owners = owner_of(layout, plan.everyones)
             except StateError:
                 return None, RankReport(failed=True)  # a tile of the run lies in several shards of this team
-            self.anchors.newest = last.anchor
-            self.anchors.finish(last.run)
+            self.anchors.writer.newest = last.anchor
+            self.anchors.writer.finish(last.run)
             share = share_of(layout, owners, self.talk.team.rank, shards)
             state = self._rebuild(last, share, shards)
-            if state is None and self.anchors.busy:
+            if state is None and self.anchors.writer.busy:
                 try:
-                    self.anchors.wait()  # the path may begin at an anchor that is still in the outbox
+                    self.anchors.writer.wait()  # the path may begin at an anchor that is still in the outbox
                 except (StoreError, FormatError):
                     pass  # logged where the anchor is written
                 else:
@@ -517,8 +508,8 @@ class RunWriter:
         if tables.digest(layout) != last.digest or (not start and tables.history(last.index) != last.history):
             return CoordinatorMessage()
         self._tables = tables
-        self._path_bytes = self._measure_path(last)
-        return CoordinatorMessage(plan.record, anchor=self._due(last, layout))
+        self.anchors.measure(last)
+        return CoordinatorMessage(plan.record, anchor=self.anchors.is_due(last, layout))
 
     # Roots
 
@@ -541,7 +532,7 @@ class RunWriter:
             self.base = base = RankBase(last, message.record, *found)
             self.last = last
         self.queue.sent()
-        self._try_anchor(base, begins=True)
+        self.anchors.begin_or_retry(base, begins=True)
         version.is_root = True
         return clock.report(version, plan.layout, last, plan.layout.size, message.written)
 
@@ -552,7 +543,7 @@ class RunWriter:
         self._refs = put_companions(self.store, self.options.files, version.source, plan.last)
         tables, options = VersionTables().after(reports), self.options
         digest = tables.digest(plan.layout)
-        newest = self.anchors.newest
+        newest = self.anchors.writer.newest
         record = root_record(plan.last, version.step, plan.layout.id, digest, newest, self._refs, options.epoch_patches)
         data = self._sign(record)
         self.store.put(keys.layout_key(plan.layout.id), plan.layout.data)
@@ -568,7 +559,8 @@ class RunWriter:
                 plan.last.version,
                 plan.last.step,
             )
-        self._tables, self._path_bytes = tables, math.inf
+        self._tables = tables
+        self.anchors.committed(record)
         return CoordinatorMessage(data, newest=newest, written=written)
 
     # Patches
@@ -590,10 +582,10 @@ class RunWriter:
             base = self._advance(draft, last, message.record, [self.queue.pending])
             self._cadence.sent(SentVersion(version.coalesced + 1, clock.seconds))
         self.queue.sent()
-        self._note_recorded(message.newest)
+        self.anchors.note_recorded(message.newest)
         report = self._report_patch(clock, version, base, last, message.changed, message.written)
         self._warn_of_fp32(report, base.state.layout)
-        self._try_anchor(base, message.anchor)
+        self.anchors.begin_or_retry(base, message.anchor)
         return report
 
     def _warn_of_fp32(self, report: PublishReport, layout: Layout) -> None:
@@ -617,7 +609,7 @@ class RunWriter:
         self, clock: "_Clock", version: PendingVersion, base: RankBase, record: Manifest, changed: int, written: int
     ) -> PublishReport:
         report = clock.report(version, base.state.layout, record, changed, written)
-        return replace(report, codec=self._choice.codec, reason=self._choice.reason, anchor=self.anchors.choice)
+        return replace(report, codec=self._choice.codec, reason=self._choice.reason, anchor=self.anchors.writer.choice)
 
     def _offer(self, base: RankBase, version: PendingVersion, clock: "_Clock") -> RankReport:
         """Encode what changed in this rank's tiles, and upload it, unless nothing has changed."""
@@ -642,24 +634,24 @@ class RunWriter:
         if not parts:
             parts = (self._put(draft.encoded),)
             draft = replace(draft, part=parts[0])
-        self._record_anchor()
+        self.anchors.create_if_complete(base)
         _, index = base.last.next_patch
         tables = self._tables.after(reports, forget=index == 1)
-        state, newest = tables.digest(base.state.layout), self.anchors.newest
+        state, newest = tables.digest(base.state.layout), self.anchors.writer.newest
         history, lowest = tables.history(index), version.lowest_step
         record = next_record(base.last, version.step, parts, state, history, newest, self._refs, lowest)
         data = self._sign(record)
         changed, written = sum(report.changed for report in reports), record.object_bytes + len(data)
         report = self._report_patch(clock, version, base, record, changed, written)
         self._draft = replace(draft, record=data, tables=tables, report=report)
-        self._path_bytes += record.path_bytes
+        self.anchors.committed(record)
         try:
             with self.lease.creating():
                 create(self.store, record, data, base.last)
         except AnotherPublisherError:
             self._draft = None
             raise
-        due = self._due(record, base.state.layout)
+        due = self.anchors.is_due(record, base.state.layout)
         return CoordinatorMessage(data, due, newest, changed, written)
 
     def _keep_body(self, draft: Draft) -> None:
@@ -673,115 +665,6 @@ class RunWriter:
         if ref.data is None:
             self.costs.link.sent(ref.size, time.perf_counter() - began)
         return ref
-
-    # Anchors
-
-    def _due(self, last: Manifest, layout: Layout) -> bool:
-        """Return whether to start an anchor of a version: at the start of an epoch, if the path has become long."""
-        if not last.at_start or any(rank.busy for rank in self._ranks) or self.anchors.busy:
-            return False
-        longest = self.options.anchor_every * layout.size_bytes
-        if not self.anchors.owed and longest <= self._path_bytes < math.inf:
-            try:
-                self._path_bytes = self._measure_path(last)
-            except StoreError as e:  # then the bytes that were counted in this process decide
-                logger.info("Could not measure the path from the newest anchor: %s", e)
-        return self.anchors.owed or (self._path_bytes >= longest and self.anchors.newest != last.starts)
-
-    def _measure_path(self, last: Manifest) -> float:
-        """Return the bytes that a new worker fetches besides the anchor; infinite without one. Raises: StoreError."""
-        newest, path_bytes = path_since_anchor(last, self._reader().look)
-        if newest is not None:
-            self.anchors.newest = max(newest, self.anchors.newest or 0)
-        return path_bytes
-
-    def _try_anchor(self, base: RankBase, begins: bool) -> None:
-        """Start an anchor that is due, or upload one that failed before; if that fails, a later version tries again.
-
-        An anchor can wait, versions cannot.
-        """
-        try:
-            if begins:
-                self._unrecorded, self._path_bytes = base.last.starts, 0.0
-                self.anchors.begin(base.state.snapshot(), base.last, base.share.tiles)
-            elif self.anchors.owed:
-                self.anchors.finish(base.last.run)  # it may be on the disk already
-        except Exception as e:
-            logger.warning("An anchor that is due was not started: %s: %s", type(e).__name__, e, exc_info=e)
-
-    def finish_anchor(self) -> int:
-        """Wait for the anchor that is being written, and create its record; return the bytes of all ranks.
-
-        In a team every rank calls this, while nothing is being sent.
-
-        Raises:
-            StoreError, FormatError: the anchor could not be written.
-        """
-        fault: Exception | None = None
-        if self.base is not None:
-            self.anchors.renew(self.base.last.run)
-        try:
-            self.anchors.wait()
-        except Exception as e:
-            if self.talk.is_alone:
-                raise
-            fault = e
-        if self.talk.is_alone:
-            return self.anchors.written_bytes
-
-        def share() -> tuple[None, RankReport]:
-            if fault is not None:
-                raise fault
-            mine = self.anchors.share
-            return None, RankReport(mine.parts) if mine and mine.epoch == self._unrecorded else RankReport(failed=True)
-
-        with self.queue.lock:  # so that no version is sent meanwhile
-            if self._unrecorded is None:
-                return 0
-            self.talk.begin()
-            _, reports = self.talk.report(share)
-            message = self.talk.ask(lambda: self._finish_anchor(reports))
-            self._note_recorded(message.newest)
-        return message.written
-
-    def _finish_anchor(self, reports: Sequence[RankReport]) -> CoordinatorMessage:
-        if any(report.failed for report in reports):
-            raise StoreError(
-                f"the anchor of epoch {self._unrecorded} was not completed, because some ranks could not write their "
-                "share; an anchor of the next epoch is written instead",
-                retryable=True,
-            )
-        record = self._complete_anchor([report.parts for report in reports])
-        return CoordinatorMessage(newest=record.starts, written=record.size_bytes)
-
-    def _record_anchor(self) -> None:
-        """Create the record of an anchor when every rank has uploaded its share; after a failure, try again later."""
-        shares = [rank.share for rank in self._ranks]
-        if self._unrecorded is None or any(one is None or one.epoch != self._unrecorded for one in shares):
-            return
-        try:
-            self._complete_anchor([one.parts for one in shares if one])
-        except StoreError as e:
-            logger.warning(
-                "The record of the anchor of epoch %d was not created: %s. It is tried again with a later version.",
-                self._unrecorded,
-                e,
-            )
-
-    def _complete_anchor(self, shares: Iterable[tuple[PartRef, ...]]) -> Manifest:
-        parts = tuple(part for share in shares for part in share)
-        if not parts:  # a model without weights
-            assert self.base is not None
-            parts = tuple(self._put(part) for part in encode_parts((), self.base.state))
-        record = self.anchors.complete(parts)
-        self.anchors.newest = record.starts
-        return record
-
-    def _note_recorded(self, newest: int | None) -> None:
-        """Note the newest anchor in the store, which every rank knows: this rank's share of it can be removed."""
-        if self._unrecorded is not None and newest is not None and newest >= self._unrecorded:
-            self.anchors.recorded(newest)
-            self._unrecorded = None
 
     # Records
 

@@ -1,0 +1,160 @@
+"""When an anchor is due, and its record, which all ranks of a team lead to together. `anchors` writes the bytes."""
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from pulsesync.errors import StoreError
+from pulsesync.format.layout import Layout
+from pulsesync.format.manifest import Manifest, PartRef
+from pulsesync.format.patch import EncodedPart
+from pulsesync.publish.anchors import AnchorWriter, encode_parts, path_since_anchor
+from pulsesync.publish.baseline import RankBase
+from pulsesync.publish.ownership import RankReport
+from pulsesync.publish.team import CoordinatorMessage, Standing, TeamTalk
+from pulsesync.run.planner import Look
+
+logger = logging.getLogger(__name__)
+
+
+class AnchorCoordinator:
+    """The anchors of one rank: begins them with all ranks, and on rank 0 decides when, and creates their records.
+
+    Args:
+        writer: Writes this rank's share.
+        talk: The messages of the team.
+        lock: The lock of the queue: while it is taken, no version is sent.
+        anchor_every: An anchor is due when the patches since the last one add up to this fraction of its bytes.
+        look: Returns a function that finds the records of the run as they are now.
+        put: Puts a part into the store.
+    """
+
+    def __init__(
+        self,
+        writer: AnchorWriter,
+        talk: TeamTalk,
+        lock: threading.RLock,
+        anchor_every: float,
+        look: Callable[[], Look],
+        put: Callable[[EncodedPart], PartRef],
+    ) -> None:
+        self.writer, self._talk, self._lock = writer, talk, lock
+        self._anchor_every, self._look, self._put = anchor_every, look, put
+        self.ranks: Sequence[Standing] = ()  # the last status of every rank
+        self._unrecorded: int | None = None  # the epoch of an anchor that all ranks started and that has no record yet
+        self._path_bytes = 0.0  # on rank 0: bytes of the patches since the newest anchor
+
+    def is_due(self, last: Manifest, layout: Layout) -> bool:
+        """Return whether to start an anchor of a version: at the start of an epoch, if the path has become long."""
+        if not last.at_start or any(rank.busy for rank in self.ranks) or self.writer.busy:
+            return False
+        longest = self._anchor_every * layout.size_bytes
+        if not self.writer.owed and longest <= self._path_bytes < math.inf:
+            try:
+                self.measure(last)
+            except StoreError as e:  # then the bytes that were counted in this process decide
+                logger.info("Could not measure the path from the newest anchor: %s", e)
+        return self.writer.owed or (self._path_bytes >= longest and self.writer.newest != last.starts)
+
+    def measure(self, last: Manifest) -> None:
+        """Count the bytes that a new worker fetches besides the anchor; infinite without one. Raises: StoreError."""
+        newest, self._path_bytes = path_since_anchor(last, self._look())
+        if newest is not None:
+            self.writer.newest = max(newest, self.writer.newest or 0)
+
+    def committed(self, record: Manifest) -> None:
+        """Count a version: a root, to which no anchor leads yet, or a patch."""
+        self._path_bytes = math.inf if record.base is None else self._path_bytes + record.path_bytes
+
+    def abandon(self) -> None:
+        """Expect no record of an anchor that was begun: the ranks have lost their base."""
+        self._unrecorded = None
+
+    def begin_or_retry(self, base: RankBase, begins: bool) -> None:
+        """Start an anchor that is due, or upload one that failed before; if that fails, a later version tries again.
+
+        An anchor can wait, versions cannot.
+        """
+        try:
+            if begins:
+                self._unrecorded, self._path_bytes = base.last.starts, 0.0
+                self.writer.begin(base.state.snapshot(), base.last, base.share.tiles)
+            elif self.writer.owed:
+                self.writer.finish(base.last.run)  # it may be on the disk already
+        except Exception as e:
+            logger.warning("An anchor that is due was not started: %s: %s", type(e).__name__, e, exc_info=e)
+
+    def finish(self, base: RankBase | None) -> int:
+        """Wait for the anchor that is being written, and create its record; return the bytes of all ranks.
+
+        In a team every rank calls this, while nothing is being sent.
+
+        Raises:
+            StoreError, FormatError: the anchor could not be written.
+        """
+        fault: Exception | None = None
+        if base is not None:
+            self.writer.renew(base.last.run)
+        try:
+            self.writer.wait()
+        except Exception as e:
+            if self._talk.is_alone:
+                raise
+            fault = e
+        if self._talk.is_alone:
+            return self.writer.written_bytes
+
+        def share() -> tuple[None, RankReport]:
+            if fault is not None:
+                raise fault
+            mine = self.writer.share
+            return None, RankReport(mine.parts) if mine and mine.epoch == self._unrecorded else RankReport(failed=True)
+
+        with self._lock:  # so that no version is sent meanwhile
+            if self._unrecorded is None:
+                return 0
+            self._talk.begin()
+            _, reports = self._talk.report(share)
+            message = self._talk.ask(lambda: self._create_shared(reports, base))
+            self.note_recorded(message.newest)
+        return message.written
+
+    def _create_shared(self, reports: Sequence[RankReport], base: RankBase | None) -> CoordinatorMessage:
+        if any(report.failed for report in reports):
+            raise StoreError(
+                f"the anchor of epoch {self._unrecorded} was not completed, because some ranks could not write their "
+                "share; an anchor of the next epoch is written instead",
+                retryable=True,
+            )
+        record = self._create([report.parts for report in reports], base)
+        return CoordinatorMessage(newest=record.starts, written=record.size_bytes)
+
+    def create_if_complete(self, base: RankBase) -> None:
+        """Create the record of an anchor when every rank has uploaded its share; after a failure, try again later."""
+        shares = [rank.share for rank in self.ranks]
+        if self._unrecorded is None or any(one is None or one.epoch != self._unrecorded for one in shares):
+            return
+        try:
+            self._create([one.parts for one in shares if one], base)
+        except StoreError as e:
+            logger.warning(
+                "The record of the anchor of epoch %d was not created: %s. It is tried again with a later version.",
+                self._unrecorded,
+                e,
+            )
+
+    def _create(self, shares: Iterable[tuple[PartRef, ...]], base: RankBase | None) -> Manifest:
+        parts = tuple(part for share in shares for part in share)
+        if not parts:  # a model without weights
+            assert base is not None
+            parts = tuple(self._put(part) for part in encode_parts((), base.state))
+        record = self.writer.complete(parts)
+        self.writer.newest = record.starts
+        return record
+
+    def note_recorded(self, newest: int | None) -> None:
+        """Note the newest anchor in the store, which every rank knows: this rank's share of it can be removed."""
+        if self._unrecorded is not None and newest is not None and newest >= self._unrecorded:
+            self.writer.recorded(newest)
+            self._unrecorded = None
