@@ -9,8 +9,8 @@ import torch
 from pulsesync.core.types import TensorSpec
 from pulsesync.device.memory import INTEGERS, DeviceView, Tensors, check_reach, view, worker_of
 from pulsesync.errors import StateError
-from pulsesync.state.sharding import Shards, shards_of
-from pulsesync.state.views import SourceMarks, find_casts, mapping_of
+from pulsesync.state.sharding import Shards, SourceMemo, shards_of
+from pulsesync.state.views import find_casts, mapping_of
 
 
 @dataclass(frozen=True)
@@ -104,19 +104,15 @@ class SourceReader:
         self._device = device
         self._devices: Mapping[str, torch.device] = {}  # the devices that work on the tensors
         self.in_host_memory = False  # whether some tensors of the last source are
-        self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # without the weights
+        self._memo = SourceMemo()
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         tensors = mapping_of(source)
-        if self._last is not None and self._last[1] == cast and self._last[0].fit(tensors):
-            known = self._last[2]
-            return replace(known, published=known.published.again(tensors))
-        shards, marks = shards_of(tensors, cast, self._read), SourceMarks.of(tensors)
-        self._last = None
-        if marks is not None:
-            shards = replace(shards, published=replace(shards.published, place=object()))
-            self._last = marks, cast, replace(shards, published=shards.published.without_weights())
-        return shards
+        if (known := self._memo.find(tensors, cast)) is not None:
+            return known
+        shards = shards_of(tensors, cast, self._read)
+        placed = replace(shards, published=replace(shards.published, place=object()))
+        return placed if self._memo.keep(tensors, cast, placed) else shards
 
     def _read(self, tensors: Mapping[str, Any], cast: Mapping[str, str]) -> tuple[DeviceSource, Mapping[str, str]]:
         views, ties = view(tensors)

@@ -6,7 +6,7 @@ old weights to every comparison (`device.hook`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -23,9 +23,9 @@ from pulsesync.publish.commit import encode_next
 from pulsesync.publish.costs import StepTrial, try_step
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition
-from pulsesync.state.sharding import Shards, ShardWeights, TileShare, local_tensors, shards_of
+from pulsesync.state.sharding import Shards, ShardWeights, SourceMemo, TileShare, local_tensors, shards_of
 from pulsesync.state.slices import TileStorage, place_tile
-from pulsesync.state.views import SourceMarks, new_tensors
+from pulsesync.state.views import new_tensors
 
 Keep = Literal["device", "host", "hook"]
 
@@ -139,15 +139,13 @@ class HostBaseline:
     hands_over = False
 
     def __init__(self) -> None:
-        self._last: tuple[SourceMarks, Mapping[str, str], Shards] | None = None  # of the last read, without the weights
+        self._memo = SourceMemo()
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
-        if self._last is not None and self._last[1] == cast and self._last[0].fit(source):
-            known = self._last[2]
-            return replace(known, published=known.published.again(source))
-        shards, marks = shards_of(source, cast), SourceMarks.of(source)
-        kept = replace(shards, published=shards.published.without_weights())
-        self._last = (marks, cast, kept) if marks is not None else None
+        shards = self._memo.find(source, cast)
+        if shards is None:
+            shards = shards_of(source, cast)
+            self._memo.keep(source, cast, shards)
         return shards
 
     def copy(self, share: TileShare, shards: Shards) -> AnyState:
