@@ -29,7 +29,7 @@ from pulsesync.format.patch import CodecName
 from pulsesync.kernels import reference
 from pulsesync.publish.baseline import Keep
 from pulsesync.state.host import HostState
-from pulsesync.state.live import find_places
+from pulsesync.state.slices import find_places
 from pulsesync.store import MemoryStore
 from tests.device.pairs import piles_of, to_bits, to_flats
 from tests.device.test_baseline import Model, equal, kept, objects, on, read

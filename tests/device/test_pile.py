@@ -13,8 +13,7 @@ from pulsesync.device.memory import to_device
 from pulsesync.device.pile import CHUNK, Pile, make_piles, place_of
 from pulsesync.format import layout as layouts
 from pulsesync.kernels.gpu import words
-from pulsesync.state.live import find_places
-from pulsesync.state.slices import Slice
+from pulsesync.state.slices import Slice, find_places
 from tests.device.pairs import piles_of, place, to_flats
 from tests.helpers import random_state
 

@@ -15,8 +15,8 @@ from pulsesync.format.patch import CodecName
 from pulsesync.publish.baseline import baseline_for
 from pulsesync.publish.commit import root_record
 from pulsesync.state.host import HostState
-from pulsesync.state.live import find_places
 from pulsesync.state.sharding import Placed, Shards, TileShare, layout_of, owner_of, shards_of, share_of
+from pulsesync.state.slices import find_places
 from pulsesync.store import MemoryStore
 
 Arrays = dict[str, Any]

@@ -40,8 +40,8 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import WholeBlock
 from pulsesync.kernels import cuda
-from pulsesync.state.live import BlockSums, LiveState, Transition, VersionChanges, find_places
-from pulsesync.state.slices import Slices, TileStorage
+from pulsesync.state.live import BlockSums, LiveState, Transition, VersionChanges
+from pulsesync.state.slices import Slices, TileStorage, find_places
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import named
 

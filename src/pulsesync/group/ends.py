@@ -24,6 +24,7 @@ from pulsesync.group.calibrate import calibrate_gpu, calibrate_host
 from pulsesync.group.cost_model import METHODS, CostModel, Method, TransferLoad
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.messages import Bucket, Message, SyncTimes
+from pulsesync.state.attach import check_apart
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import Placed, Shards, local_tensors, shards_of
@@ -82,7 +83,7 @@ class LocalModel:
             raise StateError(f"tensor {name!r} {NOT_WRITABLE}", tensor=name)
         flats = {name: view.flat for name, view in self.shards.published.views.items()}
         state: type[AnyState] = HostState if self.device is None else devices.load("state").DeviceState
-        state.check_apart(flats)
+        check_apart(flats, {}, state.span)
 
 
 def addresses_of(source: Mapping[str, Any]) -> list[int]:

@@ -57,8 +57,9 @@ from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
 from pulsesync.run.reporting import SyncEvents, SyncReport, Transfer
 from pulsesync.run.spool import AnchorSpool
+from pulsesync.state.claims import SupersededError, claim
 from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState, AnyTransition, SupersededError
+from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.slices import Slices
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import CachedStore, Location, Store, open_store
@@ -560,7 +561,7 @@ class Subscriber:
             return None
         began, version = time.perf_counter(), self._position.version
         was_superseded = state.superseded
-        state.claim()  # before the count: from here on no other Subscriber writes
+        claim(state)  # before the count: from here on no other Subscriber writes
         damaged = state.find_damaged()
         self.events.recounted(version, not damaged, began)
         if not damaged:
@@ -683,7 +684,7 @@ class Subscriber:
         """Attach a state; if its weights are those of a published version, the sync starts from that version."""
         self._forget()
         self._state = state
-        if state.claim():
+        if claim(state):
             state.find_damaged()  # counts again: another Subscriber may have written since
         if state.whole and not state.untied and (start := records.start(state.digest)):
             state.history = state.bring(History(start.index))
@@ -960,7 +961,7 @@ class Subscriber:
         if record is None:
             return False
         state = attach(source, records.layout(record.layout), self.slices, self.widen)
-        if state.claim():
+        if claim(state):
             state.find_damaged()  # counts again: another Subscriber may have written since
         if not state.whole or state.untied or state.digest != record.digest:
             return False

@@ -9,7 +9,6 @@ until all of the anchor is checked.
 `device.state` on a GPU.
 """
 
-import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -18,31 +17,28 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from heapq import merge
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 from pulsesync.core import digest
-from pulsesync.core.types import Bits, Sum, TensorSpec, Tile
-from pulsesync.errors import BaseMismatchError, FormatError, PulseError, StateError, VerificationError
+from pulsesync.core.types import Bits, Sum, Tile
+from pulsesync.errors import BaseMismatchError, FormatError, PulseError, VerificationError
 from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.patch import HistoryLookup, WholeBlock
-from pulsesync.state.slices import Slices, TileStorage, place_tile, windows
+from pulsesync.state.attach import MatchedTensors, match_tensors
+from pulsesync.state.claims import check_claim
+from pulsesync.state.slices import Slices, TileStorage, find_places
 from pulsesync.state.staging import StagedBlocks
-from pulsesync.state.views import CASTS, NOT_WRITABLE, SourceMarks, dtype_in_torch, other_names
+from pulsesync.state.views import SourceMarks
 
 Flat = TypeVar("Flat")  # a tensor as a backend reads and writes it
 Delta = TypeVar("Delta")  # changes of weights: positions, old bits and new bits
 Memory = TypeVar("Memory", bound=HistoryLookup)  # the history of an epoch
 Parts: TypeAlias = Sequence[bytes | memoryview | Body]  # of a version, in the order of its record
-
-
-class SupersededError(VerificationError):
-    """Another state of this process has claimed the memory of this one, which therefore writes nothing."""
 
 
 @dataclass(frozen=True)
@@ -221,47 +217,12 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         Raises:
             StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
         """
-        everything = cls.views(source)
-        specs = {name: window.local for name, window in windows(layout.tensors, slices or {}).items()}
-        wanted = specs | {alias: specs[name] for alias, name in layout.ties.items() if name in specs}
-        dtypes = {name: view.spec.dtype for name, view in everything.items()}
-        wide = {name for name, spec in specs.items() if (dtypes.get(name), spec.dtype) == ("F32", "BF16")}
-        if not (widen and cls.widens):
-            wide = set()
-        missing, extra = [name for name in specs if name not in everything], sorted(everything.keys() - wanted.keys())
-        if missing or extra:
-            raise other_names(missing, extra, "; a process that has a part of the model passes slices=")
-        for name, spec in wanted.items():
-            if name not in everything:
-                continue  # it is tied to one that is there
-            tied_to = layout.ties.get(name)
-            advice = _advice(everything[name].spec, spec, tied_to, widen, cls.widens)
-            _check_fits(name, everything[name], spec, (tied_to or name) in wide, advice)
-        flats = {name: everything[name].flat for name in specs}
-        copies: dict[str, list[Flat]] = {}
-        for alias, name in layout.ties.items():
-            known = [flats[name], *copies.get(name, ())] if name in flats else []
-            if alias in everything and all(everything[alias].address != cls.span(flat)[0] for flat in known):
-                copies.setdefault(name, []).append(everything[alias].flat)
-        cls.check_apart(flats, copies)
-        state = cls(layout, flats, copies, slices, find_places(layout, slices or {}, wide))
-        state._addresses = {name: view.address for name, view in everything.items()}
+        views = cls.views(source)
+        found: MatchedTensors[Flat] = match_tensors(views, layout, slices or {}, widen, cls.widens, cls.span)
+        state = cls(layout, found.flats, found.copies, slices, found.places)
+        state._addresses = {name: view.address for name, view in views.items()}
         state._marks = SourceMarks.of(source)
         return state
-
-    @classmethod
-    def check_apart(cls, flats: Mapping[str, Flat], copies: Mapping[str, Sequence[Flat]] | None = None) -> None:
-        """Refuse tensors that overlap in memory: writing one would change the other. Raises: StateError."""
-        copies = copies or {}
-        named = [*flats.items(), *((name, other) for name, others in copies.items() for other in others)]
-        spans = sorted((*cls.span(flat), name) for name, flat in named)
-        for (_, end, name), (begin, _, other) in pairwise(s for s in spans if s[0] < s[1]):
-            if begin < end:
-                raise StateError(
-                    f"{name!r} and {other!r} share memory in this model, but not in the run; give each its own memory, "
-                    "or publish the model with both tied",
-                    tensor=other,
-                )
 
     def holds(self, source: Any) -> bool:
         """Whether a source still has the memory that was attached: a name can be assigned to another tensor."""
@@ -272,34 +233,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         self._marks = SourceMarks.of(source)
         return True
 
-    def claim(self) -> bool:
-        """Write this memory from now on: other states of it in this process are superseded until they claim it again.
-
-        What a superseded state knows of its weights may not be true any more, so that they must be recounted first.
-        Another state that is writing at the moment is waited for, and one that is superseded does not write.
-
-        Returns whether another state had the memory: what was counted before this call may not be true any more.
-        """
-        mine, had_another = self._memory(), False
-        with _CLAIMING:
-            for other in _CLAIMED:
-                if other is not self and _overlap(mine, other._memory()):
-                    with other.lock:
-                        had_another |= not other.superseded
-                        other.superseded = True
-            _CLAIMED.add(self)
-            self.superseded = False
-        return had_another
-
-    def _check_claim(self) -> None:
-        """Before the first weight is written, with the lock. Raises: SupersededError."""
-        if self.superseded:
-            raise SupersededError(
-                "another Subscriber of this process has taken these tensors during the sync; nothing was written. Sync "
-                "again, and sync the tensors of a model with one Subscriber"
-            )
-
-    def _memory(self) -> list[tuple[int, int]]:
+    def spans(self) -> list[tuple[int, int]]:
         """The addresses of all weights, sorted."""
         everything = chain(self.flats.values(), *self.copies.values())
         return sorted((begin, end) for begin, end in map(self.span, everything) if begin < end)
@@ -565,7 +499,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """
         back = replace(transition, changes=self.inverse(transition.changes), sums=self.sums, history=self.history)
         with self.lock:
-            self._check_claim()
+            check_claim(self)
             kept = [(taken, taken.changes) for taken in self._snapshots]
             try:
                 with self.exclusive():
@@ -611,7 +545,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             SupersededError: as `commit`.
         """
         with self.lock:
-            self._check_claim()
+            check_claim(self)
             with self.exclusive():
                 self.torn = bool(staged.blocks)
                 self.write_blocks(staged.blocks)
@@ -693,27 +627,6 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
 
 AnyState: TypeAlias = LiveState[Any, Any, Any]  # in host memory or on a GPU
 AnyTransition: TypeAlias = Transition[Any, Any]
-_CLAIMED: weakref.WeakSet[AnyState] = weakref.WeakSet()
-_CLAIMING = threading.Lock()
-
-
-def _overlap(some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
-    """Whether two sorted lists of addresses have one in common. Those of one list are apart."""
-    end = 0  # of what comes before, in either list
-    for begin, this_end in merge(some, others):
-        if begin < end:
-            return True
-        end = this_end
-    return False
-
-
-def _forget_claims() -> None:
-    """In a forked process: its parent's states are not its own, and their locks may stay locked for ever."""
-    global _CLAIMED, _CLAIMING
-    _CLAIMED, _CLAIMING = weakref.WeakSet(), threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_claims)
 
 
 class Snapshot:
@@ -752,45 +665,4 @@ def _continues(earlier: Manifest, later: Manifest) -> bool:
         and later.base is not None
         and later.layout == earlier.layout
         and later.index == earlier.index + 1
-    )
-
-
-def find_places(layout: Layout, slices: Slices, wide: Collection[str] = ()) -> dict[int, TileStorage]:
-    """Where the tiles of a run lie in the local tensors, by ordinal; wide: tensors that are FP32 in the model."""
-    local = windows(layout.tensors, slices)
-    found = {tile.ordinal: place_tile(tile, local, wide) for tile in layout.tiles if tile.size}
-    return {ordinal: place for ordinal, place in found.items() if place}
-
-
-def _check_fits(name: str, view: Any, spec: TensorSpec, wide: bool, advice: str) -> None:
-    """Check that a tensor of the run can be written to a local one; wide: FP32 for BF16. Raises: StateError."""
-    if (view.spec.dtype, view.spec.shape) != ("F32" if wide else spec.dtype, spec.shape):
-        raise StateError(
-            f"tensor {name!r} is {view.spec.dtype} {view.spec.shape} in this model and {spec.dtype} {spec.shape} in "
-            f"the run; {advice}",
-            tensor=name,
-        )
-    if not view.shared:
-        raise StateError(f"tensor {name!r} {NOT_WRITABLE}", tensor=name)
-
-
-def _advice(here: TensorSpec, spec: TensorSpec, tied_to: str | None, widen: bool, widens: bool) -> str:
-    """Advice for a tensor whose shape or dtype differs from the run's, or from that of the tensor it is tied to."""
-    if here.shape != spec.shape:
-        return (
-            "the weights are unchanged. Build the model with the trainer's configuration; a process that has only its "
-            "share of each tensor (tensor parallelism) passes slices= to Subscriber"
-        )
-    if (here.dtype, spec.dtype) == ("F32", "BF16") and not widen:
-        return (
-            "the weights are unchanged. Pass widen=True to Subscriber to have each BF16 value written as the FP32 "
-            "number that it is, or convert the model: model.to(torch.bfloat16)"
-        )
-    if (here.dtype, spec.dtype) == ("F32", "BF16") and not widens:
-        return "tensors on a GPU cannot be widened: give the model BF16 weights, or widen a copy in host memory"
-    if widen and spec.dtype == "BF16" and tied_to:
-        return f"{tied_to!r}, to which it is tied, has another dtype in this model: give both the same"
-    cast = f", or publish with cast={here.dtype!r}" if spec.dtype == "F32" and here.dtype in CASTS else ""
-    return f"the weights are unchanged. Convert the model: model.to(torch.{dtype_in_torch(spec.dtype)}){cast}" + (
-        "; widen=True is for tensors that are BF16 in the run" if widen and here.dtype == "F32" else ""
     )

@@ -14,6 +14,7 @@ from pulsesync import kernels
 from pulsesync.core.arguments import is_whole
 from pulsesync.core.types import BLOCK, Bits, BlockChange, TensorSpec, Tile
 from pulsesync.errors import StateError
+from pulsesync.format.layout import Layout
 
 FIRST = 1 << 9  # weights of a block that are compared before all of them are
 Span = tuple[int, int]
@@ -66,6 +67,13 @@ def place_tile(tile: Tile, local: "Mapping[str, Window]", wide: Collection[str] 
     if not any(found):
         return None
     return BundledTile(tile, found) if tile.pieces else found[0]
+
+
+def find_places(layout: Layout, slices: Slices, wide: Collection[str] = ()) -> "dict[int, TileStorage]":
+    """Where the tiles of a run lie in the local tensors, by ordinal; wide: tensors that are FP32 in the model."""
+    local = windows(layout.tensors, slices)
+    found = {tile.ordinal: place_tile(tile, local, wide) for tile in layout.tiles if tile.size}
+    return {ordinal: place for ordinal, place in found.items() if place}
 
 
 def windows(specs: Iterable[TensorSpec], slices: Slices) -> "dict[str, Window]":
