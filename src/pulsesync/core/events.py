@@ -19,12 +19,12 @@ import os
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, Self
 
 from pulsesync.core.arguments import shown, whole
 from pulsesync.core.location import without_credentials
+from pulsesync.core.threads import SignalSafeFlag
 
 __all__ = [
     "AnchorPublished",
@@ -274,8 +274,7 @@ class Listening:
         self._name = str(getattr(listener, "__qualname__", type(listener).__qualname__))
         self._limit = queued
         self._events: deque[Event | threading.Event] = deque()  # append and popleft are atomic: no lock
-        self._gate = threading.Lock()  # released to wake the thread; unlike an Event, a signal handler can do that
-        self._gate.acquire()
+        self._woken = SignalSafeFlag()
         self._rests = False  # whether the thread waits without end
         self._closed = False
         self.dropped = 0  # events that came while too many were waiting
@@ -287,15 +286,11 @@ class Listening:
         if len(self._events) < self._limit:
             self._events.append(event)
             if self._rests:
-                self._wake()
+                self._woken.set()
             return
         self.dropped += 1
         if self.dropped & (self.dropped - 1) == 0:  # at 1, 2, 4, 8, …: often enough to be seen, never a flood
             logger.warning("The event listener %s is too slow: dropped %d events so far.", self._name, self.dropped)
-
-    def _wake(self) -> None:
-        with suppress(RuntimeError):  # it is released: another thread has woken it
-            self._gate.release()
 
     def _run(self) -> None:
         rest_at = time.monotonic() + REST_S
@@ -303,7 +298,8 @@ class Listening:
             if not self._events:
                 self._rests = time.monotonic() >= rest_at
                 if not self._events:  # none came before the emitting thread could see that this one rests
-                    self._gate.acquire(timeout=-1 if self._rests else LOOK_S)
+                    self._woken.wait(-1 if self._rests else LOOK_S)
+                    self._woken.clear()
                 self._rests = False
                 continue
             self._deliver(self._events.popleft())
@@ -326,7 +322,7 @@ class Listening:
             return not self._events
         reached = threading.Event()
         self._events.append(reached)
-        self._wake()
+        self._woken.set()
         return reached.wait(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -336,7 +332,7 @@ class Listening:
             _listening = tuple(one for one in _listening if one is not self)
         self.flush(timeout_s)
         self._closed = True
-        self._wake()
+        self._woken.set()
 
     def __enter__(self) -> "Listening":
         return self

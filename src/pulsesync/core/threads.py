@@ -123,6 +123,43 @@ class GatedFuture(Future[Result]):
         return super().exception()
 
 
+class SignalSafeFlag:
+    """A flag that any number of threads can wait for, and that a signal handler or a finalizer can set.
+
+    Two classes of the standard library cannot be used for it. `threading.Event.set` takes a lock; a handler that
+    interrupts the `wait` of its own thread waits for that lock for ever. `queue.SimpleQueue.get` of CPython waits for
+    ever if its timeout passes while it takes its lock for the first time.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._gate = threading.Lock()
+        self._gate.acquire()  # locked until the flag is set; then every waiting thread continues
+
+    def set(self) -> None:
+        self._set = True
+        self._open()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Wait until the flag is set, and return whether it is; -1: for ever."""
+        if not self._gate.acquire(timeout=timeout_s):
+            return False
+        self._open()  # for the next thread that waits
+        return True
+
+    def clear(self) -> None:
+        """Let the next wait wait again. For a flag that one thread waits for, and for that thread."""
+        self._set = False
+        self._gate.acquire(blocking=False)
+
+    def _open(self) -> None:
+        with suppress(RuntimeError):  # already open: the flag was set twice, or a handler set it again during a wait
+            self._gate.release()
+
+
 def if_cancelled(future: Future[Any], call: Callable[[], None]) -> None:
     """Call something if an executor cancels a future that it was given work for; perhaps twice.
 

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from pulsesync.core.text import printable
+from pulsesync.core.threads import SignalSafeFlag
 from pulsesync.core.version import __version__
 from pulsesync.errors import AnotherPublisherError, ClosedError, FormatError, NotFoundError, StoreError
 from pulsesync.format.json_reader import load_json
 from pulsesync.run.clock import store_time
-from pulsesync.run.heartbeats import EXIT_S, close_at_exit, open_gate
+from pulsesync.run.heartbeats import EXIT_S, close_at_exit
 from pulsesync.run.keys import HEAD, LEASE, LEASES
 from pulsesync.store import Store
 from pulsesync.store.base import is_private
@@ -166,8 +167,7 @@ class PublisherLease:
         self._term = 1
         self._due_s = 0.0  # when the next renewal is
         self._is_creating = False
-        self._end = threading.Lock()  # taken until `close`
-        self._end.acquire()
+        self._end = SignalSafeFlag()
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._is_refused = is_private(store)
@@ -311,7 +311,7 @@ class PublisherLease:
         """Release the lease, in the background. Any thread and any signal handler may call this."""
         if self._is_mine:
             self._is_closed = True
-            open_gate(self._end)
+            self._end.set()
 
     def join(self, timeout_s: float = EXIT_S) -> None:
         """After `close`, wait until the lease was released, or the time has passed."""
@@ -346,7 +346,7 @@ class PublisherLease:
         return 0.0
 
     def _run(self) -> None:
-        while not self._end.acquire(timeout=RENEW_S if self._is_refused else WATCH_S):
+        while not self._end.wait(RENEW_S if self._is_refused else WATCH_S):
             self._attempt(self._renew)
             if self._lost_to is not None:
                 return

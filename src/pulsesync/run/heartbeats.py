@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ from typing import Any, Protocol
 from pulsesync.core.arguments import shown
 from pulsesync.core.location import without_credentials
 from pulsesync.core.text import printable
+from pulsesync.core.threads import SignalSafeFlag
 from pulsesync.core.version import __version__
 from pulsesync.errors import ConflictError, FormatError, NotFoundError, StoreError
 from pulsesync.format.json_reader import load_json
@@ -224,9 +224,7 @@ class HeartbeatWriter:
                 follows=follows,
             )
         )
-        self._gate, self._end = threading.Lock(), threading.Lock()  # closed until there is something new; until close
-        self._gate.acquire()
-        self._end.acquire()
+        self._news, self._end = SignalSafeFlag(), SignalSafeFlag()
         self._thread: threading.Thread | None = None
         self._ended = False  # apart from the fields: a handler may set it while a sync replaces them
         self._refused = 0  # attempts in a row
@@ -288,8 +286,8 @@ class HeartbeatWriter:
     def close(self) -> None:
         """Write a last record, in the background, and end. Any thread and any signal handler may call this."""
         self._ended = True
-        open_gate(self._end)
-        open_gate(self._gate)
+        self._end.set()
+        self._news.set()
 
     def join(self, timeout_s: float = EXIT_S) -> None:
         """After `close`, wait until the last record was written, or the time has passed."""
@@ -307,7 +305,7 @@ class HeartbeatWriter:
         if self._thread is None:
             self._start()
         elif any(before[name] != value for name, value in facts.items() if name in _NEWS):
-            open_gate(self._gate)
+            self._news.set()
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="pulse-heartbeat", daemon=True)
@@ -323,9 +321,9 @@ class HeartbeatWriter:
 
     def _run(self) -> None:
         if self._facts["version"] is None and self._facts["error"] is None:
-            self._gate.acquire(timeout=self._soonest_s)  # most first syncs are over by then, and are one record less
+            self._news.wait(self._soonest_s)  # most first syncs are over by then, and are one record less
         while True:
-            self._gate.acquire(blocking=False)  # what came until now is in this record
+            self._news.clear()  # what came until now is in this record
             record = replace(self.record, time_s=time.time())
             self._write(record)
             if record.ended:
@@ -333,14 +331,9 @@ class HeartbeatWriter:
             refused = 0 if self._is_away else min(self._refused, 10)  # a worker must not look silent after an outage
             wait_s = min(self._every_s * 2**refused, max(LONGEST_S, self._every_s))
             if self._refused:
-                self._wait_for_end(wait_s)
-            elif self._gate.acquire(timeout=wait_s):
-                open_gate(self._gate)
-                self._wait_for_end(self._soonest_s)
-
-    def _wait_for_end(self, timeout_s: float) -> None:
-        if self._end.acquire(timeout=timeout_s):
-            open_gate(self._end)
+                self._end.wait(wait_s)
+            elif self._news.wait(wait_s):
+                self._end.wait(self._soonest_s)
 
     def _write(self, record: Heartbeat) -> None:
         try:
@@ -383,15 +376,6 @@ class HeartbeatWriter:
                 worker,
             )
         self._rival = rival
-
-
-def open_gate(gate: threading.Lock) -> None:
-    """Let a thread through that waits for a lock, now or later. Signal handlers and finalizers may call this.
-
-    A threading.Event is not for them: they may run in the middle of its `wait`, with its lock taken.
-    """
-    with suppress(RuntimeError):  # it is open
-        gate.release()
 
 
 class Closing(Protocol):

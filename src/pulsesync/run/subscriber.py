@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from pulsesync import device
 from pulsesync.core import arguments
-from pulsesync.core.threads import finish
+from pulsesync.core.threads import SignalSafeFlag, finish
 from pulsesync.errors import (
     BaseMismatchError,
     ChainError,
@@ -132,35 +132,6 @@ class _Progress:
             raise
 
 
-class _Flag:
-    """A flag that any number of threads can wait for, and that a signal handler can set.
-
-    Two classes of the standard library cannot be used for it. `threading.Event.set` takes a lock; a handler that
-    interrupts the `wait` of its own thread waits for that lock for ever. `queue.SimpleQueue.get` of CPython waits for
-    ever if its timeout passes while it takes its lock for the first time.
-    """
-
-    def __init__(self) -> None:
-        self._set = False
-        self._gate = threading.Lock()
-        self._gate.acquire()  # locked until the flag is set; then every waiting thread continues
-
-    def set(self) -> None:
-        self._set = True
-        self._open()
-
-    def is_set(self) -> bool:
-        return self._set
-
-    def wait(self, timeout_s: float) -> None:
-        if self._gate.acquire(timeout=timeout_s):
-            self._open()  # for the next thread that waits
-
-    def _open(self) -> None:
-        with suppress(RuntimeError):  # already open: the flag was set twice, or a handler set it again during a wait
-            self._gate.release()
-
-
 class Subscriber:
     """Keeps weights at the newest version of a run, or at the version that a pointer names.
 
@@ -249,7 +220,7 @@ class Subscriber:
         if beats is not None:
             weakref.finalize(self, beats.close)
         self._process: int | None = None  # the process that syncs
-        self._closed = _Flag()
+        self._closed = SignalSafeFlag()
         self._busy = threading.Lock()  # while a sync runs
         self._busy_thread: int | None = None  # the thread that has the lock
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pulsesync.core.threads import SignalSafeFlag
 from pulsesync.errors import PulseError
-from pulsesync.run.heartbeats import open_gate
 from pulsesync.server.connections import Connections
 from pulsesync.server.service import make_app, missing
 from pulsesync.store.base import Store
@@ -105,13 +105,11 @@ def serve(
         await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)), ending)
         watching.cancel()
 
-    ending, ended = threading.Lock(), threading.Lock()  # a signal handler can open these
-    ending.acquire()
-    ended.acquire()
+    ending, ended = SignalSafeFlag(), SignalSafeFlag()
 
     def exit_late() -> None:
-        ending.acquire()
-        if not ended.acquire(timeout=_EXIT_S):
+        ending.wait()
+        if not ended.wait(_EXIT_S):
             os._exit(0)
 
     # Started now: when the signal comes, the system may have no thread left.
@@ -119,16 +117,16 @@ def serve(
     try:
         asyncio.run(run())
     finally:
-        open_gate(ended)
-        open_gate(ending)
+        ended.set()
+        ending.set()
 
 
-async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], ending: threading.Lock) -> None:
+async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], ending: SignalSafeFlag) -> None:
     """Run a server until a signal stops it."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def end(*_: object) -> None:
-        open_gate(ending)
+        ending.set()
         loop.call_soon_threadsafe(stop.set)
 
     for number in (signal.SIGINT, signal.SIGTERM):
