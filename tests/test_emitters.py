@@ -18,7 +18,7 @@ from pulsesync.core.events import describe_error
 from pulsesync.core.location import without_credentials
 from pulsesync.errors import FormatError, NothingPublishedError, StateError, StoreError, VerificationError
 from pulsesync.maintain.squash import Squasher
-from pulsesync.run import keys, subscriber
+from pulsesync.run import fetcher, keys
 from pulsesync.run.reader import location_of
 from pulsesync.store import HttpStore, LocalStore, MemoryStore, ObjectStore, RetryStore, open_store
 from tests.publish.test_sharded import Group
@@ -347,14 +347,14 @@ def test_many_patches_show_progress_and_few_do_not(received: Received, monkeypat
     sub, held = Subscriber(store), worker()
     sub.sync(held)
     forget(received)
-    for count in (subscriber.AHEAD, subscriber.AHEAD + 1):
+    for count in (fetcher.AHEAD, fetcher.AHEAD + 1):
         with Publisher(store) as publisher:
             for _ in range(count):
                 training.step()
                 publisher.publish(training.weights)
         sub.sync(held)
         progress = [event for event in of(received, events.TransferProgress) if event.what == "patches"]
-        assert (len(progress) > 0) == (count > subscriber.AHEAD)
+        assert (len(progress) > 0) == (count > fetcher.AHEAD)
     assert progress[0].done_bytes == 0
     assert progress[-1].done_bytes == progress[-1].total_bytes > 0
     assert len(progress) == 1 + count

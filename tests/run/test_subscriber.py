@@ -44,7 +44,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import patch, replay
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.publish import anchors
-from pulsesync.run import bodies, keys, planner, reader, subscriber
+from pulsesync.run import bodies, fetcher, keys, planner, reader
 from pulsesync.state.host import HostState
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import LocalStore, MemoryStore
@@ -334,8 +334,8 @@ def test_bodies_are_fetched_ahead_and_not_without_bound(monkeypatch: pytest.Monk
     store.before, store.after = count, uncount
     monkeypatch.setattr(HostState, "decode", decoding)
     sub.sync(held)
-    assert 1 < most <= subscriber.AHEAD
-    assert subscriber.TOGETHER < ahead <= subscriber.TOGETHER + subscriber.AHEAD + 2
+    assert 1 < most <= fetcher.AHEAD
+    assert fetcher.TOGETHER < ahead <= fetcher.TOGETHER + fetcher.AHEAD + 2
     assert equal(held, states[29])
 
 

@@ -7,11 +7,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -121,6 +122,42 @@ class GatedFuture(Future[Result]):
         if not self.wait(timeout):
             raise TimeoutError
         return super().exception()
+
+
+Started: TypeAlias = tuple[Item, list[Future[Result]]]  # an item, and its work that has been started
+
+
+def read_ahead(
+    executor: Executor,
+    jobs: Iterable[tuple[Item, Iterable[Callable[[], Result]]]],
+    most: int,
+    weight: Callable[[Item], int] = lambda item: 0,
+    limit: int = 0,
+) -> Generator[Started[Item, Result], None, None]:
+    """Yield items in order, each with its work, while that of the next ones runs in the background.
+
+    Args:
+        executor: Runs the work.
+        jobs: Items, each with the pieces of its work.
+        most: At most this many items are ahead of the one that is yielded.
+        weight: What an item counts.
+        limit: Items ahead, and the one that is yielded, count no more than this, unless one alone does.
+    """
+    waiting: deque[Started[Item, Result]] = deque()
+    total = 0
+    try:
+        for item, pieces in jobs:
+            waiting.append((item, [executor.submit(piece) for piece in pieces]))
+            total += weight(item)
+            while len(waiting) > most or (len(waiting) > 1 and total > limit):
+                total -= weight(waiting[0][0])
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
+    finally:
+        for _, started in waiting:
+            for future in started:
+                future.cancel()
 
 
 class SignalSafeFlag:

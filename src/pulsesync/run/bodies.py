@@ -1,11 +1,13 @@
 """Write and fetch the parts of a run, entire or by section; check every byte, and read again what is bad."""
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from itertools import pairwise
 
+from pulsesync.core.threads import read_ahead
 from pulsesync.errors import FormatError, NotFoundError, StoreError
 from pulsesync.format import container, patch
 from pulsesync.format.body import Body
@@ -75,19 +77,11 @@ def stream_bodies(
 
 def ahead(get: Callable[[PartRef], tuple[Body, int]], refs: Sequence[PartRef]) -> Iterator[tuple[Body, int]]:
     """Yield parts in order; `DOWNLOADS` of them are fetched concurrently, while the caller uses another one."""
-    waiting: deque[Future[tuple[Body, int]]] = deque()
-    executor = ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="pulse-anchor")
-    try:
-        for ref in refs:
-            waiting.append(executor.submit(get, ref))
-            if len(waiting) > DOWNLOADS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
-        executor.shutdown()
+    with ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="pulse-anchor") as executor:
+        jobs = ((ref, [partial(get, ref)]) for ref in refs)
+        with closing(read_ahead(executor, jobs, DOWNLOADS)) as coming:
+            for _, (future,) in coming:
+                yield future.result()
 
 
 def fetch_part(store: Store, ref: PartRef) -> bytes:

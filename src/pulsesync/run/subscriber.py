@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +50,8 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
-from pulsesync.run.bodies import fetch_body, stream_bodies
+from pulsesync.run.bodies import stream_bodies
+from pulsesync.run.fetcher import AHEAD, AHEAD_BYTES, PatchFetcher
 from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.planner import Position
 from pulsesync.run.pointers import FollowTarget
@@ -65,17 +66,10 @@ from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import CachedStore, Location, Store, open_store
 
 REPLANS = 3  # times that a sync searches another path when an object on the first is missing or bad
-AHEAD = 4  # patches fetched before they are decoded
-TOGETHER = 16  # patches decoded together, so that the weights are copied and compared once for all of them
-# Bytes of patches that are fetched ahead, and of those decoded together; or, if that is more, 1/32 of the weights. A
-# decoded patch takes several times its own bytes, so this is less memory than one decoded patch needs.
-AHEAD_BYTES = 1 << 24
-AHEAD_SHARE = 32
 INTERVAL_S, MAX_INTERVAL_S = 0.1, 5.0  # the first and the longest pause between checks of a store with nothing new
 
 logger = logging.getLogger(__name__)
 
-_Fetching: TypeAlias = tuple[Manifest, list[Future[tuple[Body, int]]]]  # a record, and its parts that are being fetched
 _Group: TypeAlias = list[tuple[Manifest, list[Body]]]  # records with their parts
 _Checking: TypeAlias = Callable[[Manifest], AbstractContextManager[None]]  # notes errors as being about this record
 
@@ -726,7 +720,9 @@ class Subscriber:
         total_bytes = sum(record.size_bytes for record in path)
         is_long = len(path) > AHEAD or total_bytes > AHEAD_BYTES
         transfer = self.events.transfer("patches", total_bytes if is_long else None)
-        with closing(self._together(path)) as groups:
+        assert self._state is not None
+        fetcher = PatchFetcher(self.store, self._state, self._executor)
+        with closing(fetcher.groups(path)) as groups:
             for group in groups:
                 versions = []
                 for record, fetching in group:
@@ -736,50 +732,6 @@ class Subscriber:
                     transfer.add(record.size_bytes)
                     versions.append((record, [body for body, _ in got]))
                 yield versions
-
-    def _together(self, path: Sequence[Manifest]) -> Generator[list[_Fetching], None, None]:
-        """Yield records in groups that are decoded together, while their bodies are being fetched."""
-        assert self._state is not None
-        some: list[_Fetching] = []
-        with closing(self._ahead(path)) as ahead:
-            for one in ahead:
-                size = sum(record.size_bytes for record, _ in (*some, one))
-                if some and (size > self._ahead_bytes or len(some) == TOGETHER or not self._state.overlays):
-                    yield some
-                    some = []
-                some.append(one)
-            if some:
-                yield some
-
-    @property
-    def _ahead_bytes(self) -> int:
-        assert self._state is not None
-        return max(AHEAD_BYTES, self._state.layout.size_bytes // AHEAD_SHARE)
-
-    def _ahead(self, path: Sequence[Manifest]) -> Generator[_Fetching, None, None]:
-        """Yield records while their bodies, and those of some of the next ones, are being fetched."""
-        assert self._state is not None
-        state = self._state
-        wanted = None if state.whole else state.places.keys()
-        executor = self._executor or ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch")
-        waiting: deque[_Fetching] = deque()
-        size = 0
-        try:
-            for record in path:
-                fetching = [executor.submit(fetch_body, self.store, ref, state.layout, wanted) for ref in record.parts]
-                waiting.append((record, fetching))
-                size += record.size_bytes
-                while len(waiting) > AHEAD or (len(waiting) > 1 and size > self._ahead_bytes):
-                    size -= waiting[0][0].size_bytes
-                    yield waiting.popleft()
-            while waiting:
-                yield waiting.popleft()
-        finally:
-            for _, fetching in waiting:
-                for future in fetching:
-                    future.cancel()
-            if executor is not self._executor:
-                executor.shutdown()
 
     def _ask(self, progress: _Progress) -> None:
         """Ask the caller, once in a sync, whether weights may be written now."""
