@@ -15,7 +15,7 @@ from pulsesync import Publisher, Slice, Subscriber
 from pulsesync.errors import ChecksumError, StateError, VerificationError
 from pulsesync.format import patch
 from pulsesync.maintain.point import move_pointer
-from pulsesync.state import live
+from pulsesync.state import claims
 from pulsesync.store import MemoryStore
 from tests.foreign_writes import CODECS, DTYPES, TENSOR, WRITES, sync_after, train, weights
 from tests.tiers import slow
@@ -139,7 +139,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parent() -> None:
         assert state is not None
 
         def hold() -> None:
-            with state.lock, live._CLAIMING:
+            with state.lock, claims._CLAIMING:
                 locked.set()
                 done.wait(60)
 

@@ -266,12 +266,7 @@ class HuggingFaceFolder:
             current = None
             self._target.forget()
         if version is not None:
-            goal = records.version(version)
-            if goal is None:
-                raise MissingLinkError(
-                    f"version {version} is not published, or was pruned; pulse log lists the versions of a run",
-                    version=version,
-                )
+            goal: Manifest | None = records.required_version(version)
         else:
             goal = self._target.find(records, current.version if current else None)
             if goal is None and current is None:

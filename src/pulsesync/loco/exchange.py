@@ -27,8 +27,14 @@ class Exchange(Protocol):
     """
 
     trainer: str  # the name of this trainer
-    sent_bytes: int  # in total so far
-    received_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """In total so far."""
+
+    @property
+    def received_bytes(self) -> int:
+        """In total so far."""
 
     def join(self, mine: Sequence[SharedState], about: str) -> list[SharedState]:
         """Join the others: return the shared state of each fragment to continue from.

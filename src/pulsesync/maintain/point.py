@@ -80,15 +80,12 @@ def move_pointer(
 
 def _target(records: RunReader, version: int, signing_key: SigningKey | None) -> Manifest:
     """Return the record of a version, if a pointer may name it. Raises: as `move_pointer`."""
-    goal, key = records.version(version), keys.manifest_key(version)
-    if goal is None:
-        if records.newest() is None:
-            raise records.nothing_published()
-        raise MissingLinkError(
-            f"version {version} is not published, or was pruned; pulse log lists the versions", version=version
-        )
+    goal = records.required_version(version)
     if signing_key is None and goal.signed_by:
-        raise SignatureError("this run is signed; pass signing_key= (pulse point --key) to move its pointers", key=key)
+        raise SignatureError(
+            "this run is signed; pass signing_key= (pulse point --key) to move its pointers",
+            key=keys.manifest_key(version),
+        )
     try:
         planner.find_path(None, goal, records.look)
     except MissingLinkError:

@@ -14,6 +14,7 @@ from pulsesync.core.location import without_credentials
 from pulsesync.errors import (
     ChainError,
     FormatError,
+    MissingLinkError,
     NotFoundError,
     NothingPublishedError,
     RunChangedError,
@@ -115,6 +116,21 @@ class RunReader:
 
     def version(self, version: int) -> Manifest | None:
         return self.fetched(keys.manifest_key(version))
+
+    def required_version(self, version: int) -> Manifest:
+        """Return the record of a version.
+
+        Raises:
+            NothingPublishedError: there is no version at all; MissingLinkError: there are others; and as `look`.
+        """
+        record = self.version(version)
+        if record is not None:
+            return record
+        if self.newest() is None:
+            raise self.nothing_published()
+        raise MissingLinkError(
+            f"version {version} is not published, or was pruned; pulse log lists the versions of a run", version=version
+        )
 
     def newest(self, after: int = -1) -> Manifest | None:
         """Return the newest version after one, None if there is none: that of the head, or a later one if it exists."""

@@ -621,16 +621,10 @@ class Subscriber:
         if local:
             records.check_run(local.run, local.version, local.digest)
         here = local.version if local else None
-        goal = self._target.find(records, here) if version is None else records.version(version)
+        goal = self._target.find(records, here) if version is None else records.required_version(version)
         if goal is None:
-            if local is None and (version is None or records.newest() is None):
+            if local is None:
                 raise records.nothing_published()
-            if version is not None:
-                raise MissingLinkError(
-                    f"version {version} is not published, or was pruned; pulse log lists the versions of a run",
-                    version=version,
-                )
-            assert local is not None
             self.events.newest = max(local.version, self.events.newest or 0)
             return None
         if local and goal.run != local.run:

@@ -124,8 +124,8 @@ class DeltaExporter:
             return None
         try:
             if number - 1 == last and self._weights is None:
-                self._weights = _ReplayedWeights(self.store, records, _record(records, last))
-            return self._export(records, _record(records, number))
+                self._weights = _ReplayedWeights(self.store, records, records.required_version(last))
+            return self._export(records, records.required_version(number))
         except BaseException:
             self._weights = None  # they may be a version ahead of the folders
             raise
@@ -253,14 +253,6 @@ class _ReplayedWeights:
 
 def _marks(record: Manifest) -> dict[str, str]:
     return {_RUN: record.run, _DIGEST: record.digest}
-
-
-def _record(records: RunReader, version: int) -> Manifest:
-    if (record := records.version(version)) is None:
-        raise MissingLinkError(
-            f"version {version} is not published, or was pruned; pulse log lists the versions of a run", version=version
-        )
-    return record
 
 
 def _oldest(records: RunReader) -> int:

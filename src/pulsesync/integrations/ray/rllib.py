@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pulsesync.errors import StateError
 from pulsesync.format.patch import CodecName
 from pulsesync.integrations.ray.cluster import ray
 from pulsesync.integrations.ray.link import Link
@@ -220,10 +219,7 @@ def _in_dtypes_of(subscriber: Subscriber, version: int, tensors: Mapping[str, An
     import torch
 
     records = RunReader(subscriber.store, subscriber.trust)
-    manifest = records.version(version)
-    if manifest is None:
-        raise StateError(f"version {version} is not published, or was pruned; pulse log lists the versions of a run")
-    specs = {spec.name: spec for spec in records.layout(manifest.layout).tensors}
+    specs = {spec.name: spec for spec in records.layout(records.required_version(version).layout).tensors}
     found = {}
     for name, tensor in tensors.items():
         spec = specs.get(name)
