@@ -34,8 +34,8 @@ from pulsesync.maintain.squash import Squasher
 from pulsesync.maintain.verify import RunVerifier
 from pulsesync.publish import anchors
 from pulsesync.publish.ownership import RankReport
+from pulsesync.publish.resumer import RunResumer
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.publish.writer import RunWriter
 from pulsesync.run import keys
 from pulsesync.run.reader import RunReader
 from pulsesync.state.sharding import Placed, tensor_parallel
@@ -1213,16 +1213,16 @@ def test_a_base_that_would_not_be_the_last_version_is_not_taken_up(monkeypatch: 
     for _ in range(2):
         training.step()
         group.publish(training.weights)
-    plain = RunWriter._rebuild
+    plain = RunResumer._rebuild
 
-    def damaged(self: RunWriter, last: Any, share: Any, shards: Any) -> Any:
+    def damaged(self: RunResumer, last: Any, share: Any, shards: Any) -> Any:
         state = plain(self, last, share, shards)
-        if state is not None and self.talk.team.rank == 1:
+        if state is not None and self._talk.team.rank == 1:
             next(iter(state.flats.values()))[0] ^= 1
             state.recount()
         return state
 
-    monkeypatch.setattr(RunWriter, "_rebuild", damaged)
+    monkeypatch.setattr(RunResumer, "_rebuild", damaged)
     training.step()
     Group(store, 2).publish(training.weights)
     assert version(store, 2).base is None

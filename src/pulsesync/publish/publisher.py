@@ -43,10 +43,11 @@ from pulsesync.publish.failures import Caller
 from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import SendQueue
 from pulsesync.publish.pending import PendingVersion, PublishReport
+from pulsesync.publish.records import RunRecords
 from pulsesync.publish.reporting import PublishEvents
 from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.team import TeamTalk
-from pulsesync.publish.writer import RunWriter, WriterOptions, signed
+from pulsesync.publish.writer import RunWriter, WriterOptions
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
@@ -174,14 +175,13 @@ class Publisher:
         self._holds: list[Any] = []  # hooks of optimizers, until the publisher is closed
         self._process: int | None = None  # the process that published first
         self._writer: RunWriter  # made by the first publish
+        self._records = RunRecords(self.store, signing_key, epoch_patches)
         self._options = WriterOptions(
             codec,
             dict(grid or {}),
             min_tile,
-            signing_key,
             dict(files or {}),
             anchor_every,
-            epoch_patches,
             resume,
             warns_of_fp32=cast is None,
         )
@@ -288,7 +288,7 @@ class Publisher:
             self._compare(version, source, old, keeps_source=wait or inline)
             version.blocked_s = time.perf_counter() - began
             future, starts = self._queue.put(version, awaited=wait or inline)
-            at_start = writer.base is not None and writer.base.last.next_patch[1] == self._options.epoch_patches
+            at_start = writer.base is not None and writer.base.last.next_patch[1] == self._records.epoch_patches
         if starts:
             self._start_sender(inline)
         if version.fault is not None:
@@ -394,7 +394,7 @@ class Publisher:
         )
         costs = PatchCosts(self._options.codec, link)
         self._writer = RunWriter(
-            self.store,
+            self._records,
             TeamTalk(self.team),
             queue,
             self._cadence,
@@ -408,7 +408,7 @@ class Publisher:
 
     def _sign(self, record: Manifest) -> bytes:
         """Sign a record of an anchor. As a bound method, it keeps this publisher and its temporary folder alive."""
-        return signed(record, self._options.signing_key)
+        return self._records.sign(record)
 
     def _check_interpreter(self) -> None:
         """Raises: ClosedError, if nothing can be sent any more."""

@@ -9,28 +9,19 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pulsesync.errors import (
     AnotherPublisherError,
-    ChainError,
-    FormatError,
     GroupError,
-    NotFoundError,
     SignatureError,
     StateError,
-    StoreError,
-    VerificationError,
 )
 from pulsesync.format import layout as layouts
-from pulsesync.format import manifest as manifests
-from pulsesync.format import signature
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
 from pulsesync.format.patch import CodecName, EncodedPart
-from pulsesync.format.signature import SigningKey
 from pulsesync.publish.anchor_coordinator import AnchorCoordinator
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import Baseline, RankBase
@@ -42,13 +33,14 @@ from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import SendQueue
 from pulsesync.publish.ownership import RankReport, VersionTables, agreed
 from pulsesync.publish.pending import PendingVersion, PublishReport
+from pulsesync.publish.records import RunRecords
 from pulsesync.publish.reporting import PublishEvents
-from pulsesync.publish.resume import PublisherState, check_continues, grafted, same_tensors
+from pulsesync.publish.resume import PublisherState, check_continues, grafted
+from pulsesync.publish.resumer import RunResumer, TeamPlan
 from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
 from pulsesync.run import keys
 from pulsesync.run.bodies import inline_share, keep_body, put_body
-from pulsesync.run.reader import RunReader, location_of
-from pulsesync.run.subscriber import Subscriber
+from pulsesync.run.reader import location_of
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.sharding import (
     Shards,
@@ -60,7 +52,6 @@ from pulsesync.state.sharding import (
     windows_from,
     windows_to,
 )
-from pulsesync.store import Store
 
 CALL_TIMEOUT_S = 300.0  # how long a rank may take to make a call of publish that another has made
 
@@ -74,10 +65,8 @@ class WriterOptions:
     codec: CodecName
     grid: layouts.Grid
     min_tile: int
-    signing_key: SigningKey | None
     files: Files
     anchor_every: float
-    epoch_patches: int
     resume: bool = False  # publish to an existing run even weights that do not continue it
     warns_of_fp32: bool = False  # once, if most weights of an FP32 model change in a version
     continues: PublisherState = field(default_factory=PublisherState)  # the version that the run must have; or empty
@@ -99,22 +88,12 @@ class Draft:
         return record.version == self.version and (self.part is None or self.part in record.parts)
 
 
-@dataclass(frozen=True)
-class _TeamPlan:
-    """What a team needs to begin: the layout, the tiles of each rank, and the last version of the run."""
-
-    layout: Layout
-    everyones: Sequence[Windows]
-    record: bytes  # of last, as stored
-    last: Manifest | None
-
-
 class RunWriter:
     """Writes the versions of one run. One thread at a time may call `write`; `compare` needs the queue's lock."""
 
     def __init__(
         self,
-        store: Store,
+        records: RunRecords,
         talk: TeamTalk,
         queue: SendQueue,
         cadence: Cadence,
@@ -125,9 +104,10 @@ class RunWriter:
         lease: PublisherLease,
     ) -> None:
         self.lease = lease  # the coordinator's is that of the team
-        self.store, self.talk, self.queue, self.options = store, talk, queue, options
+        self.store, self.talk, self.queue, self.options = records.store, talk, queue, options
+        self._records = records
         self.anchors = AnchorCoordinator(
-            anchors, talk, queue.lock, options.anchor_every, lambda: self._reader().look, self._put
+            anchors, talk, queue.lock, options.anchor_every, lambda: records.reader().look, self._put
         )
         self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
         self.base: RankBase | None = None  # changed only under the queue's lock
@@ -313,7 +293,7 @@ class RunWriter:
             if base is None:
                 return CoordinatorMessage()
             if draft is not None and draft.record and is_committed(self.store, draft.version, draft.record):
-                due = self.anchors.is_due(self._parse(draft.record), base.state.layout)
+                due = self.anchors.is_due(self._records.parse(draft.record), base.state.layout)
                 return CoordinatorMessage(draft.record, anchor=due)
             return CoordinatorMessage(base.record)
 
@@ -321,7 +301,7 @@ class RunWriter:
 
         def advance() -> tuple[None, bytes]:
             draft = self._draft
-            if draft is not None and message.record and draft.is_of(record := self._parse(message.record)):
+            if draft is not None and message.record and draft.is_of(record := self._records.parse(message.record)):
                 self._keep_body(draft)
                 with self.queue.lock:
                     base = self._advance(draft, record, message.record, [self.queue.current, self.queue.pending])
@@ -355,7 +335,7 @@ class RunWriter:
 
     # Resuming a run
 
-    def _open(self, version: PendingVersion, last_call: int) -> "RankBase | _TeamPlan":
+    def _open(self, version: PendingVersion, last_call: int) -> "RankBase | TeamPlan":
         """Agree on a layout, and look for a run. Return the base of a run that can be resumed, or a plan for a root."""
         shards = version.shards
         assert shards is not None
@@ -374,11 +354,14 @@ class RunWriter:
         pieces = layout_of(everyones, ties, self.options.grid, self.options.min_tile)
         layout = layouts.bundle(pieces, owner_of(pieces, everyones))
         message = self.talk.ask(self._find_last)
-        last = self._parse(message.record) if message.record else None
-        plan = _TeamPlan(layout, everyones, message.record, last)
-        if last is None or (found := self._resume(plan, last, shards)) is None:
+        last = self._records.parse(message.record) if message.record else None
+        plan = TeamPlan(layout, everyones, message.record, last)
+        assert self.baseline is not None
+        resumer = RunResumer(self._records, self.talk, self.anchors, self.baseline)
+        if last is None or (found := resumer.resume(plan, last, shards)) is None:
             return plan
         base, due = found
+        self._tables = resumer.tables
         self._compare_resumed(base, version)
         with self.queue.lock:
             self.base, self.last = base, last
@@ -387,10 +370,9 @@ class RunWriter:
 
     def _find_last(self) -> CoordinatorMessage:
         self.lease.wait(lambda: self.queue.closed)
-        reader = self._reader()
+        reader = self._records.reader()
         last = reader.newest()
-        key = self.options.signing_key
-        if last is not None and key is None and last.signed_by:
+        if last is not None and self._records.signing_key is None and last.signed_by:
             raise SignatureError(
                 "this run is signed; pass signing_key= to resume it, with the key that signed it, or publish to "
                 "another location. Nothing was published",
@@ -398,7 +380,7 @@ class RunWriter:
             )
         if self.options.continues:
             check_continues(self.options.continues, reader, last)
-        return CoordinatorMessage(self._sign(last), newest=last.anchor) if last else CoordinatorMessage()
+        return CoordinatorMessage(self._records.sign(last), newest=last.anchor) if last else CoordinatorMessage()
 
     def _compare_resumed(self, base: RankBase, version: PendingVersion) -> None:
         """Compare the first version of a publisher with the run's last one. Nothing was written yet.
@@ -444,76 +426,9 @@ class RunWriter:
         """Whether the trainer has said that its weights belong to the run."""
         return self.options.resume or bool(self.options.continues) or self.last is not None
 
-    def _resume(self, plan: _TeamPlan, last: Manifest, shards: Shards) -> tuple[RankBase, bool] | None:
-        """Rebuild the last version, each rank its own tiles; return it, and whether an anchor of it is due.
-
-        Returns None on all ranks if it cannot be rebuilt.
-        """
-
-        def rebuild() -> tuple[tuple[TileShare, AnyState] | None, RankReport]:
-            layout = self._reader().layout(last.layout)
-            same_tensors(layout, plan.layout.tensors, plan.layout.ties)
-            try:
-                owners = owner_of(layout, plan.everyones)
-            except StateError:
-                return None, RankReport(failed=True)  # a tile of the run lies in several shards of this team
-            self.anchors.writer.newest = last.anchor
-            self.anchors.writer.finish(last.run)
-            share = share_of(layout, owners, self.talk.team.rank, shards)
-            state = self._rebuild(last, share, shards)
-            if state is None and self.anchors.writer.busy:
-                try:
-                    self.anchors.writer.wait()  # the path may begin at an anchor that is still in the outbox
-                except (StoreError, FormatError):
-                    pass  # logged where the anchor is written
-                else:
-                    with suppress(StoreError):
-                        state = self._rebuild(last, share, shards)
-            return ((share, state), RankReport.of(state, share)) if state else (None, RankReport(failed=True))
-
-        found, reports = self.talk.report(rebuild)
-        if found is None or any(report.failed for report in reports):
-            return None
-        message = self.talk.ask(lambda: self._judge(plan, last, found[0].layout, reports))
-        if not message.record:
-            return None
-        return RankBase(last, plan.record, *found), message.anchor
-
-    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> AnyState | None:
-        """Return this rank's tiles of the last version; None if no path leads to it."""
-        assert self.baseline is not None
-        tensors = self.baseline.rebuild(share, shards)
-        if tensors is None:
-            return None
-        key, options = self.options.signing_key, self.options
-        trust = key.public if key else None
-        reader = Subscriber(self.store, trust=trust, slices=share.slices, undo=0, epoch_patches=options.epoch_patches)
-        reader.events.muted = True  # a trainer is no worker
-        try:
-            reader.sync(tensors, version=last.version)
-        except SignatureError:
-            raise
-        except (ChainError, NotFoundError, FormatError, VerificationError):
-            return None
-        if reader.state is None or reader.version != last.version:
-            return None
-        return self.baseline.adopt(share, reader.state)
-
-    def _judge(
-        self, plan: _TeamPlan, last: Manifest, layout: Layout, reports: Sequence[RankReport]
-    ) -> CoordinatorMessage:
-        """Decide whether the tiles that all ranks have rebuilt are, together, the last version."""
-        tables = VersionTables().after(reports)
-        start = last.at_start  # at the start of an epoch no history is needed
-        if tables.digest(layout) != last.digest or (not start and tables.history(last.index) != last.history):
-            return CoordinatorMessage()
-        self._tables = tables
-        self.anchors.measure(last)
-        return CoordinatorMessage(plan.record, anchor=self.anchors.is_due(last, layout))
-
     # Roots
 
-    def _write_root(self, plan: _TeamPlan, version: PendingVersion, clock: "_Clock") -> PublishReport:
+    def _write_root(self, plan: TeamPlan, version: PendingVersion, clock: "_Clock") -> PublishReport:
         """Publish a state that has no base. Its anchor is written in the background."""
         baseline, shards = self.baseline, version.shards
         assert baseline is not None
@@ -527,7 +442,7 @@ class RunWriter:
 
         found, reports = self.talk.report(copy)
         message = self.talk.ask(lambda: self._create_root(plan, reports, version))
-        last = self._parse(message.record)
+        last = self._records.parse(message.record)
         with self.queue.lock:
             self.base = base = RankBase(last, message.record, *found)
             self.last = last
@@ -537,15 +452,14 @@ class RunWriter:
         return clock.report(version, plan.layout, last, plan.layout.size, message.written)
 
     def _create_root(
-        self, plan: _TeamPlan, reports: Sequence[RankReport], version: PendingVersion
+        self, plan: TeamPlan, reports: Sequence[RankReport], version: PendingVersion
     ) -> CoordinatorMessage:
         self.lease.hold()
         self._refs = put_companions(self.store, self.options.files, version.source, plan.last)
-        tables, options = VersionTables().after(reports), self.options
-        digest = tables.digest(plan.layout)
-        newest = self.anchors.writer.newest
-        record = root_record(plan.last, version.step, plan.layout.id, digest, newest, self._refs, options.epoch_patches)
-        data = self._sign(record)
+        tables, newest = VersionTables().after(reports), self.anchors.writer.newest
+        digest, every = tables.digest(plan.layout), self._records.epoch_patches
+        record = root_record(plan.last, version.step, plan.layout.id, digest, newest, self._refs, every)
+        data = self._records.sign(record)
         self.store.put(keys.layout_key(plan.layout.id), plan.layout.data)
         with self.lease.creating():
             written = len(plan.layout.data) + create(self.store, record, data, plan.last)
@@ -576,7 +490,7 @@ class RunWriter:
         message = self.talk.ask(lambda: self._create(base, reports, version, clock))
         draft = self._draft
         assert draft is not None
-        last = self._parse(message.record)
+        last = self._records.parse(message.record)
         self._keep_body(draft)
         with self.queue.lock:
             base = self._advance(draft, last, message.record, [self.queue.pending])
@@ -640,7 +554,7 @@ class RunWriter:
         state, newest = tables.digest(base.state.layout), self.anchors.writer.newest
         history, lowest = tables.history(index), version.lowest_step
         record = next_record(base.last, version.step, parts, state, history, newest, self._refs, lowest)
-        data = self._sign(record)
+        data = self._records.sign(record)
         changed, written = sum(report.changed for report in reports), record.object_bytes + len(data)
         report = self._report_patch(clock, version, base, record, changed, written)
         self._draft = replace(draft, record=data, tables=tables, report=report)
@@ -665,25 +579,6 @@ class RunWriter:
         if ref.data is None:
             self.costs.link.sent(ref.size, time.perf_counter() - began)
         return ref
-
-    # Records
-
-    def _reader(self) -> RunReader:
-        key = self.options.signing_key
-        return RunReader(self.store, {key.public} if key else None, epoch_patches=self.options.epoch_patches)
-
-    def _parse(self, record: bytes) -> Manifest:
-        """Parse a record of this run, which the coordinator has checked."""
-        return manifests.parse(record, epoch_patches=self.options.epoch_patches)
-
-    def _sign(self, record: Manifest) -> bytes:
-        return signed(record, self.options.signing_key)
-
-
-def signed(record: Manifest, key: SigningKey | None) -> bytes:
-    """Return the bytes of a record as it is stored, signed if there is a key."""
-    data = record.build()
-    return signature.sign(data, key) if key else data
 
 
 class _Clock:
