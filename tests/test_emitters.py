@@ -217,7 +217,7 @@ def test_a_sync_that_fails_is_emitted_with_what_is_needed_to_know_its_lag(receiv
         publisher.publish(training.weights)
     forget(received)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Subscriber, "_walk", lambda *_: down("parts/one"))
+        patched.setattr(Subscriber, "_apply_path", lambda *_: down("parts/one"))
         with pytest.raises(StoreError):
             sub.sync(held)
     (failed,) = of(received, events.SyncFailed)

@@ -43,7 +43,7 @@ from benchmarks.harness.device import (
 from pulsesync import Publisher
 from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
-from pulsesync.device.changes import Changes, block_moves, moves
+from pulsesync.device.changes import Changes, block_moves, digest_changes
 from pulsesync.device.encode import code_piles
 from pulsesync.device.hot import DeviceHistory
 from pulsesync.device.state import DeviceState
@@ -149,7 +149,7 @@ def measure(weights: float, density: float, repeats: int, codecs: Sequence[Codec
 
 def digest_of(difference: DeviceDifference) -> object:
     """Update the digests of what changed."""
-    return moves(block_moves(difference.runs))
+    return digest_changes(block_moves(difference.runs))
 
 
 def sync(state: DeviceState, manifest: Manifest, data: bytes) -> Transition[Changes, DeviceHistory]:

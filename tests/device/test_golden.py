@@ -97,7 +97,7 @@ def _written(
     then: HostState, before: Mapping[str, Bits], history: History, last: Manifest, codec: patch.CodecName, device: str
 ) -> bytes:
     pair = Pair(then.layout, before, device, codec)
-    pair.state.history, pair.last = pair.state.bring(history), last
+    pair.state.history, pair.last = pair.state.to_backend(history), last
     return bytes(pair.encode(then.flats)[0].data)
 
 

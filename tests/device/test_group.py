@@ -105,7 +105,7 @@ class Joined:
         self.at = RankVersion(0, "", {})
         self.commit(*self.carry("dense"))
 
-    def bring(self, model: Mapping[str, Any]) -> None:
+    def update_tensors(self, model: Mapping[str, Any]) -> None:
         """The source has these weights now."""
         self.source.attach(local(model, self.where[0], self.device).shards)
 
@@ -161,7 +161,7 @@ def test_messages_are_byte_for_byte_those_of_the_host(method: Method, device: st
     found = []
     for where in ("host", "device"):
         pair = Joined(old, old, (where, "host"), device)
-        pair.bring(new)
+        pair.update_tensors(new)
         found.append(bytes_of(pair.carry(method)[0].message))
     assert np.array_equal(found[0], found[1])
 
@@ -179,7 +179,7 @@ def test_a_receiver_gets_every_bit_and_can_return(method: Method, memories: tupl
     pair = Joined(old, {name: torch.zeros_like(tensor) for name, tensor in old.items()}, memories, device)
     assert same(pair.weights(), old)
     first, new = pair.at, changed(old, 1)
-    pair.bring(new)
+    pair.update_tensors(new)
     pair.commit(*pair.carry(method))
     assert same(pair.weights(), new)
     pair.receiver.verify(pair.at)
@@ -199,7 +199,7 @@ def test_a_message_that_comes_on_the_device_is_read_there(method: Method, device
     old = random_model()
     pair = Joined(old, old, ("device", "device"), device)
     new = changed(old, 2)
-    pair.bring(new)
+    pair.update_tensors(new)
     sent, _ = pair.carry(method)
     pair.commit(sent, pair.read(torch.as_tensor(sent.message).clone()))
     assert same(pair.weights(), new)
@@ -209,7 +209,7 @@ def test_a_part_that_comes_on_the_device_is_read_from_the_host(device: str) -> N
     old = random_model()
     pair = Joined(old, old, ("device", "device"), device)
     new = changed(old, 2)
-    pair.bring(new)
+    pair.update_tensors(new)
     sent, _ = pair.carry("gap")
     pair.commit(sent, pair.read(torch.from_numpy(sent.message).to(device)))
     assert same(pair.weights(), new)
@@ -219,7 +219,7 @@ def test_a_part_that_comes_on_the_device_is_read_from_the_host(device: str) -> N
 def test_no_changed_byte_gets_through(method: Method, places: int, device: str) -> None:
     old = random_model()
     pair = Joined(old, old, ("device", "device"), device)
-    pair.bring(changed(old, 3))
+    pair.update_tensors(changed(old, 3))
     sent, _ = pair.carry(method)
     message = bytes_of(sent.message)
     table, _ = Table.open(message, message.size + TRAILER, pair.wire)
@@ -240,7 +240,7 @@ def test_changes_out_of_order_or_outside_their_tile_are_refused(places: list[int
     pair = Joined(old, old, ("device", "device"), device)
     new = {"large": old["large"].clone()}
     new["large"].view(-1)[[3, 5]] += 1
-    pair.bring(new)
+    pair.update_tensors(new)
     sent, _ = pair.carry("plain")
     message = np.append(bytes_of(sent.message), np.zeros(TRAILER, np.uint8))
     message[48:56] = np.array(places, np.uint32).view(np.uint8)
@@ -258,7 +258,7 @@ def test_tensor_parallel_receivers_get_their_columns_from_a_source_that_has_all(
         other = tensor_parallel(mine, 1 - rank, 2, columns=["up"])
         for method in methods:
             pair = Joined(old, received, ("device", "device"), device, other)
-            pair.bring(new)
+            pair.update_tensors(new)
             pair.commit(*pair.carry(method))
             expected = new["up"][:, 10 * rank : 10 * rank + 10].contiguous()
             assert torch.equal(pair.weights()["up"], expected.view(-1).view(torch.uint8)), method
@@ -303,7 +303,7 @@ def test_a_bundle_that_is_larger_than_a_block_is_written_where_it_belongs(
     new["a"][[0, -1]] = 1
     border = BLOCK // 2 + 80  # the first of "b" that is in the second block
     new["b"][[0, border - 1, border, -1]] = 2
-    pair.bring(new)
+    pair.update_tensors(new)
     pair.commit(*pair.carry("plain"))
     assert same(pair.weights(), new)
 
@@ -349,7 +349,7 @@ def test_a_source_that_always_sends_all_keeps_no_copy(device: str) -> None:
 def test_a_copy_that_is_not_needed_any_more_gives_its_memory_back(device: str) -> None:
     old = random_model()
     pair = Joined(old, old, ("device", "host"), device)
-    pair.bring(changed(old, 1))
+    pair.update_tensors(changed(old, 1))
     pair.carry("plain")
     assert isinstance(pair.source.weights, device_weights.DeviceSourceWeights)
     kept = pair.source.weights.bundles
@@ -365,7 +365,7 @@ def test_a_copy_that_is_not_needed_any_more_gives_its_memory_back(device: str) -
 def test_weights_that_something_writes_during_a_push_are_not_taken_for_what_was_sent(device: str) -> None:
     old = random_model()
     pair = Joined(old, old, ("device", "device"), device)
-    pair.bring(changed(old, 1))
+    pair.update_tensors(changed(old, 1))
     sent, got = pair.carry("dense")
     pair.source.shards.published.views["large"].flat[3] += 1  # after it was encoded
     with pytest.raises(StateError, match="weights changed while"):
@@ -393,7 +393,7 @@ def test_a_sample_tells_how_much_has_changed(device: str) -> None:
         for tensor in new.values():
             flat = tensor.view(-1)
             flat[: round(share * flat.numel())] += 1
-        pair.bring(new)
+        pair.update_tensors(new)
         for load in pair.source.weights.sample(0):
             assert load.changed == pytest.approx(share * load.weights, abs=3), share
 
@@ -438,7 +438,7 @@ def test_launches_do_not_grow_with_tensors(method: Method, device: str) -> None:
         values = torch.from_numpy(0.02 * np.random.default_rng(0).standard_normal(360).astype(np.float32)).bfloat16()
         old = {f"expert.{n:02}": part.clone() for n, part in enumerate(values.chunk(tensors))}
         pair = Joined(old, old, ("device", "device"), device)
-        pair.bring(changed(old, 1))
+        pair.update_tensors(changed(old, 1))
         with launches() as found:
             pair.commit(*pair.carry(method))
         counted.append(sorted(found))

@@ -196,7 +196,7 @@ def test_tensors_that_are_not_contiguous(device: str) -> None:
         )
     assert not tensors.is_contiguous
     v = tensors.vectors
-    new = v.bring(values)
+    new = v.to_backend(values)
     tensors.write(new.__getitem__)
     assert same(v.fetch(tensors.read()), values)
     assert same(v.fetch(tensors.read_piece(slice(30, 38))), values[30:])

@@ -19,7 +19,7 @@ from tests.hostile.test_loco_payloads import ATTACKS, LAYOUT, SIZE, Attack, lett
 def brought(coder: Coder, device: str) -> Coder:
     """The same reader on a device."""
     there: Any = vectors_on(torch.empty(0, device=device).device)
-    described = None if coder.described is None else there.bring(coder.described.view(np.int16))
+    described = None if coder.described is None else there.to_backend(coder.described.view(np.int16))
     return replace(coder, described=described, vectors=there)
 
 

@@ -55,10 +55,10 @@ def assert_same(there: Any, here: Any) -> None:
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_updates_and_momenta(there: Any, size: int, nesterov: bool) -> None:
     given, here = case(size, 4), cast(Any, HOST)
-    found = there.advance(*map(there.bring, given), 0.7, 0.9, nesterov)
+    found = there.advance(*map(there.to_backend, given), 0.7, 0.9, nesterov)
     for one, other in zip(found, here.advance(*given, 0.7, 0.9, nesterov), strict=True):
         assert_same(one, other)
-    found = there.step(*map(there.bring, given[:3]), 3, 0.7, 0.9, nesterov)
+    found = there.step(*map(there.to_backend, given[:3]), 3, 0.7, 0.9, nesterov)
     for one, other in zip(found, here.step(*given[:3], 3, 0.7, 0.9, nesterov), strict=True):
         assert_same(one, other)
 
@@ -67,7 +67,7 @@ def test_products_and_sums_are_not_fused(there: Any) -> None:
     """With values at which that would show: most results would differ."""
     rng = np.random.default_rng(1)
     theta, e, m, x = (rng.normal(0, 0.02, 4096).astype(np.float32) for _ in range(4))
-    s, moved = there.advance(*map(there.bring, (theta, e, m, x)), 0.7, 0.9, True)
+    s, moved = there.advance(*map(there.to_backend, (theta, e, m, x)), 0.7, 0.9, True)
     delta = (theta - e) - x
     fused = (np.float64(np.float32(0.9)) * m.astype(np.float64) + delta).astype(np.float32)
     assert (there.fetch(moved) != fused).any()
@@ -78,27 +78,27 @@ def test_products_and_sums_are_not_fused(there: Any) -> None:
 @pytest.mark.parametrize("by", [3.0, 0.7, 7.0])
 def test_quotients_are_rounded_to_the_nearest(there: Any, by: float) -> None:
     values = case(5000, 2)[1]
-    assert_same(there.divide(there.bring(values), by), HOST.divide(values, by))
+    assert_same(there.divide(there.to_backend(values), by), HOST.divide(values, by))
     exact = np.arange(1, 4096, dtype=np.float32)  # times by, over by: nearly all multiples of the reciprocal are off
-    assert_same(there.divide(there.bring(exact * np.float32(by)), by), HOST.divide(exact * np.float32(by), by))
+    assert_same(there.divide(there.to_backend(exact * np.float32(by)), by), HOST.divide(exact * np.float32(by), by))
 
 
 def test_subnormal_numbers_are_not_flushed_to_zero(there: Any) -> None:
     tiny = np.arange(-3000, 3000, dtype=np.int64)
     values = (np.abs(tiny).astype(np.uint32) | (tiny < 0).astype(np.uint32) << np.uint32(31)).view(np.float32)
     zeros = np.zeros_like(values)
-    s, moved = there.advance(*map(there.bring, (values, zeros, values, zeros)), 1.0, 0.5, False)
+    s, moved = there.advance(*map(there.to_backend, (values, zeros, values, zeros)), 1.0, 0.5, False)
     for one, other in zip((s, moved), HOST.advance(values, zeros, values, zeros, 1.0, 0.5, False), strict=True):
         assert_same(one, other)
         assert np.count_nonzero(other) > 5000
-    assert_same(there.divide(there.bring(values), 4.0), HOST.divide(values, 4.0))
-    assert_same(there.bring(values) - there.bring(values[::-1].copy()), values - values[::-1])
+    assert_same(there.divide(there.to_backend(values), 4.0), HOST.divide(values, 4.0))
+    assert_same(there.to_backend(values) - there.to_backend(values[::-1].copy()), values - values[::-1])
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_entries_that_are_visible(there: Any, size: int) -> None:
     theta, s = case(size, 2)
-    found = there.find_visible(there.bring(theta), there.bring(s), 1.4, 77)
+    found = there.find_visible(there.to_backend(theta), there.to_backend(s), 1.4, 77)
     expected = HOST.find_visible(theta, s, 1.4, 77)
     assert_same(found.positions, expected.positions)
     assert_same(found.values, expected.values)
@@ -110,11 +110,11 @@ def test_what_is_not_finite_is_found(there: Any, bad: float) -> None:
     theta = np.ones(5000, np.float32)
     s = np.zeros(5000, np.float32)
     s[4321] = bad
-    values = there.bring(s)
+    values = there.to_backend(s)
     assert not np.isfinite(there.largest(values))
-    assert not np.isfinite(VisibilityGate(0, 1.4).select(there.bring(theta), WholeUpdate(values)).largest)
+    assert not np.isfinite(VisibilityGate(0, 1.4).select(there.to_backend(theta), WholeUpdate(values)).largest)
     assert there.first_beyond(values, np.finfo(np.float32).max) == 4321
-    assert there.first_beyond(there.bring(theta), np.float32(1)) is None
+    assert there.first_beyond(there.to_backend(theta), np.float32(1)) is None
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -122,7 +122,7 @@ def test_what_is_not_finite_is_found(there: Any, bad: float) -> None:
 def test_descriptions(there: Any, size: int, signs: bool) -> None:
     theta, trend = case(size, 2)
     either = np.sign(trend).astype(np.int8) if signs else trend
-    assert_same(describe(there.bring(theta), there.bring(either)), describe(theta, either))
+    assert_same(describe(there.to_backend(theta), there.to_backend(either)), describe(theta, either))
 
 
 @pytest.mark.parametrize("rule", [OwnMomentum(Nesterov()), SharedMomentum(Nesterov())], ids=["own", "shared"])
@@ -130,7 +130,7 @@ def test_descriptions(there: Any, size: int, signs: bool) -> None:
 def test_outer_steps(there: Any, rule: Any, trainers: int) -> None:
     theta, total, trend = case(3001, 3)
     trend = np.sign(trend).astype(np.int8) if rule.own_momentum else trend
-    found = rule.step(*map(there.bring, (theta, trend, total.copy())), trainers)
+    found = rule.step(*map(there.to_backend, (theta, trend, total.copy())), trainers)
     expected = rule.step(theta, trend, total.copy(), trainers)
     assert_same(found.theta, expected.theta)
     assert_same(found.trend, expected.trend)
@@ -144,11 +144,11 @@ def test_updates_are_added_up_in_their_order(there: Any, dense: bool) -> None:
     for _ in range(5):
         at = np.arange(size) if dense else np.sort(rng.choice(size, 1200, replace=False))
         parts.append(SparseVector(size, at, (10.0 ** rng.uniform(-6, 6, at.size)).astype(np.float32)))
-    brought = [SparseVector(size, there.bring(p.positions), there.bring(p.values)) for p in parts]
+    brought = [SparseVector(size, there.to_backend(p.positions), there.to_backend(p.values)) for p in parts]
     expected = aggregate(parts, size)
     assert_same(aggregate(brought, size), expected)
     assert not np.array_equal(aggregate(parts[::-1], size), expected)
-    left, right = there.bring(expected.copy()), expected.copy()
+    left, right = there.to_backend(expected.copy()), expected.copy()
     brought[2].take_from(left)
     parts[2].take_from(right)
     assert_same(left, right)
@@ -160,7 +160,7 @@ def test_what_a_gate_sends(there: Any, bits: int | None) -> None:
     theta = rng.normal(0, 0.02, 5000).astype(np.float32)
     s = rng.normal(0, 1e-5, 5000).astype(np.float32)
     gate = VisibilityGate(bits, 1.4)
-    found = gate.select(there.bring(theta), WholeUpdate(there.bring(s)))
+    found = gate.select(there.to_backend(theta), WholeUpdate(there.to_backend(s)))
     expected = gate.select(theta, WholeUpdate(s))
     assert_same(found.sent.positions, expected.sent.positions)
     assert_same(found.sent.values, expected.sent.values)
@@ -174,7 +174,7 @@ def test_the_unit_does_not_depend_on_the_order(there: Any) -> None:
         values = (10.0 ** rng.uniform(-30, 20, 2000)).astype(np.float32) * rng.choice([-1, 1], 2000)
         values = values.astype(np.float32)
         expected = unit_of(values, 2)
-        assert unit_of(there.bring(values), 2) == unit_of(there.bring(np.sort(values)), 2) == expected
+        assert unit_of(there.to_backend(values), 2) == unit_of(there.to_backend(np.sort(values)), 2) == expected
         assert unit_of(rng.permutation(values), 2) == expected
 
 
@@ -185,16 +185,16 @@ def test_digests_and_saved_states(there: Any, own: bool, size: int) -> None:
     theta, trend = (rng.normal(0, 0.02, size).astype(np.float32) for _ in range(2))
     either = np.sign(trend).astype(np.int8) if own else trend
     here = SharedState("0" * 64, theta, either, 4)
-    one = SharedState("0" * 64, there.bring(theta), there.bring(either), 4)
+    one = SharedState("0" * 64, there.to_backend(theta), there.to_backend(either), 4)
     assert one.digest == here.digest
     assert one.to_bytes() == here.to_bytes()
     back = SharedState.from_bytes(here.to_bytes(), like=one)
     assert isinstance(back.theta, torch.Tensor)
     assert back.digest == here.digest
     assert isinstance(SharedState.from_bytes(one.to_bytes(), like=here).theta, np.ndarray)
-    changed = there.bring(theta)
+    changed = there.to_backend(theta)
     changed[size // 2] += 1
-    assert SharedState("0" * 64, changed, there.bring(either), 4).digest != here.digest
+    assert SharedState("0" * 64, changed, there.to_backend(either), 4).digest != here.digest
 
 
 # Payloads
@@ -207,7 +207,7 @@ def coders(there: Any, size: int, dense: bool = False) -> tuple[Coder, Coder]:
     trend = rng.integers(-1, 2, size).astype(np.int8)
     if dense:
         return Coder(0, 1, "b", None, there), Coder(0, 1, "b", None)
-    described = describe(there.bring(theta), there.bring(trend))
+    described = describe(there.to_backend(theta), there.to_backend(trend))
     return Coder(0, 1, "b", described, there), Coder(0, 1, "b", describe(theta, trend))
 
 
@@ -231,7 +231,7 @@ def test_payloads_have_the_bytes_of_the_host_and_are_read_by_both(
 ) -> None:
     one, other = coders(there, size)
     sent = some_of(size, count, unit)
-    brought = SparseVector(size, there.bring(sent.positions), there.bring(sent.values))
+    brought = SparseVector(size, there.to_backend(sent.positions), there.to_backend(sent.values))
     data = other.encode("ada", sent, unit)
     assert one.encode("ada", brought, unit) == data
     head, found = one.decode(data, "ada", 0, size)
@@ -245,7 +245,7 @@ def test_a_payload_of_a_part_of_a_fragment_that_begins_anywhere(there: Any) -> N
     one, other = coders(there, 2001)
     sent = some_of(999, 300, None)
     data = other.encode("ada", sent, None, begin=501)
-    brought = SparseVector(999, there.bring(sent.positions), there.bring(sent.values))
+    brought = SparseVector(999, there.to_backend(sent.positions), there.to_backend(sent.values))
     assert one.encode("ada", brought, None, begin=501) == data
     assert_same(one.decode(data, "ada", 501, 1500)[1].values, sent.values)
 
@@ -262,8 +262,8 @@ def test_steps_in_several_blocks(there: Any) -> None:
     positions = np.unique(positions)
     sizes, negative = rng.integers(1, 9, positions.size), rng.integers(0, 2, positions.size)
     data = HOST.encode_steps(described, positions, sizes, negative)
-    brought = there.bring(described.view(np.int16))
-    assert there.encode_steps(brought, *map(there.bring, (positions, sizes, negative))) == data
+    brought = there.to_backend(described.view(np.int16))
+    assert there.encode_steps(brought, *map(there.to_backend, (positions, sizes, negative))) == data
     for found, expected in zip(
         there.decode_steps(brought, memoryview(data), positions.size), (positions, sizes, negative), strict=True
     ):
@@ -280,7 +280,7 @@ def test_a_round_of_several_blocks_and_pieces(there: Any, bits: int | None, monk
     trend = rng.integers(-1, 2, theta.size).astype(np.int8)
     gate, rule, results = VisibilityGate(bits, 1.4), OwnMomentum(Nesterov()), []
     for v in (there, HOST):
-        vectors = [v.bring(one.copy()) for one in (theta, s, trend)]
+        vectors = [v.to_backend(one.copy()) for one in (theta, s, trend)]
         part = gate.select(vectors[0], WholeUpdate(vectors[1]))
         coder = Coder(0, 1, "b", describe(vectors[0], vectors[2]), v)
         data = coder.encode("ada", part.sent, part.unit)
@@ -295,7 +295,7 @@ def test_dense_payloads(there: Any) -> None:
     one, other = coders(there, 50, dense=True)
     values = np.random.default_rng(0).normal(0, 1, 50).astype(np.float32)
     data = other.encode("ada", SparseVector(50, np.arange(50), values), None)
-    assert one.encode("ada", SparseVector.whole(there.bring(values)), None) == data
+    assert one.encode("ada", SparseVector.whole(there.to_backend(values)), None) == data
     assert_same(one.decode(data, "ada", 0, 50)[1].values, values)
 
 

@@ -67,8 +67,8 @@ def test_a_tied_tensor_with_memory_of_its_own_is_written_too(device: str) -> Non
     apply(here, writer.advance(new))
     for tensor in model.values():
         assert np.array_equal(to_bits({"a": tensor.reshape(-1).view(torch.int16)})["a"], new["a"])
-    assert here.holds(model)
-    assert not here.holds({**model, "tied": model["tied"].clone()})
+    assert here.is_attached_to(model)
+    assert not here.is_attached_to({**model, "tied": model["tied"].clone()})
     model["tied"].view(torch.int16)[0, 0] ^= 1
     with pytest.raises(VerificationError, match="tied"):
         here.recount()

@@ -144,9 +144,9 @@ class Watched:
         return found
 
     def prepare(self, coder: Any, update: Any) -> Any:
-        letter = self.inner.prepare(coder, update)
-        if letter.id in self.ledger.offers:
-            return letter  # an update that is offered again
+        encoded = self.inner.prepare(coder, update)
+        if encoded.id in self.ledger.offers:
+            return encoded  # an update that is offered again
         sent = np.zeros(update.sent.size, np.float32)
         sent[update.sent.positions] = update.sent.values
         offer = Offer(sent)
@@ -155,8 +155,8 @@ class Watched:
             offer = Offer(sent, s - sent, *momentum)
             assert same(sent + (s - sent), s + np.float32(0)), "sent + kept is not the update"
             assert update.unit is not None or same(sent[update.sent.positions], s[update.sent.positions])
-        self.ledger.offers[letter.id] = offer
-        return letter
+        self.ledger.offers[encoded.id] = offer
+        return encoded
 
     def confirm(self, coder: Any, outcome: Any, after: Any) -> None:
         self.inner.confirm(coder, outcome, after)

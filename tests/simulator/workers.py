@@ -211,7 +211,7 @@ def _interrupted_commit(weights: Arrays, number: int) -> Iterator[None]:
     left: list[int] = []
 
     def commit_(state: HostState, transition: Any) -> Any:
-        if state.holds(weights):
+        if state.is_attached_to(weights):
             left.append(number)
         try:
             return commit(state, transition)

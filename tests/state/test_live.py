@@ -735,21 +735,21 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name: str, source: dict[str
 def test_holds_knows_its_own_memory_again() -> None:
     source = arrays()
     state = HostState.attach(source, TIED)
-    assert state.holds(dict(source))
-    assert not state.holds({**source, "b": source["b"].copy()})
+    assert state.is_attached_to(dict(source))
+    assert not state.is_attached_to({**source, "b": source["b"].copy()})
 
 
 def test_holds_sees_that_two_tensors_changed_places() -> None:
     layout = layouts.make([TensorSpec("a", "F32", (4,)), TensorSpec("b", "F32", (4,))])
     a, b = np.zeros(4, np.float32), np.zeros(4, np.float32)
-    assert not HostState.attach({"a": a, "b": b}, layout).holds({"a": b, "b": a})
+    assert not HostState.attach({"a": a, "b": b}, layout).is_attached_to({"a": b, "b": a})
 
 
 def test_holds_does_not_mind_empty_tensors() -> None:
     torch = pytest.importorskip("torch")
     layout = layouts.make([TensorSpec("a", "F32", (4,)), TensorSpec("e", "F32", (0,)), TensorSpec("f", "F32", (0, 3))])
     source = {"a": torch.zeros(4), "e": torch.zeros(0), "f": torch.zeros(0, 3)}
-    assert HostState.attach(source, layout).holds({name: tensor.detach() for name, tensor in source.items()})
+    assert HostState.attach(source, layout).is_attached_to({name: tensor.detach() for name, tensor in source.items()})
 
 
 def empty_layout() -> Layout:

@@ -87,7 +87,7 @@ class Run:
     def facts(self) -> tuple[Any, ...]:
         """Everything that a refused version must leave alone, weights apart."""
         live = self.live
-        return dict(live.sums), live.digest, live.history.index, live.history.digest(), live.untied, live.torn
+        return dict(live.sums), live.digest, live.history.index, live.history.digest(), live.differing_tie, live.torn
 
     def assert_at(self, number: int, facts: tuple[Any, ...] | None = None) -> None:
         bits = self.backend.bits(self.live)

@@ -112,7 +112,7 @@ class DeviceBaseline:
         if self.keep == "host":
             flats = {name: self._own(flat) for name, flat in flats.items()}
         kept = DeviceState(share.layout, flats, places=share.copy_places, device=self.device, workers=workers)
-        kept.history = kept.bring(state.history)
+        kept.history = kept.to_backend(state.history)
         return kept
 
     def compare(
@@ -149,7 +149,7 @@ class DeviceBaseline:
         def compare() -> DeviceDifference:
             with on(self.device), self._base_stream.after(launched):
                 pieces = [piece for pair in pairs for one in pair.alike for piece in one.pieces]
-                arriving = self._base_stream.bring(pieces, state.tensors)
+                arriving = self._base_stream.buffered(pieces, state.tensors)
                 found = self._find(pairs, state, stream, source, lambda one, new: find_in_pieces(one, new, arriving))
             if source.written != written:
                 raise StateError(

@@ -246,7 +246,7 @@ def with_old(state: DeviceState, runs: Sequence[PileChanges]) -> tuple[list[Pile
     return found, lambda: _by_tile([run.pile for run in runs], counted())
 
 
-def count_moves(runs: Sequence[PileChanges]) -> TileSums:
+def count_digest_changes(runs: Sequence[PileChanges]) -> TileSums:
     """How changes change the digests of tiles: for all tiles of the piles of the runs."""
     counted = block_moves(runs)
     return _by_tile(list(counted), list(counted.values()))

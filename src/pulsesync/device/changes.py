@@ -75,7 +75,7 @@ class PileChanges:
                 self.starts, *values, ITEM=pile.kind.itemsize, SPAN=SPAN,
             )  # fmt: skip
 
-    def count_moves(self, sums: torch.Tensor) -> None:
+    def count_digest_changes(self, sums: torch.Tensor) -> None:
         """Add to the two sums of each block how the changes change them."""
         if self.count:
             pile = self.pile
@@ -187,7 +187,7 @@ def begin_moves(changes: Iterable[PileChanges]) -> Callable[[], BlockMoves]:
         if run.pile not in sums:
             sums[run.pile] = torch.zeros(2 * run.pile.blocks, dtype=torch.int64, device=run.pile.device)
         with on(run.pile.device):
-            run.count_moves(sums[run.pile])
+            run.count_digest_changes(sums[run.pile])
     found = fetch(*sums.values())
     return lambda: {pile: sums_.view(np.uint64).reshape(-1, 2) for pile, sums_ in zip(sums, found(), strict=True)}
 
@@ -197,7 +197,7 @@ def block_moves(changes: Iterable[PileChanges]) -> BlockMoves:
     return begin_moves(changes)()
 
 
-def moves(by_block: BlockMoves) -> dict[int, Sum]:
+def digest_changes(by_block: BlockMoves) -> dict[int, Sum]:
     """The same of tiles, by ordinal, of all tiles of those piles."""
     found: dict[int, Sum] = {}
     for pile, counted in by_block.items():

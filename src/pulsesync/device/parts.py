@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Codec, Sum, Tile
-from pulsesync.device.changes import BlockMoves, PileChanges, block_moves, moves
+from pulsesync.device.changes import BlockMoves, PileChanges, block_moves, digest_changes
 from pulsesync.device.encode import code_piles
 from pulsesync.device.hot import DeviceHistory, HotWeights
 from pulsesync.device.memory import DeviceStream, on, pinned, starts_of, to_host, to_stream
@@ -54,7 +54,7 @@ def encode_changes(
     by_block = {**by_block, **block_moves(run for run in runs if run.pile not in by_block)}
     found = (diff for run in runs for diff in diffs_of(run, stream))
     diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
-    by = moves(by_block)
+    by = digest_changes(by_block)
     after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
     # Nearly always the coded payloads are also chosen, so the device computes this while the host writes the file.
     likely = _cuts_of(coded.items())

@@ -26,7 +26,7 @@ from pulsesync.device.changes import (
     compose,
     device_key_planes,
     device_keys,
-    moves,
+    digest_changes,
 )
 from pulsesync.device.decode import DecodedTiles, GroupChecks, OpenedPayloads
 from pulsesync.device.hot import DeviceHistory, HotWeights, begin_advance, find_hot
@@ -80,7 +80,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         self.device = device or memory.main_device(flats.values())
         works_on = {name: memory.worker_of(flat, self.device) for name, flat in flats.items()} | dict(workers or {})
         places = find_places(layout, slices or {}) if places is None else places
-        if cut := next((place for place in places.values() if place.apart), None):
+        if cut := next((place for place in places.values() if place.splits_coding_group), None):
             name = cut.tile.names[0] if cut.tile is not None else ""
             raise StateError(
                 f"the local slice of {name!r} splits a tile of the run, which is not supported on a GPU: publish "
@@ -98,7 +98,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         holding = [memory.worker_of(other, self.device) for other in tied.values()]
         self.devices = list(dict.fromkeys((self.device, *(pile.device for pile in self.piles), *holding)))
         self._pile_of = {tile.ordinal: pile for pile in self.piles for tile in pile.tiles}
-        self.tensors = Tensors(flats, object())  # they do not move: see `holds`
+        self.tensors = Tensors(flats, object())  # they do not move: see `is_attached_to`
         self._written: dict[tuple[Pile, int], WriteAddresses] = {}  # by pile, and the number of the memory of a tensor
         self.stream: DeviceStream | None = None  # used only for a publisher's base
         self.readers: list[Point] = []  # ends of comparisons with it: nothing is written before them
@@ -122,10 +122,10 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.equal(a, b.to(a.device))
 
-    def bring(self, history: History | DeviceHistory) -> DeviceHistory:
+    def to_backend(self, history: History | DeviceHistory) -> DeviceHistory:
         return history if isinstance(history, DeviceHistory) else DeviceHistory.of(history, self.device)
 
-    def stay(self) -> DeviceTransition:
+    def no_changes(self) -> DeviceTransition:
         return DeviceTransition((), self.sums, self.history)
 
     # Reading
@@ -218,7 +218,7 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
             by_block = moving()
             for one in checks:
                 one.verify(by_block)
-            by = moves(by_block)
+            by = digest_changes(by_block)
             later = remembering() if remembering is not None else None
             counted = later.digest() if later is not None and later.tiles and self.whole else None
         moved = {ordinal: by.get(ordinal, Sum(0, 0)) for ordinal in touched}

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 import torch
 
 from pulsesync.core.types import BLOCK, Bits, TensorSpec, Tile
-from pulsesync.device.changes import PileChanges, block_moves, compose, moves
+from pulsesync.device.changes import PileChanges, block_moves, compose, digest_changes
 from pulsesync.device.decode import decode_coded, decode_plain, open_part
 from pulsesync.device.encode import code_piles
 from pulsesync.device.hot import DeviceHistory
@@ -65,7 +65,7 @@ def encode_steps(
     starts = torch.searchsorted(positions, borders)
     run = PileChanges(pile, starts, (positions % BLOCK).to(torch.int32), old, new)
     coded = code_piles([(run, weights)], None, 0)
-    after = {0: before[0] + moves(coded.moved)[0]}
+    after = {0: before[0] + digest_changes(coded.moved)[0]}
     diffs = diffs_of(run, _fetching(described.device))
     done = patch.finish(layout, diffs, _Described(described), [coded.table], coded.tiles, after, "auto")
     return bytes(done.data)
@@ -97,7 +97,7 @@ def decode_steps(
     if len(opened.entries) != 1 or sum(run.count for run in runs) != count:
         raise FormatError("a payload does not have the number of entries that its header states")
     (found,) = compose(runs, ())  # in order
-    if count_pile(pile, flats)[0] + moves(block_moves([found]))[0] != opened.entries[0].sum:
+    if count_pile(pile, flats)[0] + digest_changes(block_moves([found]))[0] != opened.entries[0].sum:
         raise ChecksumError("a payload is damaged: its decoded entries do not have the digest that it states")
     steps = ((_ordered(found.new) - _ordered(found.old) + HALF) & 0xFFFF) - HALF
     if (steps == -HALF).any():

@@ -73,7 +73,7 @@ class BaseStream:
         with self._copies(), self._reads([point]):
             yield
 
-    def bring(
+    def buffered(
         self, pieces: Sequence[BasePiece], flats: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[BasePiece, PileAddresses]]:
         """Each piece in a buffer, valid for launches in this stream (`after`) before the next piece is requested."""

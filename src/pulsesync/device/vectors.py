@@ -96,7 +96,7 @@ class DeviceVectors:
         found: list[int] = torch.searchsorted(positions, torch.tensor(borders, device=self.device)).tolist()
         return found
 
-    def bring(self, values: NDArray[Any]) -> torch.Tensor:
+    def to_backend(self, values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
 
     def fetch(self, values: torch.Tensor) -> NDArray[Any]:

@@ -37,7 +37,7 @@ Keep = Callable[[int, BlockChange], BlockChange | None]  # the local part of a c
 class ReplayedPatches:
     """The effect of consecutive patches on a state, as far as they can be decoded."""
 
-    moves: list[dict[int, Sum]]  # for each patch: how the digests of the tiles in it change, by ordinal
+    digest_changes: list[dict[int, Sum]]  # for each patch: how the digests of the tiles in it change, by ordinal
     history: History | None  # after the last
     # For each patch: of the history after it; None: there is no history, or it covers only some tiles.
     history_digests: list[str | None]
@@ -125,7 +125,7 @@ class _Job(NamedTuple):
 class _Passage(NamedTuple):
     """The result of a job."""
 
-    moves: list[Sum]  # by step
+    digest_changes: list[Sum]  # by step
     fault: PulseError | None  # of the step after the last
 
 
@@ -210,7 +210,7 @@ class _Run:
             }
             for bodies in patches
         ]
-        self.moves: list[dict[int, Sum]] = [{} for _ in patches]
+        self.digest_changes: list[dict[int, Sum]] = [{} for _ in patches]
         self.counted: list[dict[int, TileHistorySummary]] = [{} for _ in patches]
         self.tiles: dict[int, TileHistory] = {}  # the histories of tiles that changed, after the last patch
         self.good = len(patches)  # patches before the first that cannot be decoded
@@ -344,11 +344,11 @@ class _Run:
 
     def _take(self, job: _Job, passage: _Passage) -> None:
         ordinal = job.tile.ordinal
-        for step, move in zip(job.steps, passage.moves, strict=False):
-            moves = self.moves[step.patch]
+        for step, move in zip(job.steps, passage.digest_changes, strict=False):
+            moves = self.digest_changes[step.patch]
             moves[ordinal] = moves[ordinal] + move if ordinal in moves else move
         if passage.fault is not None:
-            self._fail(job.steps[len(passage.moves)].patch, passage.fault)
+            self._fail(job.steps[len(passage.digest_changes)].patch, passage.fault)
         if job.numbers[-1] + 1 == job.tile.block_count:  # the last of the tile's jobs
             tally = job.tally
             for step, size, total in zip(job.steps, tally.sizes, tally.sums, strict=True):
@@ -371,4 +371,4 @@ class _Run:
                     counts.update(counted)
                     digests[patch] = digest_of(before + 1 + patch, counts) if counts else None
             later = self.history.replaced(before + self.good, self.tiles, counts)
-        return ReplayedPatches(self.moves[: self.good], later, digests, self.fault)
+        return ReplayedPatches(self.digest_changes[: self.good], later, digests, self.fault)

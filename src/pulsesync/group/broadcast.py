@@ -194,7 +194,7 @@ class Broadcast:
         with end.leaving(base):
             stream = SyncSession(team, self._sources, end, self._bucket_weights or BUCKET_WEIGHTS)
             if late:
-                stream.bring(late, base)
+                stream.send_version(late, base)
             started = time.perf_counter()
             jobs, method = list[Job](), ""
             with FailureCollector(stream.faults):

@@ -235,7 +235,7 @@ class Bundle:
     """
 
     whole = True
-    apart = False
+    splits_coding_group = False
     tile: Tile | None = None  # it is not in one tensor
 
     def __init__(self, tiles: Sequence[Tile], published: HostSource, copies: Sequence[Sequence[Bits]]) -> None:

@@ -21,7 +21,7 @@ from pulsesync.device.bundles import (
     SourceBundles,
     TileSums,
     count_changed,
-    count_moves,
+    count_digest_changes,
     count_whole,
     read_table,
     with_old,
@@ -144,7 +144,7 @@ class DeviceSourceWeights:
     def _plain(self, runs: Sequence[PileChanges], clock: SyncTimes) -> Bucket:
         assert self.bundles.base is not None
         with clock.timed("digest"):
-            by = count_moves(runs)
+            by = count_digest_changes(runs)
         with clock.timed("encode"):
             starts = to_host(*(run.starts for run in runs))
             changed = count_changed(runs, starts, len(self._wire.layout.tiles))
@@ -233,7 +233,7 @@ class DeviceReceiverWeights:
                 runs: list[PileChanges] = list(found.changes)
             with clock.timed("digest"):
                 promised = {entry.tile: entry.sum for entry in body.index.entries}
-                self.state.check_moves(found.moves[0], promised, before)
+                self.state.check_digest_changes(found.digest_changes[0], promised, before)
         return Bucket(NOTHING, runs, _count(runs), {}, promised)
 
     def _head(self, message: Message) -> Bits:
@@ -283,7 +283,7 @@ class DeviceReceiverWeights:
 
     def find_damaged(self, sums: Mapping[int, Sum]) -> int | None:
         state = self.state
-        untied = state.find_untied()
+        untied = state.find_differing_tie()
         for ordinal, counted in state.count().items():
             if counted != sums[ordinal] or untied in {piece.tensor for piece in self._wire.pieces[ordinal]}:
                 return ordinal

@@ -18,7 +18,7 @@ from pulsesync.group import bundles, messages
 from pulsesync.group.bundles import Bundle, BundlePlan, LocalBundles
 from pulsesync.group.cost_model import SAMPLE, Method, TransferLoad
 from pulsesync.group.messages import CODECS, NOTHING, TRAILER, WHOLE, Bucket, SyncTimes, Table
-from pulsesync.state.host import HostState, HostTransition, count_moves
+from pulsesync.state.host import HostState, HostTransition, count_digest_changes
 from pulsesync.state.live import AnyTransition
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import LocalTile, TileStorage
@@ -205,7 +205,7 @@ class HostReceiverWeights:
             body = Body.of(message[:-TRAILER].data, self.layout)
             part = self.state.decode_part(body)
         with clock.timed("digest"):
-            self.state.check_moves(count_moves(part.patches), part.sums, before)
+            self.state.check_digest_changes(count_digest_changes(part.patches), part.sums, before)
         sums = {entry.tile: entry.sum for entry in body.index.entries}
         return Bucket(NOTHING, part.patches, _count_changed(part.patches), {}, sums)
 
@@ -222,7 +222,7 @@ class HostReceiverWeights:
                 else:
                     patches.append(_changes(tile, places, bits, self.live.places[tile.ordinal]))
         with clock.timed("digest"):
-            self.state.check_moves(count_moves(patches), promised, before)
+            self.state.check_digest_changes(count_digest_changes(patches), promised, before)
             counted = _count([self.layout.tiles[ordinal] for ordinal in whole], whole)
         for ordinal, sum_ in counted.items():
             if sum_ != promised[ordinal]:

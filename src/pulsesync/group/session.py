@@ -46,7 +46,7 @@ class SyncSession:
 
     # Late receivers
 
-    def bring(self, late: Sequence[int], name: str) -> None:
+    def send_version(self, late: Sequence[int], name: str) -> None:
         """Send late receivers only the version of the other ranks, from the sources' copies of it.
 
         A receiver for which this fails has no version, and the reason is among the faults.

@@ -138,7 +138,7 @@ class _PeriodicTrainer(FragmentTrainer):
                 self._land(EXIT_S)
 
     def _after_step(self) -> None:
-        self._mend()
+        self._complete_pending()
         self._steps += 1
         try:
             if self._flying is None and self._steps >= self._period - self._delay:

@@ -48,7 +48,7 @@ class Exchange(Protocol):
     def prepare(self, coder: Coder, update: SentUpdate) -> EncodedUpdate:
         """Encode an update. Sends nothing."""
 
-    def propose(self, coder: Coder, letter: EncodedUpdate, size: int) -> Outcome:
+    def propose(self, coder: Coder, encoded: EncodedUpdate, size: int) -> Outcome:
         """Send an update to a fragment of this size.
 
         Return the round as it was decided, with this update or without it.

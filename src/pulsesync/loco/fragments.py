@@ -142,7 +142,7 @@ class FragmentTensors:
         values = np.array(saved.cpu().numpy(), np.float32)
         if values.shape != (self.size,):
             raise StateError(f"the saved state must have the {self.size} weights of the fragment; it has {values.size}")
-        return self.vectors.bring(values)
+        return self.vectors.to_backend(values)
 
     def addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors.values()]

@@ -119,18 +119,18 @@ class GroupExchange:
         pieces = [coder.encode(self.trainer, update.sent.part(a, b), update.unit, a) for a, b in ranges]
         return EncodedUpdate(hashlib.sha256(b"".join(pieces)).hexdigest(), tuple(pieces))
 
-    def propose(self, coder: Coder, letter: EncodedUpdate, size: int) -> Outcome:
-        return self._round(coder, letter, size, [])
+    def propose(self, coder: Coder, encoded: EncodedUpdate, size: int) -> Outcome:
+        return self._round(coder, encoded, size, [])
 
     def decline(self, coder: Coder, size: int, why: str) -> None:
         with suppress(RoundError):
             self._round(coder, EncodedUpdate("", (b"",) * self._size), size, [_short(why)])
 
-    def _round(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> Outcome:
+    def _round(self, coder: Coder, encoded: EncodedUpdate, size: int, faults: list[str]) -> Outcome:
         """Take part in every collective of a round to its end, even after an error; then all trainers get the error."""
         add_up = self._by_owners if self._reduce == "owner" else self._by_all
-        total = add_up(coder, letter, size, faults)
-        notes = self._exchange_notes({"payload": letter.id, "fault": faults[0] if faults else ""})
+        total = add_up(coder, encoded, size, faults)
+        notes = self._exchange_notes({"payload": encoded.id, "fault": faults[0] if faults else ""})
         self._end_together(notes, coder.round, f"round {coder.round} failed")
         return Outcome({self._names[rank]: notes[rank]["payload"] for rank in self._in_order()}, total)
 
@@ -162,9 +162,9 @@ class GroupExchange:
     def _ranges(self, size: int) -> list[tuple[int, int]]:
         return [(size * i // self._size, size * (i + 1) // self._size) for i in range(self._size)]
 
-    def _by_all(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> Vector:
-        got = self._swap(letter.pieces[:1] * self._size, _most(size))
-        got[self._rank] = letter.pieces[0]
+    def _by_all(self, coder: Coder, encoded: EncodedUpdate, size: int, faults: list[str]) -> Vector:
+        got = self._swap(encoded.pieces[:1] * self._size, _most(size))
+        got[self._rank] = encoded.pieces[0]
         order = self._in_order()
         totals = list[Vector]()
         with _noting(faults):
@@ -172,11 +172,11 @@ class GroupExchange:
             totals.append(aggregate(parts, size))
         return totals[0] if totals else coder.vectors.zeros(0)  # not used: there is a fault
 
-    def _by_owners(self, coder: Coder, letter: EncodedUpdate, size: int, faults: list[str]) -> Vector:
+    def _by_owners(self, coder: Coder, encoded: EncodedUpdate, size: int, faults: list[str]) -> Vector:
         ranges, everyone = self._ranges(size), self._size
         begin, end = ranges[self._rank]
-        got = self._swap(letter.pieces, _most(size))
-        got[self._rank] = letter.pieces[self._rank]
+        got = self._swap(encoded.pieces, _most(size))
+        got[self._rank] = encoded.pieces[self._rank]
         sums, v = b"", coder.vectors
         with _noting(faults):
             read = [_read(coder, got[r], self._names[r], (begin, end), 1, faults) for r in self._in_order()]

@@ -227,7 +227,7 @@ class FragmentTrainer:
     @aside
     def _prepare(self) -> None:
         """Complete unfinished commits. Before the first round, use the current weights of the model as the start."""
-        self._mend()
+        self._complete_pending()
         if not self._begun:
             for current, tensors in zip(self._current, self._tensors, strict=True):  # their own vectors are zero
                 current.shared = replace(current.shared, theta=tensors.read())
@@ -282,7 +282,7 @@ class FragmentTrainer:
         for pending in self._pending:
             pending.attempts = 0  # discarded steps are not sent again
         self._unwritten = {fragment: self._start(fragment) for fragment in range(len(self._current))}
-        self._finish(self._mend)
+        self._finish(self._complete_pending)
 
     def _start(self, fragment: int) -> ReadPiece:
         """The weights at which this trainer begins its current round."""
@@ -376,9 +376,9 @@ class FragmentTrainer:
         with self._declining(fragment, shared):
             coder = self._coder(fragment, shared)
             part = self._pending[fragment].choose(part)
-            letter = exchange.prepare(coder, part)
-        self._pending[fragment].add(letter.id, part)
-        decided = exchange.propose(coder, letter, len(shared.theta))
+            encoded = exchange.prepare(coder, part)
+        self._pending[fragment].add(encoded.id, part)
+        decided = exchange.propose(coder, encoded, len(shared.theta))
         coder = replace(coder, described=None)  # frees 2 bytes a weight
         result = self._resolve(fragment, shared, decided)
         exchange.confirm(coder, decided, result.after)
@@ -411,7 +411,7 @@ class FragmentTrainer:
     ) -> None:
         """Continue from a round that contains this part of the trainer's update."""
         self._uncommitted[fragment] = Commit(update, taken, shared, blend)
-        self._mend()
+        self._complete_pending()
 
     def _blended(self, fragment: int, commit: Commit) -> ReadPiece:
         """The weights of the next round, blended with this trainer's current weights."""
@@ -470,9 +470,9 @@ class FragmentTrainer:
         """Continue from shared weights; the model gets the given weights, or those at which the round begins."""
         self._current[fragment].shared, self._pending[fragment] = shared, PendingUpdates()
         self._unwritten[fragment] = weights or self._start(fragment)
-        self._mend()
+        self._complete_pending()
 
-    def _mend(self) -> None:
+    def _complete_pending(self) -> None:
         """Complete decided rounds. If that fails, as a device may, it is tried again at the next step."""
         if self._uncommitted or self._unwritten:  # most steps have nothing to complete
             self._complete()
@@ -610,7 +610,7 @@ class FragmentTrainer:
         self._unwritten = {i: weights.__getitem__ for i, (_, weights) in enumerate(read)}
         self._known_as = private.get("trainer", self.exchange.trainer)
         self._begun = True
-        self._mend()
+        self._complete_pending()
 
     def _read_saved(
         self, i: int, saved: Mapping[str, Any], own: Mapping[str, Any] | None

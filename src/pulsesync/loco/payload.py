@@ -137,7 +137,7 @@ class Coder:
         if self.described is None:
             if head.count != size or head.coded or len(body) != 4 * size:
                 raise FormatError("a dense payload does not have the length of its entries")
-            return SparseVector.whole(v.bring(np.frombuffer(body, "<f4").astype(np.float32)))
+            return SparseVector.whole(v.to_backend(np.frombuffer(body, "<f4").astype(np.float32)))
         described = self.described[head.begin : head.end]
         positions, sizes, negative = v.decode_steps(described, body[: head.coded], head.count)
         rest = body[head.coded :]
@@ -150,7 +150,7 @@ class Coder:
             octaves = ((off >> 1) ^ -(off & 1)) + head.scale
             if ((octaves < 0) | (octaves > 255)).any():
                 raise FormatError("an exact payload has an exponent that FP32 does not have")
-            bits = octaves << 23 | v.bring(_unpack(rest, head.count).astype(np.int64))
+            bits = octaves << 23 | v.to_backend(_unpack(rest, head.count).astype(np.int64))
         return SparseVector(size, positions, v.from_bits(bits | negative << 31))
 
     def nothing(self, size: int) -> SparseVector:

@@ -141,7 +141,7 @@ class SharedState:
         if type(head["round"]) is not int or head["round"] < 0 or not isinstance(head["parts"], dict):
             raise FormatError("the first line of a shared state has no valid round or parts")
         parts = {name: read_part(part) for name, part in head["parts"].items()}
-        state = cls(head["layout"], v.bring(theta), trend, head["round"], parts)
+        state = cls(head["layout"], v.to_backend(theta), trend, head["round"], parts)
         if state.digest != head["digest"]:
             raise ChecksumError("a shared state does not have the digest in its first line", expected=head["digest"])
         return state
@@ -168,7 +168,7 @@ def read_trend(values: NDArray[Any], like: Trend) -> Trend:
     trend = values.astype(wanted)
     if not (np.isfinite(trend).all() if trend.dtype == np.float32 else np.isin(trend, (-1, 0, 1)).all()):
         raise FormatError("a trend has values that are not finite, or signs other than -1, 0 and 1")
-    return vectors_of(like).bring(trend)
+    return vectors_of(like).to_backend(trend)
 
 
 def _trend_type(trend: Trend) -> str:

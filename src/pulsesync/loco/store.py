@@ -159,14 +159,14 @@ class StoreExchange:
         data = coder.encode(self.trainer, update.sent, update.unit)
         return EncodedUpdate(hashlib.sha256(data).hexdigest(), (data,))
 
-    def propose(self, coder: Coder, letter: EncodedUpdate, size: int) -> Outcome:
+    def propose(self, coder: Coder, encoded: EncodedUpdate, size: int) -> Outcome:
         self._objects.check_alone(coder)
         if self._objects.decision(coder) is None:
             self._check_not_gone(coder)
-            self._objects.put_payload(coder, letter.id, letter.pieces[0])
+            self._objects.put_payload(coder, encoded.id, encoded.pieces[0])
         began = self._clock()
         read: dict[Payload, SparseVector] = {
-            (self.trainer, letter.id): coder.decode(letter.pieces[0], self.trainer, 0, size)[1]
+            (self.trainer, encoded.id): coder.decode(encoded.pieces[0], self.trainer, 0, size)[1]
         }
         refused: dict[Payload, list[PulseError]] = {}
         rules = self._rules

@@ -63,7 +63,7 @@ class Vectors(Protocol):
     def search(self, positions: Vector, borders: Sequence[int]) -> list[int]:
         """The index of each border among ascending positions."""
 
-    def bring(self, values: NDArray[Any]) -> Vector:
+    def to_backend(self, values: NDArray[Any]) -> Vector:
         """Copy values from host memory to this device."""
 
     def fetch(self, values: Vector) -> NDArray[Any]:
@@ -216,7 +216,7 @@ class HostVectors:
         found: list[int] = np.searchsorted(positions, borders).tolist()
         return found
 
-    def bring(self, values: NDArray[Any]) -> NDArray[Any]:
+    def to_backend(self, values: NDArray[Any]) -> NDArray[Any]:
         return values
 
     def fetch(self, values: NDArray[Any]) -> NDArray[Any]:

@@ -87,7 +87,7 @@ class DerivedWeights:
         if self._made_from is None:
             return None
         back, changes = self._made_from, _changes_of(self.plain)
-        moves = changes.count_moves(self.plain, back.changes)
+        moves = changes.count_digest_changes(self.plain, back.changes)
         moved = {n: total + moves.get(n, Sum(0, 0)) for n, total in self.plain.sums.items()}
         if moved != back.sums:
             return None
@@ -97,9 +97,9 @@ class DerivedWeights:
     def _transition(self, some: Sequence[FlatChanges]) -> AnyTransition:
         backend = _changes_of(self.state)
         changes = backend.make_changes(self.state, some)
-        moves = backend.count_moves(self.state, changes)
+        moves = backend.count_digest_changes(self.state, changes)
         sums = {n: total + moves.get(n, Sum(0, 0)) for n, total in self.state.sums.items()}
-        return replace(self.state.stay(), changes=changes, sums=sums)
+        return replace(self.state.no_changes(), changes=changes, sums=sums)
 
     def _weights(self, number: int) -> torch.Tensor:
         """A tensor of the run as flat integers, on the device of the worker's tensors."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pulsesync.core.types import BLOCK, Sum
-from pulsesync.device.changes import Changes, PileChanges, block_moves, moves
+from pulsesync.device.changes import Changes, PileChanges, block_moves, digest_changes
 from pulsesync.device.memory import INTEGERS, on, to_device
 from pulsesync.device.pile import Pile
 from pulsesync.device.state import DeviceState
@@ -53,6 +53,6 @@ def _of_pile(pile: Pile, flat: FlatChanges, tiles: int) -> PileChanges:
         return PileChanges(pile, starts, positions, flat.old.view(bits), flat.new.view(bits))
 
 
-def count_moves(state: DeviceState, changes: Changes) -> Mapping[int, Sum]:
+def count_digest_changes(state: DeviceState, changes: Changes) -> Mapping[int, Sum]:
     """How changes change the digests of tiles, by ordinal."""
-    return moves(block_moves(changes))
+    return digest_changes(block_moves(changes))

@@ -45,7 +45,7 @@ def make_changes(state: HostState, some: Iterable[FlatChanges]) -> Changes:
     return out
 
 
-def count_moves(state: HostState, changes: Changes) -> Mapping[int, Sum]:
+def count_digest_changes(state: HostState, changes: Changes) -> Mapping[int, Sum]:
     """How changes change the digests of tiles, by ordinal."""
     moves: dict[int, Sum] = {}
     for (ordinal, _), change in changes.items():

@@ -358,7 +358,7 @@ class QuantizedSubscriber:
         state = self._subscriber.state
         if state is None:
             raise ClosedError("this QuantizedSubscriber was closed while it synced; its tensors are unchanged")
-        if self._derived is None or self._derived.plain is not state or not self._derived.state.holds(weights):
+        if self._derived is None or self._derived.plain is not state or not self._derived.state.is_attached_to(weights):
             self._version, self._derived = None, None
             self._derived = DerivedWeights(weights, state, self._mirror, self.recipe)
         return self._derived

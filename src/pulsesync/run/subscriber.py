@@ -449,14 +449,14 @@ class Subscriber:
         """Run one sync, from a recount of the weights, if one is due, to its report."""
         self._check_scrub()
         progress = _Progress()
-        if self._state is not None and not self._state.holds(source):
+        if self._state is not None and not self._state.is_attached_to(source):
             self._forget()  # these are other tensors than those that were synced
             self._to_repair = ()
         elif verify or (self._state is not None and self._state.superseded):
             with progress.timed("prepare"):
                 self._find_repairs(progress)
         try:
-            return self._find_and_go(source, version, follow_replaced, progress)
+            return self._plan_and_apply(source, version, follow_replaced, progress)
         except Exception as e:
             if not progress.torn:
                 raise
@@ -469,7 +469,9 @@ class Subscriber:
     def _records(self, avoid: Collection[str] = ()) -> RunReader:
         return RunReader(self.store, self.trust, avoid, self._epoch_patches, self._movers)
 
-    def _find_and_go(self, source: Any, version: int | None, follow_replaced: bool, progress: _Progress) -> SyncReport:
+    def _plan_and_apply(
+        self, source: Any, version: int | None, follow_replaced: bool, progress: _Progress
+    ) -> SyncReport:
         """Plan, fetch and apply; if something on the path is missing or bad, plan again."""
         avoid: set[str] = set()
         failure: PulseError | None = None  # of the first record that failed
@@ -480,7 +482,7 @@ class Subscriber:
                 with progress.timed("fetch"):
                     goal = self._find_goal(version, records, follow_replaced)
                 if goal is not None:
-                    self._go(goal, source, records, progress)
+                    self._apply_goal(goal, source, records, progress)
                 return self._report(progress, records, version)
             except (SignatureError, RunChangedError, NothingPublishedError):
                 raise
@@ -582,7 +584,7 @@ class Subscriber:
             )
         return report
 
-    def _go(self, goal: Manifest, source: Any, records: RunReader, progress: _Progress) -> None:
+    def _apply_goal(self, goal: Manifest, source: Any, records: RunReader, progress: _Progress) -> None:
         if self._state is None or self._state.layout.id != goal.layout:
             with progress.timed("fetch"):
                 layout = records.layout(goal.layout)
@@ -598,7 +600,7 @@ class Subscriber:
             return
         with progress.timed("fetch"):
             path = self._find_path(goal, records, progress)
-        self._walk(path, records, progress)
+        self._apply_path(path, records, progress)
 
     def _find_goal(self, version: int | None, records: RunReader, follow_replaced: bool) -> Manifest | None:
         """Return the version to update to, None if it is the local one; check that the run is still the same."""
@@ -645,8 +647,8 @@ class Subscriber:
         self._state = state
         if claim(state):
             state.find_damaged()  # counts again: another Subscriber may have written since
-        if state.whole and not state.untied and (start := records.start(state.digest)):
-            state.history = state.bring(History(start.index))
+        if state.whole and not state.differing_tie and (start := records.start(state.digest)):
+            state.history = state.to_backend(History(start.index))
             self._move_to(start)
             progress.path.append("start")
 
@@ -669,7 +671,7 @@ class Subscriber:
                 raise error  # before anything else on this path is fetched again
         return path
 
-    def _walk(self, path: Sequence[Manifest], records: RunReader, progress: _Progress) -> None:
+    def _apply_path(self, path: Sequence[Manifest], records: RunReader, progress: _Progress) -> None:
         """Apply records in order: first an anchor, if there is one, then all patches, in as few commits as possible."""
         assert self._state is not None
 
@@ -880,7 +882,7 @@ class Subscriber:
         state = attach(source, records.layout(record.layout), self.slices, self.widen)
         if claim(state):
             state.find_damaged()  # counts again: another Subscriber may have written since
-        if not state.whole or state.untied or state.digest != record.digest:
+        if not state.whole or state.differing_tie or state.digest != record.digest:
             return False
         known = History(record.index)
         if not record.at_start:  # at the start of an epoch no history is needed
@@ -891,7 +893,7 @@ class Subscriber:
             if known.index != record.index or (known.digest() if known.tiles else None) != record.history:
                 return False
         self._forget()
-        self._state, state.history = state, state.bring(known)
+        self._state, state.history = state, state.to_backend(known)
         self._move_to(record)
         self.reported = (record.run, record.version, record.step)
         return True
@@ -911,7 +913,7 @@ class Subscriber:
     def _verify(self, source: Any | None) -> str:
         if self._state is None or self._position is None:
             raise VerificationError("there is nothing to verify, because nothing has been synced yet; call sync first")
-        if source is not None and not self._state.holds(source):
+        if source is not None and not self._state.is_attached_to(source):
             raise VerificationError("these are not the tensors that were synced; pass those that sync was called with")
         expected, before = self._state.digest, self._state.sums
         began, version = time.perf_counter(), self._position.version

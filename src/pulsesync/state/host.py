@@ -61,10 +61,10 @@ class HostState(LiveState[Bits, Changes, History]):
     def equal(a: Bits, b: Bits) -> bool:
         return np.array_equal(a, b)
 
-    def bring(self, history: History) -> History:
+    def to_backend(self, history: History) -> History:
         return history
 
-    def stay(self) -> HostTransition:
+    def no_changes(self) -> HostTransition:
         return HostTransition({}, self.sums, self.history)
 
     # Reading
@@ -123,7 +123,7 @@ class HostState(LiveState[Bits, Changes, History]):
         wanted, keep = (None, None) if self.whole else (self.tiles, self._keep)
         changes = after if isinstance(after, dict) else dict(after)
         found = replay(versions, self.layout, self, changes, history, wanted=wanted, keep=keep)
-        return VersionChanges(changes, found.moves, found.history, found.history_digests, found.fault)
+        return VersionChanges(changes, found.digest_changes, found.history, found.history_digests, found.fault)
 
     def _keep(self, ordinal: int, change: BlockChange) -> BlockChange | None:
         return self.places[ordinal].keep(change)
@@ -143,7 +143,7 @@ class HostState(LiveState[Bits, Changes, History]):
         """A partly local tile can be read only with a codec that needs no old weights except those that it changes."""
         for entry in body.index.entries if not self.whole else ():
             place = self.places.get(entry.tile)
-            if place and place.apart and entry.codec in PREDICTING:
+            if place and place.splits_coding_group and entry.codec in PREDICTING:
                 name = self.layout.tiles[entry.tile].names[0]
                 raise StateError(
                     f"the local slice of {name!r} splits a tile of the run: publish with a grid that has "
@@ -243,6 +243,6 @@ def _scratch(tile: Tile, size: int) -> Bits:
     return scratch.view(tile.tensor.kind.bits)[:size]
 
 
-def count_moves(patches: Sequence[TilePatch]) -> dict[int, Sum]:
+def count_digest_changes(patches: Sequence[TilePatch]) -> dict[int, Sum]:
     """By how much patches change the digests of tiles, by ordinal."""
     return {one.tile.ordinal: by for one, by in zip(patches, spread(digest.moved, patches), strict=True)}

@@ -60,7 +60,7 @@ class VersionChanges(Generic[Delta, Memory]):
     """The changes of consecutive versions, each decoded against the weights that the one before it yields."""
 
     changes: Delta  # of all of them, and of the changes that they were decoded after
-    moves: Sequence[Mapping[int, Sum]]  # for each version: how the digests of the tiles in it change, by ordinal
+    digest_changes: Sequence[Mapping[int, Sum]]  # for each version: of the tiles in it, by ordinal
     history: Memory | None  # after the last; None if none was given
     history_digests: Sequence[str | None]  # for each version: of the history after it, if the state is whole
     fault: PulseError | None = None  # of the first version that cannot be decoded; the lists end before it
@@ -99,7 +99,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         self.whole = all(tile.ordinal in self.places or not tile.size for tile in layout.tiles) and all(
             place.whole for place in self.places.values()
         )
-        self.history = self.bring(History())
+        self.history = self.to_backend(History())
         self.torn = False  # whether an anchor is written in part: the weights are between two versions
         self.lock = threading.RLock()
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
@@ -108,7 +108,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         self._marks: SourceMarks | None = None  # of the source, when its addresses were these
         self._digested: tuple[Mapping[int, Sum], str] | None = None  # the last one computed
         self.sums: Mapping[int, Sum] = self.count() if sums is None else sums
-        self.untied = self.find_untied()  # a tensor whose tied copy differs from it, which only an anchor can repair
+        self.differing_tie = self.find_differing_tie()  # a tensor whose tied copy differs: only an anchor repairs it
 
     # The methods of a backend
 
@@ -128,11 +128,11 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """Whether two tensors have the same bits."""
 
     @abstractmethod
-    def bring(self, history: History) -> Memory:
+    def to_backend(self, history: History) -> Memory:
         """A history in host memory, in the form of this backend."""
 
     @abstractmethod
-    def stay(self) -> Transition[Delta, Memory]:
+    def no_changes(self) -> Transition[Delta, Memory]:
         """The transition that changes nothing."""
 
     @abstractmethod
@@ -224,7 +224,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         state._marks = SourceMarks.of(source)
         return state
 
-    def holds(self, source: Any) -> bool:
+    def is_attached_to(self, source: Any) -> bool:
         """Whether a source still has the memory that was attached: a name can be assigned to another tensor."""
         if self._marks is not None and self._marks.fit(source):
             return True
@@ -270,12 +270,12 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         Raises:
             VerificationError: a tied tensor differs from the one it is tied to.
         """
-        self.untied = self.find_untied()
-        if self.untied:
+        self.differing_tie = self.find_differing_tie()
+        if self.differing_tie:
             raise VerificationError(
-                f"a tensor tied to {self.untied!r} has other weights than it: something else has written to one of "
-                "them. Do not use the weights; sync again to load all of them from an anchor",
-                tensor=self.untied,
+                f"a tensor tied to {self.differing_tie!r} has other weights than it: something else has written to one "
+                "of them. Do not use the weights; sync again to load all of them from an anchor",
+                tensor=self.differing_tie,
             )
         self.sums = self.count()
         return self.digest
@@ -286,16 +286,16 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         Of a bundle, the names of all its tensors: its digest does not distinguish them. The new digests are kept.
         """
         with self.lock:
-            before, self.sums, self.untied = self.sums, self.count(), self.find_untied()
+            before, self.sums, self.differing_tie = self.sums, self.count(), self.find_differing_tie()
             damaged = [self.layout.tiles[n] for n, total in self.sums.items() if total != before[n]]
         names = {name for tile in damaged for name in tile.names}
-        return sorted(names | {self.untied} if self.untied else names)
+        return sorted(names | {self.differing_tie} if self.differing_tie else names)
 
     def find_damage(self) -> Tile | None:
         """Recount batch by batch, letting commits in between; return a tile whose weights another program changed."""
         for tiles in self.batches():
             with self.lock:
-                untied = self._find_untied({name for tile in tiles for name in tile.names})
+                untied = self._find_differing_tie({name for tile in tiles for name in tile.names})
                 counted = self.count_tiles(tiles)
                 for tile in tiles:
                     if untied in tile.names or counted[tile.ordinal] != self.sums[tile.ordinal]:
@@ -313,11 +313,11 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         """A sum for each tile in the digest: of a complete state, also for tiles without weights."""
         return {tile.ordinal: Sum(0, 0) for tile in self.layout.tiles if self.whole or tile.ordinal in self.places}
 
-    def find_untied(self) -> str | None:
+    def find_differing_tie(self) -> str | None:
         """The first tensor from which one that is tied to it differs."""
-        return self._find_untied(self.copies)
+        return self._find_differing_tie(self.copies)
 
-    def _find_untied(self, names: Collection[str]) -> str | None:
+    def _find_differing_tie(self, names: Collection[str]) -> str | None:
         """The first of these tensors from which one that is tied to it differs."""
         for name, others in self.copies.items():
             if name in names and any(not self.equal(self.flats[name], other) for other in others):
@@ -353,7 +353,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         All patches of a group are decoded before the first is checked, but they are checked in order: the error is that
         of the first bad patch, and it is raised inside `checking` of its record.
         """
-        base = after or self.stay()
+        base = after or self.no_changes()
         changes, sums, history = copy(base.changes), base.sums, base.history
         for group in groups:
             for versions in _by_epoch(group):
@@ -379,20 +379,20 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
         for manifest, parts in versions:
             with checking(manifest):
                 opened.append(bodies := self._open(manifest, parts))
-                promised.append(self._promised(manifest, bodies))
+                promised.append(self._digests_in_index(manifest, bodies))
         remembers = first.kind == RecordKind.VERSION
         with checking(first):
             found = self.decode(opened, changes, history if remembers else None)
         for n, (manifest, _) in enumerate(versions):
             with checking(manifest):
                 self._check_base_digest(manifest, sums)
-                if n == len(found.moves):
+                if n == len(found.digest_changes):
                     assert found.fault is not None
                     raise found.fault
-                sums = {**sums, **self.check_moves(found.moves[n], promised[n], sums)}
+                sums = {**sums, **self.check_digest_changes(found.digest_changes[n], promised[n], sums)}
                 if self.whole:
                     self._check_digests(manifest, sums, found.history_digests[n])
-        return found.changes, sums, found.history if found.history is not None else self.bring(History())
+        return found.changes, sums, found.history if found.history is not None else self.to_backend(History())
 
     def _check_digests(self, manifest: Manifest, sums: Mapping[int, Sum], history: str | None) -> None:
         if (then := self._digest(sums)) != manifest.digest:
@@ -422,13 +422,14 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
                 expected=manifest.layout,
                 actual=self.layout.id,
             )
-        if self.untied:
+        if self.differing_tie:
             raise BaseMismatchError(
-                f"a tensor tied to {self.untied!r} has other weights than it; a full resync from an anchor is required"
+                f"a tensor tied to {self.differing_tie!r} has other weights than it; a full resync from an anchor is "
+                "required"
             )
         self._check_base_digest(manifest, sums)
         if manifest.kind == RecordKind.SQUASH or manifest.index == 1:
-            return self.bring(History())
+            return self.to_backend(History())
         if manifest.index != history.index + 1:
             raise BaseMismatchError(
                 f"version {manifest.version} is patch {manifest.index} of its epoch, and the local weights have "
@@ -461,7 +462,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             bodies.append(part)
         return bodies
 
-    def _promised(self, manifest: Manifest, bodies: Sequence[Body]) -> dict[int, Sum]:
+    def _digests_in_index(self, manifest: Manifest, bodies: Sequence[Body]) -> dict[int, Sum]:
         """The digests of local tiles after a patch, from the indexes of its parts. Each tile is in one part only."""
         promised: dict[int, Sum] = {}
         for body in bodies:
@@ -471,7 +472,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             promised.update(entries)
         return promised
 
-    def check_moves(
+    def check_digest_changes(
         self, moves: Mapping[int, Sum], promised: Mapping[int, Sum], before: Mapping[int, Sum]
     ) -> dict[int, Sum]:
         """Return the digests that changed tiles will have, computed from the changes.
@@ -577,7 +578,7 @@ class LiveState(ABC, Generic[Flat, Delta, Memory]):
             self._begin_at(self.count())
 
     def _begin_at(self, sums: Mapping[int, Sum]) -> None:
-        self.sums, self.history, self.untied, self.torn = dict(sums), self.bring(History()), None, False
+        self.sums, self.history, self.differing_tie, self.torn = dict(sums), self.to_backend(History()), None, False
 
     def _take_whole(
         self, manifest: Manifest, parts: Iterable[Body], take: Callable[[Sequence[WholeBlock]], Sequence[BlockSums]]
@@ -635,12 +636,12 @@ class Snapshot:
     def __init__(self, state: AnyState) -> None:
         self.layout, self.sums = state.layout, dict(state.sums)
         self._state = state
-        self.changes = state.stay().changes  # from the live state back to this one; its commits write them
+        self.changes = state.no_changes().changes  # from the live state back to this one; its commits write them
 
     @property
     def changed(self) -> int:
         """How many weights have changed since: it keeps as many changes in memory."""
-        return replace(self._state.stay(), changes=self.changes).changed
+        return replace(self._state.no_changes(), changes=self.changes).changed
 
     def block(self, tile: Tile, number: int) -> Bits:
         with self._state.lock:

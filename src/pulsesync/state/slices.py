@@ -152,7 +152,7 @@ class TileStorage(Protocol):
         ...
 
     @property
-    def apart(self) -> bool:
+    def splits_coding_group(self) -> bool:
         """Whether weights that are coded together are partly local, which rules out coding against old weights."""
         ...
 
@@ -177,7 +177,7 @@ class LocalTile:
     whole: bool
 
     @property
-    def apart(self) -> bool:
+    def splits_coding_group(self) -> bool:
         return not self.whole
 
     def read(self, memory: Memory, number: int) -> Bits:
@@ -258,8 +258,8 @@ class WidenedTile:
         return self.place.whole
 
     @property
-    def apart(self) -> bool:
-        return self.place.apart
+    def splits_coding_group(self) -> bool:
+        return self.place.splits_coding_group
 
     def read(self, memory: Memory, number: int) -> Bits:
         return np.ascontiguousarray(self._halves(memory, number)[1::2])
@@ -315,7 +315,7 @@ class BundledTile:
         return np.logical_and.reduceat(local, first)
 
     @cached_property
-    def apart(self) -> bool:
+    def splits_coding_group(self) -> bool:
         """Whether a group is partly local."""
         if self.whole:
             return False
