@@ -1217,7 +1217,7 @@ def test_a_base_that_would_not_be_the_last_version_is_not_taken_up(monkeypatch: 
 
     def damaged(self: RunResumer, last: Any, share: Any, shards: Any) -> Any:
         state = plain(self, last, share, shards)
-        if state is not None and self._talk.team.rank == 1:
+        if state is not None and self._rounds.team.rank == 1:
             next(iter(state.flats.values()))[0] ^= 1
             state.recount()
         return state

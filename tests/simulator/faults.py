@@ -400,7 +400,7 @@ def take_a_rank_that_failed_for_one_without_changes(
     try:
         return OFFER(self, base, version, clock)
     except StoreError:
-        if self.talk.coordinates:
+        if self.rounds.coordinates:
             raise
         assert version.difference is not None
         encoded = version.difference.encode(base.last, self.options.codec)

@@ -51,7 +51,7 @@ class DeviceBaseline:
     A source that is spread over several devices has its base spread in the same way; device: the first of them.
     """
 
-    hands_over = False
+    caller_passes_old_weights = False
 
     def __init__(self, device: torch.device, keep: Literal["device", "host"]) -> None:
         self.device, self.keep = device, keep

@@ -67,7 +67,7 @@ class HookState(DeviceState):
 class HookBaseline:
     """Source on a device, and no base."""
 
-    hands_over = True
+    caller_passes_old_weights = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = DeviceBaseline(device, "device")  # reads and compares

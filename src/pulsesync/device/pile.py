@@ -177,8 +177,8 @@ class Pile:
     # Contiguous stretches of memory
 
     @cached_property
-    def stretches(self) -> "Stretches":
-        return Stretches(self)
+    def stretches(self) -> "ContiguousRanges":
+        return ContiguousRanges(self)
 
     # Weights
 
@@ -352,7 +352,7 @@ class FoundBlocks(NamedTuple):
         return some if self.inside is None else some[self.inside]
 
 
-class Stretches:
+class ContiguousRanges:
     """The contiguous stretches of a pile, of at most 2^20 weights each: blocks of its tiles, and whole bundles."""
 
     def __init__(self, pile: Pile) -> None:

@@ -157,7 +157,7 @@ class HuggingFaceFolder:
         self._events = SyncEvents(location_of(store), self._heartbeat)
         self._stack = ExitStack()
         self._stack.enter_context(owned(self.folder))
-        self._sides = {name: _Side(self.folder / name) for name in "ab"}
+        self._sides = {name: FolderCopy(self.folder / name) for name in "ab"}
         self._layout: Layout | None = None
         if self._heartbeat is not None:
             self._stack.callback(self._heartbeat.join)
@@ -295,7 +295,7 @@ class HuggingFaceFolder:
         check_room(self.store, anchor, self._layout_of(goal))
 
     @contextmanager
-    def _to_write(self) -> "Iterator[_Side]":
+    def _to_write(self) -> "Iterator[FolderCopy]":
         """Yield the copy that is not current, when no process loads it."""
         name = _current(self.folder)
         side = self._sides["b" if name == "a" else "a"]
@@ -305,7 +305,7 @@ class HuggingFaceFolder:
         with side.alone():
             yield side
 
-    def _begin(self, side: "_Side", plan: WeightFiles, goal: Manifest) -> str:
+    def _begin(self, side: "FolderCopy", plan: WeightFiles, goal: Manifest) -> str:
         """Open a copy for writing, with a subscriber that starts from the best state; return what it started from."""
         mark, history = side.mark(), side.history()
         side.unmark()
@@ -335,7 +335,7 @@ class HuggingFaceFolder:
                 return "copy"
         return "nothing"
 
-    def _turn(self, side: "_Side") -> None:
+    def _turn(self, side: "FolderCopy") -> None:
         """Make a copy current, in one step."""
         link = self.folder / f".{CURRENT}"
         with writing(link):
@@ -358,7 +358,7 @@ class HuggingFaceFolder:
                     excess -= size
 
 
-class _Side:
+class FolderCopy:
     """One of the two copies."""
 
     def __init__(self, folder: Path) -> None:

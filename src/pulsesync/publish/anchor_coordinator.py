@@ -12,7 +12,7 @@ from pulsesync.format.patch import EncodedPart
 from pulsesync.publish.anchors import AnchorWriter, encode_parts, path_since_anchor
 from pulsesync.publish.baseline import RankBase
 from pulsesync.publish.ownership import RankReport
-from pulsesync.publish.team import CoordinatorMessage, Standing, TeamTalk
+from pulsesync.publish.team import CoordinatorMessage, RankStatus, TeamRounds
 from pulsesync.run.planner import Look
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class AnchorCoordinator:
 
     Args:
         writer: Writes this rank's share.
-        talk: The messages of the team.
+        rounds: The messages of the team.
         lock: The lock of the queue: while it is taken, no version is sent.
         anchor_every: An anchor is due when the patches since the last one add up to this fraction of its bytes.
         look: Returns a function that finds the records of the run as they are now.
@@ -33,15 +33,15 @@ class AnchorCoordinator:
     def __init__(
         self,
         writer: AnchorWriter,
-        talk: TeamTalk,
+        rounds: TeamRounds,
         lock: threading.RLock,
         anchor_every: float,
         look: Callable[[], Look],
         put: Callable[[EncodedPart], PartRef],
     ) -> None:
-        self.writer, self._talk, self._lock = writer, talk, lock
+        self.writer, self._rounds, self._lock = writer, rounds, lock
         self._anchor_every, self._look, self._put = anchor_every, look, put
-        self.ranks: Sequence[Standing] = ()  # the last status of every rank
+        self.ranks: Sequence[RankStatus] = ()  # the last status of every rank
         self._unrecorded: int | None = None  # the epoch of an anchor that all ranks started and that has no record yet
         self._path_bytes = 0.0  # on rank 0: bytes of the patches since the newest anchor
 
@@ -99,10 +99,10 @@ class AnchorCoordinator:
         try:
             self.writer.wait()
         except Exception as e:
-            if self._talk.is_alone:
+            if self._rounds.is_alone:
                 raise
             fault = e
-        if self._talk.is_alone:
+        if self._rounds.is_alone:
             return self.writer.written_bytes
 
         def share() -> tuple[None, RankReport]:
@@ -114,9 +114,9 @@ class AnchorCoordinator:
         with self._lock:  # so that no version is sent meanwhile
             if self._unrecorded is None:
                 return 0
-            self._talk.begin()
-            _, reports = self._talk.report(share)
-            message = self._talk.ask(lambda: self._create_shared(reports, base))
+            self._rounds.begin()
+            _, reports = self._rounds.report(share)
+            message = self._rounds.run_on_coordinator(lambda: self._create_shared(reports, base))
             self.note_recorded(message.newest)
         return message.written
 

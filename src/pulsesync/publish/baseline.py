@@ -64,7 +64,7 @@ class Difference(Protocol):
 class Baseline(Protocol):
     """Where the last version of a share is kept, and how a source is compared with it."""
 
-    hands_over: bool  # whether no weights are kept, and the caller passes the old ones to `compare`
+    caller_passes_old_weights: bool  # whether no weights are kept, and the caller passes the old ones to `compare`
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         """Return the source's tensors as they are published. Raises: StateError."""
@@ -136,7 +136,7 @@ def baseline_for(source: Any, keep: Keep | None) -> Baseline:
 class HostBaseline:
     """Source and base in host memory."""
 
-    hands_over = False
+    caller_passes_old_weights = False
 
     def __init__(self) -> None:
         self._memo = SourceMemo()

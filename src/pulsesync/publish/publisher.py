@@ -46,7 +46,7 @@ from pulsesync.publish.pending import PendingVersion, PublishReport
 from pulsesync.publish.records import RunRecords
 from pulsesync.publish.reporting import PublishEvents
 from pulsesync.publish.resume import PublisherState
-from pulsesync.publish.team import TeamTalk
+from pulsesync.publish.team import TeamRounds
 from pulsesync.publish.writer import RunWriter, WriterOptions
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
@@ -267,14 +267,14 @@ class Publisher:
         if self._queue.is_alone:
             step = checked_step(step)
         self._check_process()  # before the lock, which may stay locked for ever in a forked process
-        hands_over = self.keep == "hook"
-        self._queue.check_caller("publish", waits=wait or not coalesce or hands_over)
-        with self._queue.call(alone=not coalesce, idle=lambda: hands_over or self._base is None):
+        caller_passes_old_weights = self.keep == "hook"
+        self._queue.check_caller("publish", waits=wait or not coalesce or caller_passes_old_weights)
+        with self._queue.call(alone=not coalesce, idle=lambda: caller_passes_old_weights or self._base is None):
             self._check_interpreter()
             self._start()
             self._queue.raise_failure("publish")
             writer = self._writer
-            if hands_over and self._queue.failures.has_lost_weights:
+            if caller_passes_old_weights and self._queue.failures.has_lost_weights:
                 writer.base = None  # no later patch can contain the failed step: a new root is published next
             version = PendingVersion(self._queue.count_call(), step, alone=not coalesce, waits=wait)
             is_due = self._cadence.step(time.monotonic(), version.call)
@@ -294,7 +294,7 @@ class Publisher:
         if version.fault is not None:
             future.was_read = True  # by this exception
             raise version.fault
-        if hands_over and at_start:
+        if caller_passes_old_weights and at_start:
             future.wait()  # an anchor may be due, which reads the source
         if not (wait or inline):
             return future
@@ -346,7 +346,7 @@ class Publisher:
                 writer = self._writer
                 if isinstance(e, AnotherPublisherError):
                     self._lease.close()
-                self._queue.failed(version, e, writer.settle_at_once, is_lost=writer.talk.is_lost)
+                self._queue.failed(version, e, writer.resolve_at_once, is_lost=writer.rounds.is_lost)
             else:
                 self._queue.completed(report)
             del version  # an exception's traceback refers to this frame, for as long as the future is kept
@@ -395,7 +395,7 @@ class Publisher:
         costs = PatchCosts(self._options.codec, link)
         self._writer = RunWriter(
             self._records,
-            TeamTalk(self.team),
+            TeamRounds(self.team),
             queue,
             self._cadence,
             anchors,
@@ -608,7 +608,9 @@ class Publisher:
     def _finish_anchor(self) -> int:
         """Wait for an anchor that is being written, unless the team has lost a rank."""
         return (
-            0 if self._process is None or self._writer.talk.is_lost else self._writer.anchors.finish(self._writer.base)
+            0
+            if self._process is None or self._writer.rounds.is_lost
+            else self._writer.anchors.finish(self._writer.base)
         )
 
 

@@ -20,7 +20,7 @@ from pulsesync.publish.baseline import Baseline, RankBase
 from pulsesync.publish.ownership import RankReport, VersionTables
 from pulsesync.publish.records import RunRecords
 from pulsesync.publish.resume import same_tensors
-from pulsesync.publish.team import CoordinatorMessage, TeamTalk
+from pulsesync.publish.team import CoordinatorMessage, TeamRounds
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState
 from pulsesync.state.sharding import Shards, TileShare, Windows, owner_of, share_of
@@ -41,13 +41,13 @@ class RunResumer:
 
     Args:
         records: Of the run.
-        talk: The messages of the team.
+        rounds: The messages of the team.
         anchors: Those of this rank; one may still be in its outbox.
         baseline: Keeps what is rebuilt.
     """
 
-    def __init__(self, records: RunRecords, talk: TeamTalk, anchors: AnchorCoordinator, baseline: Baseline) -> None:
-        self._records, self._talk, self._anchors, self._baseline = records, talk, anchors, baseline
+    def __init__(self, records: RunRecords, rounds: TeamRounds, anchors: AnchorCoordinator, baseline: Baseline) -> None:
+        self._records, self._rounds, self._anchors, self._baseline = records, rounds, anchors, baseline
         self.tables = VersionTables()  # on rank 0: of the version that was rebuilt
 
     def resume(self, plan: TeamPlan, last: Manifest, shards: Shards) -> tuple[RankBase, bool] | None:
@@ -66,7 +66,7 @@ class RunResumer:
                 return None, RankReport(failed=True)  # a tile of the run lies in several shards of this team
             writer.newest = last.anchor
             writer.finish(last.run)
-            share = share_of(layout, owners, self._talk.team.rank, shards)
+            share = share_of(layout, owners, self._rounds.team.rank, shards)
             state = self._rebuild(last, share, shards)
             if state is None and writer.busy:
                 try:
@@ -78,10 +78,10 @@ class RunResumer:
                         state = self._rebuild(last, share, shards)
             return ((share, state), RankReport.of(state, share)) if state else (None, RankReport(failed=True))
 
-        found, reports = self._talk.report(rebuild)
+        found, reports = self._rounds.report(rebuild)
         if found is None or any(report.failed for report in reports):
             return None
-        message = self._talk.ask(lambda: self._check_rebuilt(plan, last, found[0].layout, reports))
+        message = self._rounds.run_on_coordinator(lambda: self._check_rebuilt(plan, last, found[0].layout, reports))
         if not message.record:
             return None
         return RankBase(last, plan.record, *found), message.anchor

@@ -21,7 +21,7 @@ _DONE, _FAILED = b"+", b"-"
 T = TypeVar("T")
 
 
-class TeamTalk:
+class TeamRounds:
     """Rounds in which every rank does its share of some work and gets a message from each rank, including itself.
 
     Attributes:
@@ -47,7 +47,7 @@ class TeamTalk:
         """Begin a version: every rank counts its rounds from now on."""
         self._rounds, self.step = 0, None
 
-    def together(self, work: Callable[[], tuple[T, bytes]]) -> tuple[T, list[bytes]]:
+    def run_on_all(self, work: Callable[[], tuple[T, bytes]]) -> tuple[T, list[bytes]]:
         """Do this rank's share of some work, and send a message to the others; return its result and all messages.
 
         Raises:
@@ -94,14 +94,14 @@ class TeamTalk:
             value, report = work()
             return value, report.to_bytes()
 
-        value, sent = self.together(write)
+        value, sent = self.run_on_all(write)
         return value, list(RankReport.from_ranks(sent))
 
-    def ask(self, work: "Callable[[], CoordinatorMessage]") -> "CoordinatorMessage":
+    def run_on_coordinator(self, work: "Callable[[], CoordinatorMessage]") -> "CoordinatorMessage":
         """Let the coordinator do some work, and return its message."""
         if self.is_alone:
             return work()
-        _, sent = self.together(lambda: (None, work().to_bytes() if self.coordinates else b""))
+        _, sent = self.run_on_all(lambda: (None, work().to_bytes() if self.coordinates else b""))
         return CoordinatorMessage.from_bytes(sent[COORDINATOR])
 
 
@@ -133,7 +133,7 @@ class AnchorShare:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """The status of a rank, which it sends to the others before they publish a version, or end."""
 
     call: int  # the call of publish that its version ends with
@@ -155,7 +155,7 @@ class Standing:
         return json.dumps([*facts, self.busy, share, self.target, choice]).encode()
 
     @classmethod
-    def from_ranks(cls, messages: Sequence[bytes]) -> "list[Standing]":
+    def from_ranks(cls, messages: Sequence[bytes]) -> "list[RankStatus]":
         """Read what `to_bytes` wrote on each rank. Raises: FormatError, if a message is malformed."""
         out = []
         for rank, data in enumerate(messages):

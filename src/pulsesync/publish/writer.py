@@ -1,8 +1,9 @@
 """The run writer: commits a compared version to the store, together with the other ranks of a team.
 
 Every publisher has one, and a single process is a team of one. A version takes three rounds of messages: the status of
-every rank (`_meet`), what each has encoded and uploaded (`_offer`), and the record that the coordinator has created
-(`_create`). Only the thread that sends uses the team. If a rank fails, the version fails on all, and no base advances.
+every rank (`_agree_on_call`), what each has encoded and uploaded (`_offer`), and the record that the coordinator has
+created (`_create`). Only the thread that sends uses the team. If a rank fails, the version fails on all, and no base
+advances.
 """
 
 import json
@@ -37,7 +38,7 @@ from pulsesync.publish.records import RunRecords
 from pulsesync.publish.reporting import PublishEvents
 from pulsesync.publish.resume import PublisherState, check_continues, grafted
 from pulsesync.publish.resumer import RunResumer, TeamPlan
-from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, Standing, TeamTalk
+from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, RankStatus, TeamRounds
 from pulsesync.run import keys
 from pulsesync.run.bodies import inline_share, keep_body, put_body
 from pulsesync.run.reader import location_of
@@ -94,7 +95,7 @@ class RunWriter:
     def __init__(
         self,
         records: RunRecords,
-        talk: TeamTalk,
+        rounds: TeamRounds,
         queue: SendQueue,
         cadence: Cadence,
         anchors: AnchorWriter,
@@ -104,10 +105,10 @@ class RunWriter:
         lease: PublisherLease,
     ) -> None:
         self.lease = lease  # the coordinator's is that of the team
-        self.store, self.talk, self.queue, self.options = records.store, talk, queue, options
+        self.store, self.rounds, self.queue, self.options = records.store, rounds, queue, options
         self._records = records
         self.anchors = AnchorCoordinator(
-            anchors, talk, queue.lock, options.anchor_every, lambda: records.reader().look, self._put
+            anchors, rounds, queue.lock, options.anchor_every, lambda: records.reader().look, self._put
         )
         self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
         self.base: RankBase | None = None  # changed only under the queue's lock
@@ -147,7 +148,7 @@ class RunWriter:
         try:
             version.difference = compare(base.share, base.state, shards, self._codec, base.last, old)
         except BaseException as e:
-            if baseline.hands_over and not isinstance(e, ValueError | StateError):
+            if baseline.caller_passes_old_weights and not isinstance(e, ValueError | StateError):
                 self.base = (
                     None  # the old weights that the caller passed are lost: no patch to the last version is possible
                 )
@@ -163,8 +164,8 @@ class RunWriter:
             PulseError: a rank failed; the base is still the last committed version.
         """
         clock = _Clock()
-        self.talk.begin()
-        last_call = self._meet(version)
+        self.rounds.begin()
+        last_call = self._agree_on_call(version)
         if self.base is not None:
             return self._write_patch(self.base, lambda: self._fix(version, last_call), clock)
         found = self._open(version, last_call)
@@ -173,17 +174,17 @@ class RunWriter:
             return self._write_patch(found, lambda: version, clock)
         return self._write_root(found, version, clock)
 
-    def _meet(self, version: PendingVersion) -> int:
+    def _agree_on_call(self, version: PendingVersion) -> int:
         """Exchange the status of every rank; return the call that the version ends with.
 
         If ranks have no base, or different ones, none has one afterwards. No rank is in a call of publish meanwhile.
         """
-        ranks = self._stand(version)
+        ranks = self._exchange_status(version)
         calls = max(rank.calls for rank in ranks)
         self.anchors.ranks, self._choice = ranks, ranks[COORDINATOR].choice
         all_wait = all(rank.waits for rank in ranks)
         with self.queue.lock:
-            if not self.talk.is_alone:
+            if not self.rounds.is_alone:
                 self._cadence.agree(ranks[COORDINATOR].target, calls)
             if all_wait:  # then they are in the same call, even if their counts differ
                 self.queue.calls = version.call = calls
@@ -192,16 +193,16 @@ class RunWriter:
         except Exception as e:
             self.queue.reject_calls(calls, e)
             raise
-        if not self.talk.is_alone:
+        if not self.rounds.is_alone:
             with self.queue.lock:
                 self.queue.failures.schedule_raise(calls + 1, any(rank.unread for rank in ranks))
         return calls if all_wait else max(rank.call for rank in ranks)
 
-    def _agree_on_base(self, ranks: Sequence[Standing], can_resume: bool) -> None:
+    def _agree_on_base(self, ranks: Sequence[RankStatus], can_resume: bool) -> None:
         """Raises: StoreError, GroupError: the ranks have different last versions, and cannot resume the run now."""
         versions = [rank.version for rank in ranks]
         if any(rank.unsure for rank in ranks):
-            versions = self._settle()
+            versions = self._resolve_unknown_commit()
         with self.queue.lock:
             if None in versions or len(set(versions)) > 1:
                 self.base = None
@@ -210,11 +211,11 @@ class RunWriter:
             raise GroupError(
                 "the ranks have different last versions, so nothing was published; publish again on every rank to "
                 "resume the run on all of them",
-                rank=self.talk.team.rank,
+                rank=self.rounds.team.rank,
             )
 
-    def _stand(self, version: PendingVersion) -> list[Standing]:
-        def stand() -> Standing:
+    def _exchange_status(self, version: PendingVersion) -> list[RankStatus]:
+        def stand() -> RankStatus:
             self.lease.check()
             if version.fault is not None and self.base is None:
                 raise version.fault  # in the other case it is raised when all ranks have made the same call
@@ -222,7 +223,7 @@ class RunWriter:
                 self.anchors.writer.renew(self.base.last.run)
                 self._choose_codec(self.base.last, version)
             with self.queue.lock:
-                return Standing(
+                return RankStatus(
                     call=version.call,
                     calls=self.queue.calls,
                     version=self.version,
@@ -236,13 +237,13 @@ class RunWriter:
                     choice=self.costs.choice,
                 )
 
-        if self.talk.is_alone:
+        if self.rounds.is_alone:
             return [stand()]
-        return Standing.from_ranks(self.talk.together(lambda: (None, stand().to_bytes()))[1])
+        return RankStatus.from_ranks(self.rounds.run_on_all(lambda: (None, stand().to_bytes()))[1])
 
     def _choose_codec(self, last: Manifest, version: PendingVersion) -> None:
         """Choose, on the coordinator and at the first patch of an epoch, how all ranks code the epoch's versions."""
-        if self.talk.coordinates and last.next_patch[1] == 1 and version.difference is not None:
+        if self.rounds.coordinates and last.next_patch[1] == 1 and version.difference is not None:
             self.costs.begin_epoch(version.difference.try_step())
 
     @property
@@ -255,7 +256,7 @@ class RunWriter:
         fixed = self.queue.fix(version, last_call, CALL_TIMEOUT_S, resumes=self.base is None)
         if fixed.fault is not None:
             raise fixed.fault
-        self.talk.step = fixed.step
+        self.rounds.step = fixed.step
         return fixed
 
     @property
@@ -265,12 +266,12 @@ class RunWriter:
 
     # Settling
 
-    def settle_at_once(self) -> None:
+    def resolve_at_once(self) -> None:
         """After a failure, find out whether the version was committed anyway; a team does so with the next one."""
-        if not self.talk.is_alone or self._draft is None:
+        if not self.rounds.is_alone or self._draft is None:
             return
         try:
-            self._settle()
+            self._resolve_unknown_commit()
         except Exception as e:  # noqa: BLE001 - the next version tries again
             logger.warning(
                 "It is not known yet whether the last version was committed: %s: %s. The next publish finds out.",
@@ -278,7 +279,7 @@ class RunWriter:
                 e,
             )
 
-    def _settle(self) -> list[int | None]:
+    def _resolve_unknown_commit(self) -> list[int | None]:
         """Find out whether a version was committed whose outcome some rank does not know; if so, advance to it.
 
         Returns the version of each rank's base afterwards.
@@ -297,7 +298,7 @@ class RunWriter:
                 return CoordinatorMessage(draft.record, anchor=due)
             return CoordinatorMessage(base.record)
 
-        message = self.talk.ask(look)
+        message = self.rounds.run_on_coordinator(look)
 
         def advance() -> tuple[None, bytes]:
             draft = self._draft
@@ -309,12 +310,14 @@ class RunWriter:
                 logger.info("Version %d was committed, although its publish failed.", record.version)
                 if draft.report is not None:
                     self._events.published(draft.report)
-                hands_over = self.baseline is not None and self.baseline.hands_over  # then the source has changed since
-                self.anchors.begin_or_retry(base, message.anchor and not hands_over)
+                caller_passes_old_weights = (
+                    self.baseline is not None and self.baseline.caller_passes_old_weights
+                )  # then the source has changed since
+                self.anchors.begin_or_retry(base, message.anchor and not caller_passes_old_weights)
             self._draft = None
             return None, json.dumps(self.version).encode()
 
-        _, sent = self.talk.together(advance)
+        _, sent = self.rounds.run_on_all(advance)
         return [json.loads(one) for one in sent]
 
     def _advance(
@@ -342,10 +345,10 @@ class RunWriter:
 
         def windows() -> tuple[tuple[Windows, Mapping[str, str]], bytes]:
             self._fix(version, last_call)
-            return (shards.windows, shards.ties), b"" if self.talk.is_alone else windows_to(shards)
+            return (shards.windows, shards.ties), b"" if self.rounds.is_alone else windows_to(shards)
 
-        mine, sent = self.talk.together(windows)
-        everyones, ties = agreed([mine] if self.talk.is_alone else [windows_from(message) for message in sent])
+        mine, sent = self.rounds.run_on_all(windows)
+        everyones, ties = agreed([mine] if self.rounds.is_alone else [windows_from(message) for message in sent])
         if not any(everyones):
             raise StateError(
                 "there is no tensor to publish: pass a model, its state_dict(), or a mapping of names to tensors that "
@@ -353,11 +356,11 @@ class RunWriter:
             )
         pieces = layout_of(everyones, ties, self.options.grid, self.options.min_tile)
         layout = layouts.bundle(pieces, owner_of(pieces, everyones))
-        message = self.talk.ask(self._find_last)
+        message = self.rounds.run_on_coordinator(self._find_last)
         last = self._records.parse(message.record) if message.record else None
         plan = TeamPlan(layout, everyones, message.record, last)
         assert self.baseline is not None
-        resumer = RunResumer(self._records, self.talk, self.anchors, self.baseline)
+        resumer = RunResumer(self._records, self.rounds, self.anchors, self.baseline)
         if last is None or (found := resumer.resume(plan, last, shards)) is None:
             return plan
         base, due = found
@@ -414,8 +417,8 @@ class RunWriter:
             self._refs = put_companions(self.store, self.options.files, version.source, base.last)
             return CoordinatorMessage()
 
-        _, reports = self.talk.report(compare)
-        self.talk.ask(check)
+        _, reports = self.rounds.report(compare)
+        self.rounds.run_on_coordinator(check)
 
     def _may_be_grafted(self, last: Manifest, step: int) -> bool:
         """Return whether nothing says that the first version of this publisher continues a run."""
@@ -435,13 +438,13 @@ class RunWriter:
         assert shards is not None
 
         def copy() -> tuple[tuple[TileShare, AnyState], RankReport]:
-            share = share_of(plan.layout, owner_of(plan.layout, plan.everyones), self.talk.team.rank, shards)
+            share = share_of(plan.layout, owner_of(plan.layout, plan.everyones), self.rounds.team.rank, shards)
             state = baseline.copy(share, shards)
             clock.encoded()
             return (share, state), RankReport.of(state, share)
 
-        found, reports = self.talk.report(copy)
-        message = self.talk.ask(lambda: self._create_root(plan, reports, version))
+        found, reports = self.rounds.report(copy)
+        message = self.rounds.run_on_coordinator(lambda: self._create_root(plan, reports, version))
         last = self._records.parse(message.record)
         with self.queue.lock:
             self.base = base = RankBase(last, message.record, *found)
@@ -486,8 +489,8 @@ class RunWriter:
             version = fix()
             return version, self._offer(base, version, clock)
 
-        version, reports = self.talk.report(offer)
-        message = self.talk.ask(lambda: self._create(base, reports, version, clock))
+        version, reports = self.rounds.report(offer)
+        message = self.rounds.run_on_coordinator(lambda: self._create(base, reports, version, clock))
         draft = self._draft
         assert draft is not None
         last = self._records.parse(message.record)
@@ -505,7 +508,7 @@ class RunWriter:
     def _warn_of_fp32(self, report: PublishReport, layout: Layout) -> None:
         """Warn once, on the coordinator, if it seems that FP32 masters are published because a cast was forgotten."""
         wide = sum(spec.size for spec in layout.tensors if spec.dtype == "F32")
-        if not self._warns_of_fp32 or not self.talk.coordinates or 2 * min(wide, report.changed) <= report.total:
+        if not self._warns_of_fp32 or not self.rounds.coordinates or 2 * min(wide, report.changed) <= report.total:
             return
         self._warns_of_fp32 = False
         logger.warning(
@@ -575,7 +578,7 @@ class RunWriter:
 
     def _put(self, part: EncodedPart) -> PartRef:
         began = time.perf_counter()
-        ref = put_body(self.store, part, inline_share(self.talk.team.size))
+        ref = put_body(self.store, part, inline_share(self.rounds.team.size))
         if ref.data is None:
             self.costs.link.sent(ref.size, time.perf_counter() - began)
         return ref
