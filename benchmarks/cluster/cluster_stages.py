@@ -25,8 +25,8 @@ from benchmarks.harness.device import DEVICE, chances_of, make, name_of, need_gp
 from benchmarks.harness.report import json_line, provenance, table
 from pulsesync.group.bundles import agree, describe_shards
 from pulsesync.group.cost_model import CostModel, Method
-from pulsesync.group.ends import LocalModel, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.group.messages import Bucket, SyncTimes
+from pulsesync.group.peers import LocalModel, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.testing.backends import host_as_device
 
 QUICK = ("--weights", "1100", "--rounds", "1", "--densities", "0.01")

@@ -45,8 +45,8 @@ from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
 from pulsesync.device.changes import Changes, block_moves, digest_changes
 from pulsesync.device.encode import code_piles
-from pulsesync.device.hot import DeviceHistory
 from pulsesync.device.state import DeviceState
+from pulsesync.device.tracked import DeviceHistory
 from pulsesync.format import layout as layouts
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest, PartRef

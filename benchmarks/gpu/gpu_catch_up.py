@@ -45,9 +45,9 @@ from benchmarks.harness.timing import T
 from pulsesync import Publisher, Subscriber
 from pulsesync.device import decode
 from pulsesync.device.changes import Changes
-from pulsesync.device.hot import DeviceHistory
 from pulsesync.device.pile import CHUNK
 from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.tracked import DeviceHistory
 from pulsesync.format.body import Body
 from pulsesync.store import MemoryStore
 

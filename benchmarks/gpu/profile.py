@@ -40,7 +40,7 @@ LINES = {  # the functions to time, by module; where one calls another, the time
     "device.baseline": "_compare code_piles _diffs moves",
     "device.encode": "begin_moves find_hot _choose_sizes _count_rows _launch build_cold build_many _packed to_host",
     "device.encode._PileCoder": "_count_classes choose_cuts count _decide _build_cold write",
-    "device.hot": "_begin _by_tile",
+    "device.tracked": "_begin _by_tile",
     "device.state": "find_hot begin_advance begin_moves moves",
     "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload parse_cold _begin_cold"
     " to_host",

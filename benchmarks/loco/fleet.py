@@ -21,7 +21,7 @@ from pulsesync.core.threads import spread
 from pulsesync.kernels.reference import bf16
 from pulsesync.loco.gate import LARGEST, SentUpdate, SparseVector, Update, unit_of
 from pulsesync.loco.group import GroupExchange
-from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, TrainerUpdate
+from pulsesync.loco.outer_step import LARGEST_UPDATE, OuterRule, TrainerUpdate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
 from pulsesync.loco.vectors import F32, chunks_of

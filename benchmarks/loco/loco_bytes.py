@@ -27,7 +27,7 @@ from benchmarks.harness.report import json_line, provenance, table
 from benchmarks.loco import fleet as fleets
 from benchmarks.loco.fleet import Fleet, dense_bytes, measure
 from pulsesync.loco.gate import SentUpdate, VisibilityGate
-from pulsesync.loco.outer import Nesterov, OwnMomentum
+from pulsesync.loco.outer_step import Nesterov, OwnMomentum
 from pulsesync_lab.demo.game import open_game
 from pulsesync_lab.demo.settings import DemoSettings
 

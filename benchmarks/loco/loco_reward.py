@@ -60,7 +60,7 @@ from benchmarks.harness.report import json_line, provenance
 from benchmarks.loco import fleet as fleets
 from benchmarks.loco.fleet import Chosen, Fleet, dense_bytes, measure
 from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate
-from pulsesync.loco.outer import SGD, Nesterov, OuterRule, OwnMomentum, SharedMomentum
+from pulsesync.loco.outer_step import SGD, Nesterov, OuterRule, OwnMomentum, SharedMomentum
 from pulsesync.loco.vectors import F32
 from pulsesync_lab.charts import Panel, figure
 from pulsesync_lab.demo.game import open_game

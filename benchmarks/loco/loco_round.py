@@ -39,7 +39,7 @@ from pulsesync.loco import Nesterov, PulseLoCo
 from pulsesync.loco.exchange import EncodedUpdate
 from pulsesync.loco.fragments import FragmentTensors
 from pulsesync.loco.gate import SentUpdate, VisibilityGate
-from pulsesync.loco.outer import OwnMomentum, TrainerUpdate, aggregate
+from pulsesync.loco.outer_step import OwnMomentum, TrainerUpdate, aggregate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
 from pulsesync.loco.vectors import F32, chunks_of

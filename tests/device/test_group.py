@@ -16,8 +16,8 @@ from pulsesync.errors import FormatError, StateError, VerificationError
 from pulsesync.group import bundles, device_weights
 from pulsesync.group.bundles import agree, describe_shards
 from pulsesync.group.cost_model import METHODS, CostModel, Method
-from pulsesync.group.ends import LocalModel, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.group.messages import TRAILER, Bucket, SyncTimes, Table
+from pulsesync.group.peers import LocalModel, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.kernels import cuda
 from pulsesync.state.sharding import Placed, tensor_parallel
 from pulsesync.testing.backends import host_as_device

@@ -10,7 +10,7 @@ from pulsesync.core.types import BLOCK
 from pulsesync.device.vectors import DeviceVectors, vectors_on
 from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.loco.gate import SparseVector, VisibilityGate, WholeUpdate, unit_of
-from pulsesync.loco.outer import Nesterov, OwnMomentum, SharedMomentum, aggregate
+from pulsesync.loco.outer_step import Nesterov, OwnMomentum, SharedMomentum, aggregate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
 from pulsesync.loco.vectors import HOST, Vectors, vectors_of

@@ -21,8 +21,8 @@ from pulsesync.group.broadcast import NOTE_BYTES, Broadcast, BroadcastReport
 from pulsesync.group.bundles import Bundle
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import METHODS, Method
-from pulsesync.group.ends import SourceEnd
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
+from pulsesync.group.peers import SourceEnd
 from pulsesync.group.session import SyncSession
 from pulsesync.state.sharding import Placed, tensor_parallel
 from tests.processes import Fleet, die, fleet, group, join_group

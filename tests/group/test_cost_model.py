@@ -14,7 +14,7 @@ from pulsesync.group.cost_model import (
     MethodTiming,
     TransferLoad,
 )
-from pulsesync.group.ends import DEVICE_BUCKET_WEIGHTS, LocalModel, SourceEnd
+from pulsesync.group.peers import DEVICE_BUCKET_WEIGHTS, LocalModel, SourceEnd
 from pulsesync.state.sharding import shards_of
 
 GBIT = 1e9 / 8

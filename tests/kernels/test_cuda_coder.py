@@ -15,9 +15,9 @@ import torch
 from pulsesync.core.types import DTYPES, Bits, Remembered, Sum
 from pulsesync.device import encode as encoding
 from pulsesync.device.changes import PileChanges, find_changes
-from pulsesync.device.hot import DeviceHistory, HotWeights, TileMemory, begin_advance, find_hot
 from pulsesync.device.memory import starts_of, to_device, to_host, unsigned, warps_of
 from pulsesync.device.pile import PileAddresses
+from pulsesync.device.tracked import DeviceHistory, HotWeights, TileMemory, begin_advance, find_hot
 from pulsesync.errors import VerificationError
 from pulsesync.format import tables
 from pulsesync.format.history import History, TileHistory, TileHistorySummary

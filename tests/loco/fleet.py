@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from pulsesync.loco import DDP, SGD, DiLoCo, Nesterov, PublishedPulseLoCo, PulseLoCo, RoundReport, StoreExchange
-from pulsesync.loco.outer import LARGEST_UPDATE
+from pulsesync.loco.outer_step import LARGEST_UPDATE
 from pulsesync.store import MemoryStore, Store
 from tests.loco import reference
 

@@ -33,7 +33,7 @@ def test_every_round_is_emitted_with_what_its_report_says(caplog: pytest.LogCapt
         facts(report, len(report.members)) for report in reports
     )
     assert {event.members for event in completed} == {2}
-    lines = [record.getMessage() for record in caplog.records if record.name == "pulsesync.loco.meeting"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "pulsesync.loco.rounds"]
     assert sum(line.startswith("Round 2 of fragment 0 is complete with 2 trainers: ") for line in lines) == 2
 
 

@@ -10,7 +10,7 @@ from pulsesync.errors import RoundError, StateError
 from pulsesync.loco import PulseLoCo
 from pulsesync.loco import vectors as all_vectors
 from pulsesync.loco.fragments import FragmentTensors
-from pulsesync.loco.outer import OwnMomentum
+from pulsesync.loco.outer_step import OwnMomentum
 from tests.loco.fleet import Trainer, Weights, alone, flat, same
 
 

@@ -22,7 +22,7 @@ from pulsesync.loco.gate import (
     WholeUpdate,
     unit_of,
 )
-from pulsesync.loco.outer import SGD, SharedMomentum, aggregate, mean_of
+from pulsesync.loco.outer_step import SGD, SharedMomentum, aggregate, mean_of
 from tests.helpers import many, seeds
 
 RULES: list[GateRule] = [DenseGate(), VisibilityGate(), *(VisibilityGate(bits) for bits in range(MOST_BITS + 1))]

@@ -29,7 +29,7 @@ from pulsesync.errors import (
     VerificationError,
 )
 from pulsesync.loco import StoreExchange
-from pulsesync.loco.outer import LARGEST_UPDATE
+from pulsesync.loco.outer_step import LARGEST_UPDATE
 from pulsesync.store import LocalStore, MemoryStore
 from pulsesync.testing import FaultyStore
 from tests.foreign_writes import WRITES

@@ -574,7 +574,7 @@ def test_a_process_that_fetches_slowly_and_is_alive_is_waited_for(upstream: Coun
 def test_no_process_is_waited_for_without_end(
     upstream: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pulsesync.store.turns._LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr("pulsesync.store.host_lock._LONGEST_WAIT_S", 0.2)
     with fetching(tmp_path, 60):
         assert CachedStore(upstream, tmp_path).get("parts/a") == LARGE
 

@@ -21,7 +21,6 @@ from pulsesync.device.changes import (
     compose,
 )
 from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once, find_in_pieces
-from pulsesync.device.hot import DeviceHistory
 from pulsesync.device.memory import (
     DeviceStream,
     StreamPoint,
@@ -36,6 +35,7 @@ from pulsesync.device.pile import Pile, PileAddresses, make_piles, place_of, rec
 from pulsesync.device.source import DeviceSource, SourceReader
 from pulsesync.device.state import DeviceState, DeviceTransition
 from pulsesync.device.streamed import BaseStream
+from pulsesync.device.tracked import DeviceHistory
 from pulsesync.errors import StateError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart

@@ -11,7 +11,6 @@ from pulsesync.core.threads import begin as begin_work
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Bits, Codec, Tile
 from pulsesync.device.changes import SPREAD, BlockMoves, PileChanges, find_changes, on_whole
-from pulsesync.device.hot import DeviceHistory, HotWeights, find_hot
 from pulsesync.device.memory import (
     INTEGERS,
     all_to_stream,
@@ -25,6 +24,7 @@ from pulsesync.device.memory import (
     warps_of,
 )
 from pulsesync.device.pile import Pile, PileAddresses
+from pulsesync.device.tracked import DeviceHistory, HotWeights, find_hot
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import patch, tables
 from pulsesync.format.codecs import gap, step

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from pulsesync.core.threads import begin
 from pulsesync.core.types import Codec
 from pulsesync.device.changes import BlockMoves, PileChanges, begin_moves
-from pulsesync.device.hot import DeviceHistory, HotWeights, find_hot
 from pulsesync.device.memory import all_to_stream, empty, fetch, on, starts_of, to_host, to_stream, unsigned, warps_of
 from pulsesync.device.pile import Pile, PileAddresses
+from pulsesync.device.tracked import DeviceHistory, HotWeights, find_hot
 from pulsesync.format import tables
 from pulsesync.format.codecs.context import is_checked
 from pulsesync.format.codecs.heads import build_cold, build_many

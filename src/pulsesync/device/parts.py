@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Codec, Sum, Tile
 from pulsesync.device.changes import BlockMoves, PileChanges, block_moves, digest_changes
 from pulsesync.device.encode import code_piles
-from pulsesync.device.hot import DeviceHistory, HotWeights
 from pulsesync.device.memory import DeviceStream, on, pinned, starts_of, to_host, to_stream
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.tracked import DeviceHistory, HotWeights
 from pulsesync.format import patch
 from pulsesync.format.container import Allocate, new_bytes
 from pulsesync.format.index import FrequencyTable

@@ -29,11 +29,11 @@ from pulsesync.device.changes import (
     digest_changes,
 )
 from pulsesync.device.decode import DecodedTiles, GroupChecks, OpenedPayloads
-from pulsesync.device.hot import DeviceHistory, HotWeights, begin_advance, find_hot
 from pulsesync.device.indices import BlockIndices
 from pulsesync.device.memory import DeviceStream, DeviceView, Point, Tensors, fetch, to_device, to_host, to_stream
 from pulsesync.device.pieces import piece_begins
 from pulsesync.device.pile import Pile, PileAddresses, make_piles, parts_of, place_of, rectangle
+from pulsesync.device.tracked import DeviceHistory, HotWeights, begin_advance, find_hot
 from pulsesync.errors import StateError
 from pulsesync.format.body import Body
 from pulsesync.format.history import History

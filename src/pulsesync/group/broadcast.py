@@ -31,7 +31,7 @@ from pulsesync.errors import GroupError, StateError, VerificationError
 from pulsesync.group import bundles
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTiming, TransferLoad
-from pulsesync.group.ends import (
+from pulsesync.group.peers import (
     BUCKET_WEIGHTS,
     GroupEnd,
     Job,

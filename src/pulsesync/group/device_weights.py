@@ -28,10 +28,10 @@ from pulsesync.device.bundles import (
     write_table,
 )
 from pulsesync.device.changes import PileChanges, on_whole
-from pulsesync.device.hot import DeviceHistory
 from pulsesync.device.memory import DeviceStream, StreamPoint, meet, to_host, to_stream
 from pulsesync.device.parts import encode_changes, host_bytes
 from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.tracked import DeviceHistory
 from pulsesync.format.body import Body
 from pulsesync.group import messages
 from pulsesync.group.bundles import BundlePlan

@@ -22,8 +22,8 @@ from pulsesync.core.types import Sum, Tile
 from pulsesync.errors import FormatError, GroupError, VerificationError
 from pulsesync.group import messages
 from pulsesync.group.collective import Collective
-from pulsesync.group.ends import GroupEnd, Job, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.group.messages import TRAILER, Bucket, Message, SyncTimes
+from pulsesync.group.peers import GroupEnd, Job, RankVersion, ReceiverEnd, SourceEnd
 
 AHEAD = 2  # buckets that are encoded before they are sent
 _END, _UNKNOWN, _FAULT = 0, -1, -2  # in place of a length: no more messages, not encoded yet, cannot be encoded

@@ -7,8 +7,8 @@ torch nor a network; `group` and `store` the exchanges between trainers. See doc
 from pulsesync.loco.diloco import DDP, DiLoCo, PublishedPulseLoCo, PulseLoCo
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.group import GroupExchange
-from pulsesync.loco.meeting import RoundReport
-from pulsesync.loco.outer import SGD, Nesterov
+from pulsesync.loco.outer_step import SGD, Nesterov
+from pulsesync.loco.rounds import RoundReport
 from pulsesync.loco.store import StoreExchange
 
 __all__ = [

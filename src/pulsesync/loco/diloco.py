@@ -30,8 +30,7 @@ from pulsesync.core import arguments
 from pulsesync.errors import MissingLinkError, RoundError, StateError, StoreError
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate, WholeUpdate
-from pulsesync.loco.meeting import ExchangedRound, FragmentTrainer, RoundReport, aside
-from pulsesync.loco.outer import (
+from pulsesync.loco.outer_step import (
     LARGEST_UPDATE,
     SGD,
     Nesterov,
@@ -41,6 +40,7 @@ from pulsesync.loco.outer import (
     diverges,
     mean_of,
 )
+from pulsesync.loco.rounds import ExchangedRound, FragmentTrainer, RoundReport, aside
 from pulsesync.loco.shared import RoundResult, SharedState
 from pulsesync.loco.vectors import Vector
 

@@ -22,7 +22,7 @@ from pulsesync.errors import ChainError, FormatError, GroupError, RoundError, St
 from pulsesync.group.collective import Collective
 from pulsesync.loco.exchange import EncodedUpdate
 from pulsesync.loco.gate import SentUpdate, SparseVector
-from pulsesync.loco.outer import aggregate
+from pulsesync.loco.outer_step import aggregate
 from pulsesync.loco.payload import Coder, summed_unit
 from pulsesync.loco.shared import MAX_HEAD_BYTES, Outcome, SharedState
 from pulsesync.loco.vectors import Vector

@@ -18,7 +18,7 @@ from pulsesync.errors import BaseMismatchError, ChecksumError, FormatError, Limi
 from pulsesync.format import layout as layouts
 from pulsesync.format.json_reader import load_json
 from pulsesync.loco.gate import LARGEST, LOWEST_UNIT, SparseVector
-from pulsesync.loco.outer import Trend
+from pulsesync.loco.outer_step import Trend
 from pulsesync.loco.vectors import HOST, Vector, Vectors, vectors_of
 
 FORMAT = "pulse-loco/1"

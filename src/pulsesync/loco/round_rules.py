@@ -10,7 +10,7 @@ from typing import Any
 from pulsesync.errors import BaseMismatchError, FormatError, VerificationError
 from pulsesync.format.json_reader import load_json
 from pulsesync.loco.gate import SparseVector
-from pulsesync.loco.outer import LARGEST_UPDATE, diverges
+from pulsesync.loco.outer_step import LARGEST_UPDATE, diverges
 from pulsesync.loco.shared import MAX_TRAINERS
 
 FORMAT = "pulse-loco-round/1"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.format.json_reader import load_json
 from pulsesync.loco.gate import SparseVector
-from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, Trend
+from pulsesync.loco.outer_step import LARGEST_UPDATE, OuterRule, Trend
 from pulsesync.loco.vectors import Vector, vectors_of
 
 FORMAT = "pulse-loco-state/1"

@@ -29,7 +29,7 @@ from pulsesync.errors import (
 from pulsesync.format.json_reader import load_json
 from pulsesync.loco.exchange import EncodedUpdate
 from pulsesync.loco.gate import SentUpdate, SparseVector
-from pulsesync.loco.outer import aggregate
+from pulsesync.loco.outer_step import aggregate
 from pulsesync.loco.payload import Coder
 from pulsesync.loco.round_objects import RoundObjects, decision_key
 from pulsesync.loco.round_rules import (

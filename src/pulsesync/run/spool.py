@@ -21,7 +21,7 @@ from pulsesync.run import keys
 from pulsesync.run.bodies import ahead, fetch_body, fetch_part, put_body
 from pulsesync.run.reader import read_again
 from pulsesync.store import LocalStore, Store
-from pulsesync.store.turns import PATIENCE_S, locked
+from pulsesync.store.host_lock import PATIENCE_S, locked
 
 logger = logging.getLogger(__name__)
 _FETCHING = ".fetching"  # lock file: shared by processes that fetch or load; exclusive for one that removes parts

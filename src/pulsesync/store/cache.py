@@ -28,7 +28,7 @@ from pulsesync.core.scratch import make_private
 from pulsesync.errors import StoreError
 from pulsesync.store.base import WINDOW_BYTES, Store, WrappedStore, is_content_addressed, size_of
 from pulsesync.store.contents import MAX_TRANSFERS, Arrivals, ContentCheck, DamagedTransferError
-from pulsesync.store.turns import PATIENCE_S, locked
+from pulsesync.store.host_lock import PATIENCE_S, locked
 
 MAX_BYTES = 1 << 34  # the default limit of a cache
 

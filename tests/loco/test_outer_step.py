@@ -15,7 +15,7 @@ from pulsesync.core import threads
 from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.loco import vectors as all_vectors
 from pulsesync.loco.gate import SparseVector
-from pulsesync.loco.outer import (
+from pulsesync.loco.outer_step import (
     LARGEST_UPDATE,
     SGD,
     Nesterov,

@@ -10,9 +10,9 @@ from pulsesync.core.types import Bits
 from pulsesync.errors import VerificationError
 from pulsesync.group.bundles import agree, describe_shards
 from pulsesync.group.cost_model import CostModel, Method
-from pulsesync.group.ends import GroupEnd, Job, LocalModel, RankVersion, ReceiverEnd, SourceEnd, addresses_of
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.messages import Bucket, SyncTimes
+from pulsesync.group.peers import GroupEnd, Job, LocalModel, RankVersion, ReceiverEnd, SourceEnd, addresses_of
 from pulsesync.state.sharding import Placed, shards_of
 
 Model = dict[str, np.ndarray]

@@ -5,8 +5,8 @@ import pytest
 
 from pulsesync.core.types import TensorSpec
 from pulsesync.device.changes import find_changes
-from pulsesync.device.hot import DeviceHistory, find_hot
 from pulsesync.device.memory import to_host
+from pulsesync.device.tracked import DeviceHistory, find_hot
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History
 from pulsesync.format.tables import Contexts

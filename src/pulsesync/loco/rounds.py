@@ -16,7 +16,7 @@ from pulsesync.errors import FormatError, MissingLinkError, StateError, StoreErr
 from pulsesync.loco.exchange import Exchange
 from pulsesync.loco.fragments import FragmentTensors, Place, check_covered, fragments_of, named_tensors, place_of
 from pulsesync.loco.gate import GateRule, ReadPiece, SentUpdate, SparseVector, Update
-from pulsesync.loco.outer import LARGEST_UPDATE, OuterRule, TrainerUpdate
+from pulsesync.loco.outer_step import LARGEST_UPDATE, OuterRule, TrainerUpdate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, RoundResult, SharedState, read_part, read_trend
 from pulsesync.loco.vectors import Vector, vectors_of
