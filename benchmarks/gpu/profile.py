@@ -41,7 +41,7 @@ LINES = {  # the functions to time, by module; where one calls another, the time
     "device.encode": "begin_moves find_hot _choose_sizes _count_rows _launch build_cold build_many _packed to_host",
     "device.encode._PileCoder": "_count_classes choose_cuts count _decide _build_cold write",
     "device.tracked": "_begin _by_tile",
-    "device.state": "find_hot begin_advance begin_moves moves",
+    "device.state": "find_hot begin_advance begin_moves digest_changes",
     "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload parse_cold _begin_cold"
     " to_host",
     "device.decode._StreamDecoder": "__init__ begin",

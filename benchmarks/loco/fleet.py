@@ -292,8 +292,8 @@ def measure(fleet: Fleet, parts: Sequence[SentUpdate], ways: Sequence[str] = ("o
         barrier = threading.Barrier(count, timeout=300)
 
         def one(rank: int, exchange: GroupExchange, outcomes: list[Any] = outcomes) -> None:
-            letter = exchange.prepare(coder, parts[rank])
-            outcome = outcomes[rank] = exchange.propose(coder, letter, size)
+            encoded = exchange.prepare(coder, parts[rank])
+            outcome = outcomes[rank] = exchange.propose(coder, encoded, size)
             exchange.confirm(coder, outcome, fleet.shared)
 
         group = [_ThreadGroup(r, count, way, board, barrier) for r in range(count)]

@@ -108,10 +108,10 @@ class Alone:
         self.sent_bytes += len(data)
         return EncodedUpdate(hashlib.sha256(data).hexdigest(), (data,))
 
-    def propose(self, coder: Coder, letter: EncodedUpdate, size: int) -> Outcome:
+    def propose(self, coder: Coder, encoded: EncodedUpdate, size: int) -> Outcome:
         assert self._update is not None
         total = aggregate([self._update.sent] * self._trainers, size)
-        return Outcome({f"{r:05d}": letter.id for r in range(self._trainers)}, total)
+        return Outcome({f"{r:05d}": encoded.id for r in range(self._trainers)}, total)
 
     def decline(self, coder: Coder, size: int, why: str) -> None:
         pass

@@ -136,7 +136,7 @@ _HOMES = {
     "FleetStatus": "run.fleet",
     "Placed": "state.sharding",
     "Pointer": "format.pointer",
-    "PublishReport": "publish.lifecycle",
+    "PublishReport": "publish.pending",
     "Publisher": "publish.publisher",
     "ShardedPublisher": "publish.sharded",
     "SigningKey": "format.signature",

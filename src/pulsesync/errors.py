@@ -38,7 +38,6 @@ Attributes are set on the instance and have no defaults on the class: when Ray r
 derives a class from the error's class, and reads from the original error only what that class does not have.
 """
 
-import inspect
 from typing import Any, ClassVar, Self
 
 
@@ -56,9 +55,13 @@ class PulseError(Exception):
     advice: str | None
     _facts: ClassVar[dict[str, bool | None]] = {"failed_rank": None, "place": None, "advice": None}
 
-    def __init_subclass__(cls) -> None:
-        declared = inspect.get_annotations(cls).items()
-        cls._facts = cls._facts | {name: False if kind is bool else None for name, kind in declared}
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._facts = {}
+        for base in reversed(cls.__mro__):
+            cls._facts |= vars(base).get("_facts", {})
+        declared = cls.__annotations__.items()  # its own alone
+        cls._facts |= {name: False if kind is bool else None for name, kind in declared if name not in vars(cls)}
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)

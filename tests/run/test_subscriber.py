@@ -1529,14 +1529,14 @@ def test_watch_backs_off_while_nothing_is_new_and_begins_again_after_a_version(m
     with Publisher(store) as pub:
         pub.publish(training.weights)
 
-        def waited(flag: object, timeout: float) -> bool:
+        def waited(timeout: float) -> bool:
             waits.append(timeout)
             if len(waits) == 5:
                 training.step()
                 pub.publish(training.weights)
             return False
 
-        monkeypatch.setattr(SignalSafeFlag, "wait", waited)
+        monkeypatch.setattr(sub._closed, "wait", waited)
         reports = sub.watch(held, interval_s=0.5, max_interval_s=3.0)
         assert next(reports).version == 0
         assert next(reports).version == 1

@@ -183,7 +183,7 @@ class SignalSafeFlag:
     def wait(self, timeout_s: float = -1) -> bool:
         """Wait until the flag is set, and return whether it is; -1: for ever."""
         if not self._gate.acquire(timeout=timeout_s):
-            return False
+            return self._set  # another thread may have been at the gate just then
         self._open()  # for the next thread that waits
         return True
 

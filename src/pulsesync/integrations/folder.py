@@ -253,7 +253,7 @@ class HuggingFaceFolder:
         """Return the version to update to; None if it is current.
 
         Raises:
-            RunChangedError: the location has another run than the folder; NothingPublishedError.
+            RunChangedError: the location has another run than the folder; MissingLinkError; NothingPublishedError.
         """
         records, current = RunReader(self.store, self.trust, trust_pointers=self._movers), self.current
         try:
@@ -266,7 +266,7 @@ class HuggingFaceFolder:
             current = None
             self._target.forget()
         if version is not None:
-            goal: Manifest | None = records.required_version(version)
+            goal: Manifest | None = records.required_version(version, current is not None)
         else:
             goal = self._target.find(records, current.version if current else None)
             if goal is None and current is None:

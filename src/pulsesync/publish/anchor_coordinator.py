@@ -85,17 +85,21 @@ class AnchorCoordinator:
         except Exception as e:
             logger.warning("An anchor that is due was not started: %s: %s", type(e).__name__, e, exc_info=e)
 
-    def finish(self, base: RankBase | None) -> int:
+    def finish(self, base: Callable[[], RankBase | None]) -> int:
         """Wait for the anchor that is being written, and create its record; return the bytes of all ranks.
 
         In a team every rank calls this, while nothing is being sent.
+
+        Args:
+            base: Returns the base; it may change during the wait.
 
         Raises:
             StoreError, FormatError: the anchor could not be written.
         """
         fault: Exception | None = None
-        if base is not None:
-            self.writer.renew(base.last.run)
+        if (now := base()) is not None:
+            self.writer.renew(now.last.run)
+        del now
         try:
             self.writer.wait()
         except Exception as e:
@@ -116,7 +120,7 @@ class AnchorCoordinator:
                 return 0
             self._rounds.begin()
             _, reports = self._rounds.report(share)
-            message = self._rounds.run_on_coordinator(lambda: self._create_shared(reports, base))
+            message = self._rounds.run_on_coordinator(lambda: self._create_shared(reports, base()))
             self.note_recorded(message.newest)
         return message.written
 

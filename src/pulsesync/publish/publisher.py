@@ -610,7 +610,7 @@ class Publisher:
         return (
             0
             if self._process is None or self._writer.rounds.is_lost
-            else self._writer.anchors.finish(self._writer.base)
+            else self._writer.anchors.finish(lambda: self._writer.base)
         )
 
 

@@ -264,7 +264,7 @@ class RunWriter:
         base = self.base
         return base.last.version if base else None
 
-    # Settling
+    # A commit that is not known
 
     def resolve_at_once(self) -> None:
         """After a failure, find out whether the version was committed anyway; a team does so with the next one."""

@@ -80,8 +80,8 @@ def ahead(get: Callable[[PartRef], tuple[Body, int]], refs: Sequence[PartRef]) -
     with ThreadPoolExecutor(DOWNLOADS, thread_name_prefix="pulse-anchor") as executor:
         jobs = ((ref, [partial(get, ref)]) for ref in refs)
         with closing(read_ahead(executor, jobs, DOWNLOADS)) as coming:
-            for _, (future,) in coming:
-                yield future.result()
+            for _, started in coming:
+                yield started.pop().result()  # no name for the future: its error would refer to this frame for ever
 
 
 def fetch_part(store: Store, ref: PartRef) -> bytes:

@@ -117,8 +117,12 @@ class RunReader:
     def version(self, version: int) -> Manifest | None:
         return self.fetched(keys.manifest_key(version))
 
-    def required_version(self, version: int) -> Manifest:
+    def required_version(self, version: int, local: bool = False) -> Manifest:
         """Return the record of a version.
+
+        Args:
+            version: Its number.
+            local: Whether there is a local version, so that the run is known to have had versions.
 
         Raises:
             NothingPublishedError: there is no version at all; MissingLinkError: there are others; and as `look`.
@@ -126,7 +130,7 @@ class RunReader:
         record = self.version(version)
         if record is not None:
             return record
-        if self.newest() is None:
+        if not local and self.newest() is None:
             raise self.nothing_published()
         raise MissingLinkError(
             f"version {version} is not published, or was pruned; pulse log lists the versions of a run", version=version

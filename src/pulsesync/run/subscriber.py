@@ -623,7 +623,10 @@ class Subscriber:
         if local:
             records.check_run(local.run, local.version, local.digest)
         here = local.version if local else None
-        goal = self._target.find(records, here) if version is None else records.required_version(version)
+        if version is None:
+            goal = self._target.find(records, here)
+        else:
+            goal = records.required_version(version, local is not None)
         if goal is None:
             if local is None:
                 raise records.nothing_published()

@@ -124,8 +124,8 @@ class DeltaExporter:
             return None
         try:
             if number - 1 == last and self._weights is None:
-                self._weights = _ReplayedWeights(self.store, records, records.required_version(last))
-            return self._export(records, records.required_version(number))
+                self._weights = _ReplayedWeights(self.store, records, records.required_version(last, local=True))
+            return self._export(records, records.required_version(number, local=True))
         except BaseException:
             self._weights = None  # they may be a version ahead of the folders
             raise

@@ -340,7 +340,7 @@ class EngineFollower:
         reader = RunReader(followed.subscriber.store, followed.subscriber.trust)
         record = reader.version(version)
         if record is None:
-            raise NothingPublishedError(
+            raise NothingPublishedError(  # which the server waits for: it may be published within `wait_s`
                 f"version {version} is not published, or was pruned; pulse log lists the versions of a run",
                 version=version,
             )
