@@ -19,7 +19,7 @@ import pulsesync as pulse
 from pulsesync import loco, metrics, quantized, server, store
 from pulsesync.integrations import delta_folder, folder, frameworks, sglang, vllm
 from pulsesync.maintain import prune, squash, verify
-from pulsesync.store import CachedStore, LocalStore, MemoryStore, RetryStore, ThrottledStore
+from pulsesync.store import CachedStore, LocalStore, MemoryStore, RetryStore, ThrottledStore, WrappedStore
 from tools.lint.arguments import RETURNED
 
 KEY = pulse.SigningKey("11" * 32)
@@ -227,6 +227,7 @@ ENTRIES: dict[str, Entry] = {
     "LocalStore": (LocalStore, {}),
     "RetryStore": (RetryStore, {"store": MemoryStore}),
     "ThrottledStore": (ThrottledStore, {"store": MemoryStore, "bytes_per_s": lambda: 1}),
+    "WrappedStore": (WrappedStore, {"store": MemoryStore}),
     "QuantizedSubscriber": (
         quantized.QuantizedSubscriber,
         RUN | SIGNED | {"recipe": lambda: next(iter(quantized.RECIPES))},

@@ -14,7 +14,21 @@ import torch
 
 from pulsesync import Publisher, Subscriber
 from pulsesync.errors import RoundError, StateError, StoreError
-from pulsesync.loco import DDP, SGD, DiLoCo, Nesterov, PulseLoCo, diloco, gate, meeting, outer, shared, store
+from pulsesync.loco import (
+    DDP,
+    SGD,
+    DiLoCo,
+    Nesterov,
+    PulseLoCo,
+    diloco,
+    gate,
+    outer_step,
+    round_objects,
+    round_rules,
+    rounds,
+    shared,
+    store,
+)
 from pulsesync.store import MemoryStore
 from tests.loco.fleet import KINDS, Trainer, Weights, alone, first_weights, flat, meet, same, settle, together
 from tests.tiers import slow
@@ -128,7 +142,9 @@ def test_ctrl_c_while_weights_are_written_comes_out_and_leaves_nothing_half_writ
 @pytest.mark.parametrize("then", ["step", "save", "rejoin"])
 def test_ctrl_c_at_any_line_of_a_round_loses_nothing(then: str, every: int) -> None:
     """At a line of every few, to be quick; each way to go on begins at another."""
-    files = {module.__file__ for module in (diloco, meeting, store, shared, gate, outer)}
+    files = {
+        module.__file__ for module in (diloco, rounds, round_objects, round_rules, store, shared, gate, outer_step)
+    }
     at = 1 + ["step", "save", "rejoin"].index(then) * every // 3
     while True:
         with Trainer(meet(MemoryStore(), "a", 1, state_every=2), 0, compact=2) as t:

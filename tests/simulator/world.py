@@ -25,7 +25,7 @@ from pulsesync.maintain.squash import Squasher
 from pulsesync.publish import anchors, commit, publisher, writer
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.run import bodies, subscriber
+from pulsesync.run import bodies, fetcher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store, cache
 from pulsesync.testing.faults import FaultyStore
@@ -104,7 +104,7 @@ class World:
                 (threads, "default_threads", lambda: 1),
                 (anchors, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),
                 (bodies, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),
-                (subscriber, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),  # a publisher's, a squasher's
+                (fetcher, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),  # a publisher's, a squasher's
                 (tempfile, "tempdir", str(self._folder)),
                 (publisher, "time", times),
                 (writer, "time", times),

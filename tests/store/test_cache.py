@@ -524,7 +524,7 @@ def test_of_six_processes_one_fetches_each_object(tmp_path: Path) -> None:
 
 FETCHING = """
 import sys, time
-from pulsesync.store import CachedStore, MemoryStore, turns
+from pulsesync.store import CachedStore, MemoryStore, host_lock
 
 class Stuck(MemoryStore):
     def get(self, key, begin=0, end=None):
@@ -532,7 +532,7 @@ class Stuck(MemoryStore):
         time.sleep(float(sys.argv[2]))
         return b"1"
 
-turns._BEAT_S = 0.05
+host_lock._BEAT_S = 0.05
 CachedStore(Stuck(), sys.argv[1]).get("parts/a")
 """
 
