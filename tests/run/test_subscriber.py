@@ -1536,7 +1536,7 @@ def test_watch_backs_off_while_nothing_is_new_and_begins_again_after_a_version(m
                 pub.publish(training.weights)
             return False
 
-        monkeypatch.setattr(sub._closed, "wait", waited)
+        monkeypatch.setattr(sub._guard.closed, "wait", waited)
         reports = sub.watch(held, interval_s=0.5, max_interval_s=3.0)
         assert next(reports).version == 0
         assert next(reports).version == 1

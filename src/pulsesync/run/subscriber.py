@@ -9,7 +9,6 @@ several patches together. Only during the commit at the end must the weights not
 """
 
 import logging
-import os
 import threading
 import time
 import traceback
@@ -24,7 +23,8 @@ from typing import Any, TypeAlias
 
 from pulsesync import device
 from pulsesync.core import arguments
-from pulsesync.core.threads import SignalSafeFlag, finish
+from pulsesync.core.process_guard import ProcessGuard
+from pulsesync.core.threads import finish
 from pulsesync.errors import (
     BaseMismatchError,
     ChainError,
@@ -213,8 +213,11 @@ class Subscriber:
         self.events = SyncEvents(location_of(store), beats)
         if beats is not None:
             weakref.finalize(self, beats.close)
-        self._process: int | None = None  # the process that syncs
-        self._closed = SignalSafeFlag()
+        self._guard = ProcessGuard(
+            "Subscriber",
+            forked=", perhaps in the middle of a sync; create a new Subscriber in the child",
+            closed="was closed; create a new one to sync again",
+        )
         self._busy = threading.Lock()  # while a sync runs
         self._busy_thread: int | None = None  # the thread that has the lock
 
@@ -228,9 +231,9 @@ class Subscriber:
         Any thread and any signal handler may call this. A sync that is running is completed, and the weights are
         released when it is done. In a process that was forked from the one that syncs, this does nothing.
         """
-        if self._is_forked:
+        if self._guard.is_forked:
             return
-        self._closed.set()
+        self._guard.closed.set()
         self._release()
         if self.events.heartbeat is not None:
             self.events.heartbeat.close()
@@ -245,7 +248,7 @@ class Subscriber:
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Run one sync, unless this is closed; if it is closed meanwhile, release the weights afterwards."""
-        self._check_open()  # before the lock, which may stay locked for ever in a forked process
+        self._guard.claim()  # before the lock, which may stay locked for ever in a forked process
         if self._busy_thread == threading.get_ident():
             raise StateError(
                 "this thread is in the middle of a sync of this Subscriber: confirm, and a signal handler, must not "
@@ -255,27 +258,13 @@ class Subscriber:
             with self._busy:
                 self._busy_thread = threading.get_ident()
                 try:
-                    self._check_open()
+                    self._guard.claim()
                     yield
                 finally:
                     self._busy_thread = None
         finally:
-            if self._closed.is_set():
+            if self._guard.closed.is_set():
                 self._release()
-
-    def _check_open(self) -> None:
-        if self._is_forked:
-            raise ClosedError(
-                f"this Subscriber belongs to process {self._process}; this is process {os.getpid()}, which was forked "
-                "from it, perhaps in the middle of a sync; create a new Subscriber in the child"
-            )
-        if self._closed.is_set():
-            raise ClosedError("this Subscriber was closed; create a new one to sync again")
-        self._process = os.getpid()
-
-    @property
-    def _is_forked(self) -> bool:
-        return self._process not in (None, os.getpid())
 
     def _release(self) -> None:
         if self._busy.acquire(blocking=False):  # otherwise the sync that is running does it
@@ -364,8 +353,8 @@ class Subscriber:
                 if not waiting:
                     logger.info("Waiting up to %.0f s for a version at %s.", wait_s, self.events.location)
                 waiting = True
-            self._closed.wait(min(pause_s, left_s))
-            self._check_open()
+            self._guard.closed.wait(min(pause_s, left_s))
+            self._guard.claim()
         raise AssertionError  # the pauses have no end
 
     def watch(
@@ -395,12 +384,12 @@ class Subscriber:
         Raises:
             PulseError: as `sync` does, except for errors of the store that are `retryable`.
         """
-        self._check_open()
+        self._guard.claim()
         interval_s = arguments.seconds("interval_s", interval_s)
         max_interval_s = arguments.seconds("max_interval_s", max_interval_s)
         pauses = _pauses(interval_s, max_interval_s)
         followed, waiting = self._position is not None, False
-        while not self._closed.is_set():
+        while not self._guard.closed.is_set():
             try:
                 report = self.sync(source, wait_s=wait_s, verify=verify, follow_replaced=follow_replaced)
             except ClosedError:
@@ -427,7 +416,7 @@ class Subscriber:
                     yield report
                     pauses = _pauses(interval_s, max_interval_s)
                     continue
-            self._closed.wait(next(pauses))
+            self._guard.closed.wait(next(pauses))
 
     def check_fresh(self) -> int:
         """Return by how many versions the weights differ from the version to follow, and raise if these are too many.
@@ -441,7 +430,7 @@ class Subscriber:
         """
         if self._target.max_staleness is None:
             raise ValueError("check_fresh needs a limit: pass max_staleness= to the Subscriber")
-        self._check_open()
+        self._guard.claim()
         self._goal(None, self._records())
         return self._target.check_staleness(self.version)
 
