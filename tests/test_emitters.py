@@ -19,6 +19,7 @@ from pulsesync.core.location import without_credentials
 from pulsesync.errors import FormatError, NothingPublishedError, StateError, StoreError, VerificationError
 from pulsesync.maintain.squash import Squasher
 from pulsesync.run import fetcher, keys
+from pulsesync.run.applier import PlanApplier
 from pulsesync.run.reader import location_of
 from pulsesync.store import HttpStore, LocalStore, MemoryStore, ObjectStore, RetryStore, open_store
 from tests.publish.test_sharded import Group
@@ -217,7 +218,7 @@ def test_a_sync_that_fails_is_emitted_with_what_is_needed_to_know_its_lag(receiv
         publisher.publish(training.weights)
     forget(received)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Subscriber, "_apply_path", lambda *_: down("parts/one"))
+        patched.setattr(PlanApplier, "apply", lambda *_: down("parts/one"))
         with pytest.raises(StoreError):
             sub.sync(held)
     (failed,) = of(received, events.SyncFailed)

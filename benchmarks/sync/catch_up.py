@@ -129,7 +129,7 @@ def measure(folder: Path, k: int, way: str, rounds: int) -> dict[str, Any]:
         row["peak_mb"] = (peak() - held) / 1e6
         if not squash:
             subscriber.verify()
-            back = subscriber._undo[-1][2]
+            back = subscriber._follower.local._undo[-1].back
         row["undo_mb"] = sum(c.positions.nbytes + c.old.nbytes + c.new.nbytes for c in back.changes.values()) / 1e6
         assert subscriber.state is not None
         assert subscriber.state.recount() == worker.record(k).digest

@@ -547,7 +547,7 @@ def test_a_mirror_that_fails_halfway_leaves_the_tensors_whole(monkeypatch: pytes
         assert_same(worker, trainer.expected(BLOCK))
 
 
-def test_what_is_closed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_closed_says_so_after_the_sync_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(HOST)
     worker = trainer.worker(BLOCK)
     sub = QuantizedSubscriber(trainer.store, BLOCK)
@@ -558,10 +558,11 @@ def test_what_is_closed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         return get(self, *args)
 
     monkeypatch.setattr(MemoryStore, "get", closing)
-    for _ in range(2):
-        with pytest.raises(ClosedError, match="closed"):
-            sub.sync(worker)
+    sub.sync(worker)
+    assert_same(worker, trainer.expected(BLOCK))
     assert (sub.version, sub.digest) == (None, None)
+    with pytest.raises(ClosedError, match="closed"):
+        sub.sync(worker)
 
 
 def test_threads_take_turns() -> None:

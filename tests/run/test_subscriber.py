@@ -339,21 +339,6 @@ def test_bodies_are_fetched_ahead_and_not_without_bound(monkeypatch: pytest.Monk
     assert equal(held, states[29])
 
 
-def test_an_executor_that_was_given_is_used_and_left_running() -> None:
-    store, states = run_of(5)
-    held = worker()
-    with ThreadPoolExecutor(1, thread_name_prefix="mine") as pool:
-        names = set()
-        store.before = lambda verb, key: names.add(threading.current_thread().name) if "parts/" in key else None
-        sub = Subscriber(store, executor=pool)
-        sub.sync(held, version=0)
-        names.clear()
-        sub.sync(held)
-        assert all(name.startswith("mine") for name in names)
-        assert pool.submit(int, "7").result() == 7
-    assert equal(held, states[4])
-
-
 def test_one_sync_over_many_versions_is_as_many_syncs() -> None:
     store, states = run_of(30, anchor_every=1e9, epoch_patches=25)
     once, one_by_one = Subscriber(store, epoch_patches=25), Subscriber(store, epoch_patches=25)
@@ -1536,7 +1521,7 @@ def test_watch_backs_off_while_nothing_is_new_and_begins_again_after_a_version(m
                 pub.publish(training.weights)
             return False
 
-        monkeypatch.setattr(sub._guard.closed, "wait", waited)
+        monkeypatch.setattr(sub._gate.guard.closed, "wait", waited)
         reports = sub.watch(held, interval_s=0.5, max_interval_s=3.0)
         assert next(reports).version == 0
         assert next(reports).version == 1

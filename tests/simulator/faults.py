@@ -38,8 +38,10 @@ from pulsesync.publish.pending import PendingVersion
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.publish.writer import Draft, RunWriter
 from pulsesync.run import keys, planner
+from pulsesync.run.follower import RunFollower
+from pulsesync.run.goals import GoalFinder
 from pulsesync.run.planner import Look, Position
-from pulsesync.run.pointers import FollowTarget, list_moves
+from pulsesync.run.pointers import list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.state import sharding
 from pulsesync.state.host import HostState, HostTransition
@@ -214,10 +216,10 @@ def other_ranks_with(store: Callable[[Store], Store]) -> dict[str, Any]:
 
 # Mistakes in the library
 
-RESUME, STATE_COMMIT, DECODE, SPAN_THEN = Subscriber.resume, HostState.commit, HostState.decode, _Span.then
+RESUME, STATE_COMMIT, DECODE, SPAN_THEN = RunFollower.resume, HostState.commit, HostState.decode, _Span.then
 ENCODE = HostDifference.encode
 NEXT_RECORD = commit.next_record
-CREATE_MOVE, FOLLOW = pointing._create, FollowTarget.find
+CREATE_MOVE, FOLLOW = pointing._create, GoalFinder._find_followed
 
 
 def advance_the_base_before_the_commit(
@@ -254,7 +256,7 @@ def take_what_was_rolled_back_for_committed(self: AnyState, transition: AnyTrans
         raise
 
 
-def resume_from_any_weights(self: Subscriber, source: Any, version: int, history: bytes | None) -> bool:
+def resume_from_any_weights(self: RunFollower, source: Any, version: int, history: bytes | None) -> bool:
     record = RunReader(self.store, self.trust).version(version)
     if record is None:
         return False
@@ -354,12 +356,12 @@ def believe_the_hint_at_a_pointer(self: RunReader, name: str, after: int = -1) -
     return self.move(name, max(self._hint(keys.pointer_hint(name)), after))
 
 
-def never_follow_a_pointer_back(self: FollowTarget, records: RunReader, local: int | None) -> Manifest | None:
+def never_follow_a_pointer_back(self: GoalFinder, records: RunReader, local: int | None) -> Manifest | None:
     found = FOLLOW(self, records, local)
-    if self.name is None:
+    if self.pointer is None:
         return found
-    numbers = list_moves(records.store)[self.name]
-    return records.version(max(move.version for number in numbers if (move := records.move(self.name, number))))
+    numbers = list_moves(records.store)[self.pointer]
+    return records.version(max(move.version for number in numbers if (move := records.move(self.pointer, number))))
 
 
 # Of teams: each is a mistake about what several ranks make together, whichever function makes it
@@ -419,7 +421,7 @@ FAULTS = [
     replacing(pointing, "_create", move_a_pointer_by_overwriting, Invariant.IMMUTABLE_OBJECTS, 1, 8),
     replacing(pointing, "_create", move_a_pointer_beyond_the_next_number, Invariant.POINTER, 1, 8),
     replacing(RunReader, "pointer", believe_the_hint_at_a_pointer, Invariant.POINTER, 8, 8),
-    replacing(FollowTarget, "find", never_follow_a_pointer_back, Invariant.POINTER, 1, 8),
+    replacing(GoalFinder, "_find_followed", never_follow_a_pointer_back, Invariant.POINTER, 1, 8),
     replacing(HostDifference, "encode", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT, 49, 38),
     using("write_the_record_before_the_body", publisher_with(WithoutParts), Invariant.BODIES_FIRST, 0, 8),
     using("take_no_answer_for_a_commit", publisher_with(TakesNoAnswerForACommit), Invariant.PUBLISH_REPORT, 12, 1),
@@ -436,7 +438,7 @@ FAULTS = [
     using("put_what_must_be_created", publisher_with(PutsWhatMustBeCreated), Invariant.IMMUTABLE_OBJECTS, 1, 1),
     replacing(LiveState, "commit", take_what_was_rolled_back_for_committed, Invariant.WORKER_WEIGHTS, 23, 40),
     using("verify_without_counting", {"subscriber": VerifiesWithoutCounting}, Invariant.VERIFIED_WEIGHTS, 18, 8),
-    replacing(Subscriber, "resume", resume_from_any_weights, Invariant.WORKER_WEIGHTS, 23, 28),
+    replacing(RunFollower, "resume", resume_from_any_weights, Invariant.WORKER_WEIGHTS, 23, 28),
     using(
         "go_to_the_newest_version_instead", {"subscriber": GoesToTheNewestVersionInstead}, Invariant.SYNC_REPORT, 21, 7
     ),

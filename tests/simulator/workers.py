@@ -14,7 +14,6 @@ from pulsesync.state.host import HostState
 from pulsesync.testing.updates import random_bits
 from tests.simulator.actors import Arrays, Content, SimulatedWorker, bits
 from tests.simulator.checks import check_followed, check_synced, check_verified, moves_of
-from tests.simulator.executors import InlineExecutor
 from tests.simulator.invariants import Invariant
 from tests.simulator.world import Interrupted, World
 
@@ -39,7 +38,6 @@ def open_subscriber(world: World, worker: SimulatedWorker) -> Subscriber:
             cache=worker.cache,
             undo=world.rng.choice([0, 1, 3]),
             follow=worker.follow,
-            executor=InlineExecutor(),
             epoch_patches=world.epoch_patches,
         )
     return worker.subscriber

@@ -52,12 +52,12 @@ from pulsesync.format.manifest import FileRef, Manifest
 from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
+from pulsesync.run.follower import RunFollower
+from pulsesync.run.goals import GoalFinder
 from pulsesync.run.heartbeats import HeartbeatWriter
-from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader, forgetting, location_of
 from pulsesync.run.reporting import SyncEvents, SyncReport
 from pulsesync.run.spool import AnchorSpool
-from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.checkpoint_files import (
     ADAPTER_CONFIG,
     INDEX,
@@ -143,7 +143,7 @@ class HuggingFaceFolder:
         follow_replaced: bool = False,
         heartbeat: str | None = None,
     ) -> None:
-        self._target = FollowTarget(follow, max_staleness)
+        self._goals = GoalFinder(follow, max_staleness)
         self.folder = arguments.folder("folder", folder)
         self.trust, self._movers = trusted(trust), trusted_for_pointers(trust_pointers, trust)
         self.hold_s, self.follow_replaced = arguments.seconds("hold_s", hold_s), follow_replaced
@@ -190,7 +190,7 @@ class HuggingFaceFolder:
             SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError:
             the folder cannot be updated, and differs from the version to follow by more than `max_staleness`.
         """
-        return self._target.follow(self.update, self._version, interval_s, on_error)
+        return self._goals.follow(self.update, self._version, interval_s, on_error)
 
     def _version(self) -> int | None:
         current = self.current
@@ -210,7 +210,7 @@ class HuggingFaceFolder:
                 self._heartbeat.failed(e, self._version())
             raise
         except Exception as e:
-            self._events.newest = self._target.version
+            self._events.newest = self._goals.version
             self._events.failed(e, self._version(), torn=False)  # what is current is complete in any case
             raise
         self._report(done)
@@ -218,7 +218,7 @@ class HuggingFaceFolder:
 
     def _report(self, done: FolderUpdate | None) -> None:
         """Show where the folder is. The copy that became current was recounted before."""
-        self._events.newest = self._target.version
+        self._events.newest = self._goals.version
         if done is not None:
             if self._heartbeat is not None:
                 self._heartbeat.recounted(True)
@@ -257,21 +257,12 @@ class HuggingFaceFolder:
         """
         records, current = RunReader(self.store, self.trust, trust_pointers=self._movers), self.current
         try:
-            if current:
-                records.check_run(current.run, current.version, current.digest)
+            return self._goals.find(records, current, version)
         except RunChangedError as e:
             if not self.follow_replaced:
                 raise
-            logger.warning("Starting over from an anchor: %s.", e)
-            current = None
-            self._target.forget()
-        if version is not None:
-            goal: Manifest | None = records.required_version(version, current is not None)
-        else:
-            goal = self._target.find(records, current.version if current else None)
-            if goal is None and current is None:
-                raise records.nothing_published()
-        return None if current and goal and (current.run, current.version) == (goal.run, goal.version) else goal
+            self._goals.start_over(e)
+            return self._goals.find(records, None, version)
 
     def _layout_of(self, goal: Manifest) -> Layout:
         if self._layout is None or self._layout.id != goal.layout:
@@ -309,7 +300,7 @@ class HuggingFaceFolder:
         """Open a copy for writing, with a subscriber that starts from the best state; return what it started from."""
         mark, history = side.mark(), side.history()
         side.unmark()
-        position = side.reader.position if side.reader else None
+        position = side.follower.local.position if side.follower else None
         if (
             side.weights
             and side.weights.plan == plan
@@ -322,16 +313,15 @@ class HuggingFaceFolder:
             TensorFolder.create(side.folder, plan)
             mark = None
         side.weights = TensorFolder(side.folder, plan)
-        side.reader = Subscriber(self._origin, trust=self.trust, cache=self._cache, undo=0)
-        side.reader.events.muted = True  # an update is complete when the copy is current
-        if mark and mark.run == goal.run and side.reader.resume(side.weights.arrays, mark.version, history):
+        side.follower = RunFollower(self._origin, self.trust, cache=self._cache)
+        if mark and mark.run == goal.run and side.follower.resume(side.weights.arrays, mark.version, history):
             return "resume"
         name = _current(self.folder)
         other = self._sides[name] if name else None
         there = other.mark() if other else None
         if other and there and there.run == goal.run and TensorFolder.fits(other.folder, plan):
             side.weights.copy_from(TensorFolder(other.folder, plan))
-            if side.reader.resume(side.weights.arrays, there.version, other.history()):
+            if side.follower.resume(side.weights.arrays, there.version, other.history()):
                 return "copy"
         return "nothing"
 
@@ -364,7 +354,7 @@ class FolderCopy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.weights: TensorFolder | None = None
-        self.reader: Subscriber | None = None
+        self.follower: RunFollower | None = None
 
     def mark(self) -> CopyRecord | None:
         """Which version this is; None for a copy that is not complete."""
@@ -400,21 +390,21 @@ class FolderCopy:
         Raises: as `Subscriber.sync`.
         """
         assert self.weights is not None
-        assert self.reader is not None
-        self.reader.reported = (current.run, current.version, current.step) if current else None
+        assert self.follower is not None
+        self.follower.reported = (current.run, current.version, current.step) if current else None
         try:
-            report = self.reader.sync(self.weights.arrays, version=version, follow_replaced=follow_replaced)
-            self.reader.verify(self.weights.arrays)
+            report = self.follower.sync(self.weights.arrays, version=version, follow_replaced=follow_replaced)
+            self.follower.integrity.verify(self.weights.arrays)
         except (BaseMismatchError, VerificationError):
-            self.reader = None  # something else may have written to it: the next attempt begins from the other copy
+            self.follower = None  # something else may have written to it: the next attempt begins from the other copy
             raise
         return report
 
     def finish(self, mark: CopyRecord, companions: dict[str, bytes], plan: WeightFiles) -> None:
         """Write the companion files, ensure that everything is on the disk, and then mark the copy as complete."""
         assert self.weights is not None
-        assert self.reader is not None
-        state = self.reader.state
+        assert self.follower is not None
+        state = self.follower.state
         assert state is not None
         contents = dict(companions)
         if plan.index:

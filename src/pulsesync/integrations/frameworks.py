@@ -23,8 +23,9 @@ import numpy as np
 from pulsesync import device
 from pulsesync.core.threads import spread
 from pulsesync.errors import StateError, VerificationError
+from pulsesync.run.integrity import written_by_another
 from pulsesync.run.reporting import SyncReport
-from pulsesync.run.subscriber import Subscriber, written_by_another
+from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.host import HostState
 from pulsesync.store import Location
 

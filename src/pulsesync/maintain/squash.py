@@ -20,9 +20,9 @@ from pulsesync.format.signature import SigningKey, check_signing_key, trusted
 from pulsesync.format.weights import Changes, Overlay, compose, inverse
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body, inline_share, keep_body, put_body
+from pulsesync.run.follower import RunFollower
 from pulsesync.run.planner import Position
 from pulsesync.run.reader import CACHE_BYTES, RunReader
-from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.live import AnyState, AnyTransition
 from pulsesync.state.views import new_tensors
 from pulsesync.store import CachedStore, Location, open_store
@@ -142,10 +142,9 @@ class Squasher:
             return False  # no anchor yet
         layout = records.layout(anchor.layout)
         check_room(self.store, anchor, layout)
-        reader = Subscriber(self.store, trust=self.trust, undo=0, epoch_patches=self._epoch_patches)
-        reader.events.muted = True
-        reader.sync(new_tensors(layout.tensors), version=anchor.version)
-        self._state, self._at = reader.state, records.version(anchor.version)
+        follower = RunFollower(self.store, self.trust, epoch_patches=self._epoch_patches)
+        follower.sync(new_tensors(layout.tensors), version=anchor.version)
+        self._state, self._at = follower.state, records.version(anchor.version)
         return self._at is not None
 
     def _cut_off(self, records: RunReader) -> bool:

@@ -21,7 +21,7 @@ from pulsesync.publish.ownership import RankReport, VersionTables
 from pulsesync.publish.records import RunRecords
 from pulsesync.publish.resume import same_tensors
 from pulsesync.publish.team import CoordinatorMessage, TeamRounds
-from pulsesync.run.subscriber import Subscriber
+from pulsesync.run.follower import RunFollower
 from pulsesync.state.live import AnyState
 from pulsesync.state.sharding import Shards, TileShare, Windows, owner_of, share_of
 
@@ -92,20 +92,17 @@ class RunResumer:
         if tensors is None:
             return None
         records = self._records
-        trust = records.signing_key.public if records.signing_key else None
-        reader = Subscriber(
-            records.store, trust=trust, slices=share.slices, undo=0, epoch_patches=records.epoch_patches
-        )
-        reader.events.muted = True  # a trainer is no worker
+        trust = {records.signing_key.public} if records.signing_key else None
+        follower = RunFollower(records.store, trust, slices=share.slices, epoch_patches=records.epoch_patches)
         try:
-            reader.sync(tensors, version=last.version)
+            follower.sync(tensors, version=last.version)
         except SignatureError:
             raise
         except (ChainError, NotFoundError, FormatError, VerificationError):
             return None
-        if reader.state is None or reader.version != last.version:
+        if follower.state is None or follower.version != last.version:
             return None
-        return self._baseline.adopt(share, reader.state)
+        return self._baseline.adopt(share, follower.state)
 
     def _check_rebuilt(
         self, plan: TeamPlan, last: Manifest, layout: Layout, reports: Sequence[RankReport]

@@ -13,7 +13,7 @@ from pulsesync.errors import StateError
 from pulsesync.format import layout, patch
 from pulsesync.format.history import History
 from pulsesync.publish.publisher import Publisher
-from pulsesync.run.subscriber import Subscriber
+from pulsesync.run.follower import RunFollower
 from pulsesync.state.host import HostState
 from pulsesync.state.views import CASTS, torch_dtype
 from pulsesync.store.memory import MemoryStore
@@ -120,11 +120,11 @@ def _warm_up_device(dtype: str, where: "torch.device") -> None:
         weights = _make_tensors("F32" if masters else dtype, where)
         worker = {name: tensor.to(torch_dtype(dtype)) for name, tensor in weights.items()}
         store = MemoryStore()
-        with Publisher(store, codec="history", cast=dtype if masters else None) as publisher, Subscriber(store) as sub:
-            publisher.events.muted = sub.events.muted = True
+        with Publisher(store, codec="history", cast=dtype if masters else None) as publisher:
+            publisher.events.muted, follower = True, RunFollower(store, None, undo=1)
             for version in range(VERSIONS):
                 publisher.publish(weights)
-                sub.sync(worker)
+                follower.sync(worker)
                 _change_(weights)
                 logger.info(
                     "%s on %s%s: kernels of version %d of %d are compiled, %.1f s since the start",

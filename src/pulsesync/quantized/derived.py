@@ -13,7 +13,7 @@ from pulsesync.quantized.changes import SIGNED, FlatChanges, TileIndex
 from pulsesync.quantized.groups import GroupScales, QuantizedGroups
 from pulsesync.quantized.recipes import Recipe
 from pulsesync.quantized.targets import Target, Targets
-from pulsesync.run.subscriber import attach
+from pulsesync.run.follower import attach
 from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, AnyTransition, Snapshot
 

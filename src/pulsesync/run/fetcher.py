@@ -1,7 +1,7 @@
 """Fetch the bodies of patches, some of them ahead, in groups that are decoded together."""
 
 from collections.abc import Generator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TypeAlias
@@ -29,20 +29,17 @@ class PatchFetcher:
     Args:
         store: Where they are.
         state: What they are for.
-        executor: Fetches them; None: a pool of threads for each path.
     """
 
-    def __init__(self, store: Store, state: AnyState, executor: Executor | None = None) -> None:
-        self._store, self._state, self._executor = store, state, executor
+    def __init__(self, store: Store, state: AnyState) -> None:
+        self._store, self._state = store, state
         self._ahead_bytes = max(AHEAD_BYTES, state.layout.size_bytes // AHEAD_SHARE)
 
     def groups(self, path: Sequence[Manifest]) -> Generator[list[Fetching], None, None]:
         """Yield records in groups that are decoded together, while their bodies are being fetched."""
         some: list[Fetching] = []
         with ExitStack() as stack:
-            executor = self._executor or stack.enter_context(
-                ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch")
-            )
+            executor = stack.enter_context(ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch"))
             jobs = ((record, self._parts_of(record)) for record in path)
             coming = read_ahead(executor, jobs, AHEAD, lambda record: record.size_bytes, self._ahead_bytes)
             for one in stack.enter_context(closing(coming)):

@@ -23,8 +23,8 @@ from pulsesync.integrations.folder import fetch_file, flush_names, owned
 from pulsesync.maintain.verify import find_records
 from pulsesync.run import planner
 from pulsesync.run.bodies import check_room
+from pulsesync.run.follower import RunFollower
 from pulsesync.run.reader import RunReader, location_of
-from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.checkpoint_files import (
     INDEX,
     SHARD_BYTES,
@@ -225,13 +225,13 @@ class _ReplayedWeights:
         self.layout: Layout = records.layout(record.layout)
         check_room(store, planner.find_path(None, record, records.look)[0], self.layout)
         self.tensors: dict[str, Any] = new_tensors(self.layout.tensors)
-        self._reader = Subscriber(store, trust=records.trust, undo=0)
+        self._follower = RunFollower(store, records.trust)
         self._sync(record)
         self._before = {name: octets(tensor).copy() for name, tensor in self.tensors.items()}
         self._names = stored_names(self.layout)
 
     def _sync(self, record: Manifest) -> None:
-        report = self._reader.sync(self.tensors, version=record.version)
+        report = self._follower.sync(self.tensors, version=record.version)
         if report.digest != record.digest:
             raise ConflictError(f"version {record.version} was replaced while it was exported; export again")
         self.version = record.version
