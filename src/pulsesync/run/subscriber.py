@@ -58,11 +58,14 @@ from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
 from pulsesync.run.reporting import SyncEvents, SyncReport, Transfer
 from pulsesync.run.spool import AnchorSpool
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.backend import Transition
 from pulsesync.state.claims import SupersededError, claim
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.slices import Slices
 from pulsesync.state.staging import StagedBlocks
+from pulsesync.state.weights import Recount, WeightState
 from pulsesync.store import CachedStore, Location, Store, open_store
 
 REPLANS = 3  # times that a sync searches another path when an object on the first is missing or bad
@@ -87,7 +90,7 @@ class _Progress:
     confirmed: bool = False  # whether the caller was asked if weights may be written
     torn: bool = False  # whether an anchor was written in part, and no complete one since
     damage: VerificationError | None = None  # of local weights that something else had written to, as last found
-    recounted: AnyState | None = None  # the attached state, if it was just recounted and is no known version
+    recounted: WeightState | None = None  # the attached state, if it was just recounted and is no known version
     seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
     inside_s: float = 0.0  # time that inner `timed` blocks have counted, inside the current one
 
@@ -199,12 +202,12 @@ class Subscriber:
         self._confirm = confirm
         self._epoch_patches = epoch_patches
         self._origin = store  # for anchors, which are kept in the spool and not in the cache as well
-        self._state: AnyState | None = None
+        self._state: WeightState | None = None
         self._position: Position | None = None
         self._step: int | None = None
         # Run, version and step of the last report; set from outside where several copies of the weights take turns.
         self.reported: tuple[str, int, int] | None = None
-        self._undo: deque[tuple[Position, int, AnyTransition]] = deque(maxlen=undo)
+        self._undo: deque[tuple[Position, int, Transition]] = deque(maxlen=undo)
         self._executor = executor
         self._damage: str | None = None  # found by a scrub
         self._to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
@@ -292,7 +295,7 @@ class Subscriber:
         return self._position.version if self._position else None
 
     @property
-    def state(self) -> AnyState | None:
+    def state(self) -> WeightState | None:
         return self._state
 
     @property
@@ -529,7 +532,7 @@ class Subscriber:
         began, version = time.perf_counter(), self._position.version
         was_superseded = state.superseded
         claim(state)  # before the count: from here on no other Subscriber writes
-        damaged = state.find_damaged()
+        damaged = Recount(state).find_damaged()
         self.events.recounted(version, not damaged, began)
         if not damaged:
             return None
@@ -644,14 +647,14 @@ class Subscriber:
         self.events.newest = goal.version if follows else max(goal.version, self.events.newest or 0)
         return goal if not local or goal.version != local.version else None
 
-    def _attach(self, state: AnyState, records: RunReader, progress: _Progress) -> None:
+    def _attach(self, state: WeightState, records: RunReader, progress: _Progress) -> None:
         """Attach a state; if its weights are those of a published version, the sync starts from that version."""
         self._forget()
         self._state = state
         if claim(state):
-            state.find_damaged()  # counts again: another Subscriber may have written since
+            Recount(state).find_damaged()  # counts again: another Subscriber may have written since
         if state.whole and not state.differing_tie and (start := records.start(state.digest)):
-            state.history = state.to_backend(History(start.index))
+            state.history = state.backend.load_history(History(start.index))
             self._move_to(start)
             progress.path.append("start")
 
@@ -689,7 +692,7 @@ class Subscriber:
             if anchor:
                 with checking(anchor):
                     self._load(anchor, progress)
-            if self._state.overlays:
+            if self._state.backend.overlays:
                 self._apply(path, groups, progress, checking, goes_on=False)
                 return
             for n, group in enumerate(groups):  # all groups are undone together
@@ -708,7 +711,7 @@ class Subscriber:
             return
         assert self._state is not None
         with progress.timed("prepare"):
-            transition = self._state.prepare_all(groups, checking=checking)
+            transition = PatchTransaction(self._state).prepare_all(groups, checking=checking)
         self._commit(transition, path[-1], progress, goes_on=goes_on)
         progress.path += ("squash" if record.kind == RecordKind.SQUASH else "patch" for record in path)
 
@@ -738,7 +741,7 @@ class Subscriber:
             progress.confirmed = True
             self._confirm()
 
-    def _commit(self, transition: AnyTransition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
+    def _commit(self, transition: Transition, record: Manifest, progress: _Progress, goes_on: bool) -> None:
         """Write a transition to the weights; goes_on: it is undone together with the one before."""
         assert self._state is not None
         self._ask(progress)
@@ -779,12 +782,12 @@ class Subscriber:
             transfer = self.events.transfer("anchor", anchor.size_bytes)
             with progress.timed("prepare"):
                 staged = stack.enter_context(StagedBlocks(folder))
-                sums = state.check_whole(anchor, progress.waited_for(anchor, parts, transfer), staged)
+                sums = AnchorLoader(state).check_whole(anchor, progress.waited_for(anchor, parts, transfer), staged)
             self._ask(progress)
             with progress.timed("apply"):
                 self._forget()
                 try:
-                    finish(lambda: state.load_whole(staged, sums))
+                    finish(lambda: AnchorLoader(state).load_whole(staged, sums))
                 finally:
                     progress.torn = state.torn
             self._state = state
@@ -884,7 +887,7 @@ class Subscriber:
             return False
         state = attach(source, records.layout(record.layout), self.slices, self.widen)
         if claim(state):
-            state.find_damaged()  # counts again: another Subscriber may have written since
+            Recount(state).find_damaged()  # counts again: another Subscriber may have written since
         if not state.whole or state.differing_tie or state.digest != record.digest:
             return False
         known = History(record.index)
@@ -896,7 +899,7 @@ class Subscriber:
             if known.index != record.index or (known.digest() if known.tiles else None) != record.history:
                 return False
         self._forget()
-        self._state, state.history = state, state.to_backend(known)
+        self._state, state.history = state, state.backend.load_history(known)
         self._move_to(record)
         self.reported = (record.run, record.version, record.step)
         return True
@@ -922,7 +925,7 @@ class Subscriber:
         began, version = time.perf_counter(), self._position.version
         try:
             with self._state.lock:
-                actual = self._state.recount()
+                actual = Recount(self._state).digest()
         except VerificationError:
             self.events.recounted(version, False, began)
             self._forget()
@@ -946,7 +949,7 @@ class Subscriber:
                 state, version, began = self._state, self.version, time.perf_counter()
                 if state is None or state.superseded:  # then the next sync counts
                     continue
-                tile = state.find_damage()
+                tile = Recount(state).find_damage()
                 if state is not self._state or state.superseded:  # a sync has loaded other weights meanwhile
                     continue
                 if version is not None:
@@ -971,12 +974,11 @@ class Subscriber:
             raise VerificationError(damage, expected=expected, actual=actual)
 
 
-def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = False) -> AnyState:
+def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = False) -> WeightState:
     """Attach tensors where they are: in host memory, or on a GPU. Raises: StateError."""
     if device.find(source) is None:
-        return HostState.attach(source, layout, slices, widen)
-    state: AnyState = device.load("state").DeviceState.attach(source, layout, slices, widen)
-    return state
+        return WeightState.attach(HostBackend, source, layout, slices, widen)
+    return WeightState.attach(device.load("state").DeviceBackend, source, layout, slices, widen)
 
 
 def _reason(error: Exception) -> str:
