@@ -242,11 +242,11 @@ def test_an_anchor_that_is_written_in_part_is_emitted_as_torn(
     publish_steps(store, 1)
     sub = Subscriber(store)
 
-    def fail_in_the_middle(state: Any, *_: Any) -> None:
-        state.torn = True
+    def fail_in_the_middle(loader: Any, *_: Any) -> None:
+        loader._state.torn = True
         raise OSError("a device failed")
 
-    monkeypatch.setattr("pulsesync.state.host.HostState.load_whole", fail_in_the_middle)
+    monkeypatch.setattr("pulsesync.state.anchors.AnchorLoader.load_whole", fail_in_the_middle)
     with pytest.raises(VerificationError):
         sub.sync(worker())
     (failed,) = of(received, events.SyncFailed)

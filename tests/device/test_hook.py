@@ -128,7 +128,7 @@ def test_nothing_of_the_weights_is_kept_between_publishes(trainer: Trainer) -> N
         for _ in range(3):
             assert pub._base is not None
             assert isinstance(pub._base.state, HookState)
-            assert (pub._base.state.flats, pub._base.state.readers) == ({}, [])  # nor of what read them
+            assert (pub._base.state.flats, pub._base.state.memory.readers) == ({}, [])  # nor of what read them
             trainer.publish(pub).result(30)
 
 

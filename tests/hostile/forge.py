@@ -35,7 +35,8 @@ from pulsesync.format.manifest import BaseRef, Manifest, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.run.reporting import SyncReport
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
+from pulsesync.state.weights import WeightState
 from pulsesync.store.base import ObjectEntry, ReadOnlyStore
 from tests import records
 
@@ -521,7 +522,7 @@ class Run:
 
     def __init__(self, specs: list[TensorSpec], ties: dict[str, str], key: SigningKey | None = None) -> None:
         self.layout, self.key = layouts.make(specs, ties), key
-        self.state = HostState(self.layout, start(specs, 0), {})
+        self.state = WeightState(HostBackend(self.layout, start(specs, 0)))
         self.manifest = Manifest(
             run=RUN,
             version=0,
@@ -570,14 +571,14 @@ class Run:
         found = [patch.decode(p.write(), self.layout, self.state.flats, history=self.state.history) for p in parts]
         history = self.state.history.after([one for part in found for one in part.patches], self.state.flats)
         self.manifest = replace(self.manifest, history=history.digest() if history.tiles else None)
-        self.state = HostState(self.layout, new, {})
+        self.state = WeightState(HostBackend(self.layout, new))
         self.state.history = history
         self.latest = self._version(f"manifests/{self.manifest.version:016d}", self.manifest, parts)
         return self.latest
 
     def squash(self, base: Manifest, flats: Flats) -> Version:
         """One patch from an epoch's start to the version published last, signed by a delegate if the run is signed."""
-        old = HostState(self.layout, flats, {})
+        old = WeightState(HostBackend(self.layout, flats))
         with mock.patch.object(tables, "choose_cuts", low_cuts), mock.patch.object(tables, "lanes_for", many_lanes):
             made = patch.encode(self.layout, self.layout.tiles, old.flats, self.state.flats, old.sums, codec="context")
         record = replace(self.manifest, kind=RecordKind.SQUASH, base=BaseRef(base.version, base.digest), history=None)
@@ -760,7 +761,7 @@ class Victim:
             self.reset()
             return
         self.memory[:] = np.frombuffer(self.held, np.uint8)
-        self.state.sums, self.state.history, self.subscriber._follower.local.position = self.kept
+        self.state.sums, self.state.history, self.state.position = self.kept
         self.subscriber._follower.local._undo.clear()
 
     def _remembered(self) -> Any:

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from pulsesync import ClosedError, Publisher, StateError, Subscriber, VerificationError  # noqa: E402
 from pulsesync.quantized import RECIPES, QuantizedSubscriber, quantize  # noqa: E402
 from pulsesync.quantized.changes import FlatChanges  # noqa: E402
-from pulsesync.state.host import HostState  # noqa: E402
+from pulsesync.state.host import HostBackend  # noqa: E402
 from pulsesync.store import MemoryStore  # noqa: E402
 from pulsesync.testing.backends import host_as_device  # noqa: E402
 from tests.conftest import GPU  # noqa: E402
@@ -242,7 +242,7 @@ def test_a_failed_commit_leaves_the_old_version_whole(
         before, digest = place.tensors(worker), sub.digest
         trainer.nudge(0.2)
         assert sub._derived is not None
-        state = sub._derived.state
+        state = sub._derived.state.backend
         write, calls = type(state).write, []
 
         def failing(self: Any, changes: Any) -> None:
@@ -538,7 +538,7 @@ def test_a_mirror_that_fails_halfway_leaves_the_tensors_whole(monkeypatch: pytes
         sub.sync(worker)
         before = HOST.tensors(worker)
         with monkeypatch.context() as patched:
-            patched.setattr(HostState, "write_blocks", lambda self, blocks: 1 / 0)
+            patched.setattr(HostBackend, "write_blocks", lambda self, blocks: 1 / 0)
             with pytest.raises(VerificationError, match="the worker's tensors are unchanged: sync again") as raised:
                 sub.sync(worker, version=0)
         assert not raised.value.torn

@@ -25,8 +25,8 @@ from pulsesync.group.cost_model import METHODS, CostModel, Method, TransferLoad
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.messages import Bucket, Message, SyncTimes
 from pulsesync.state.attach import check_apart
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.backend import StateBackend, Transition
+from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Placed, Shards, local_tensors, shards_of
 from pulsesync.state.views import NOT_WRITABLE
 
@@ -82,8 +82,8 @@ class LocalModel:
         for name in self.copied:
             raise StateError(f"tensor {name!r} {NOT_WRITABLE}", tensor=name)
         flats = {name: view.flat for name, view in self.shards.published.views.items()}
-        state: type[AnyState] = HostState if self.device is None else devices.load("state").DeviceState
-        check_apart(flats, {}, state.span)
+        kind: type[StateBackend] = HostBackend if self.device is None else devices.load("state").DeviceBackend
+        check_apart(flats, {}, kind.span)
 
 
 def addresses_of(source: Mapping[str, Any]) -> list[int]:
@@ -109,13 +109,13 @@ class EndWeights(Protocol):
     def begin(self) -> None:
         """A sync begins: its work on the weights comes after that of the calling thread."""
 
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition | None:
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition | None:
         """Write what buckets change; return the transition back, if there is one."""
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
         """Write the whole tiles in buckets, and keep memory for the next sync."""
 
-    def roll_back(self, back: AnyTransition) -> None:
+    def roll_back(self, back: Transition) -> None:
         """Undo `write_changes`."""
 
 
@@ -168,7 +168,7 @@ class GroupEnd(ABC):
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
         self.tiles = tiles  # the bundles that this rank sends, or those that it receives
         self.at: RankVersion | None = None
-        self.before: tuple[RankVersion, AnyTransition] | None = (
+        self.before: tuple[RankVersion, Transition] | None = (
             None  # the version at which the last sync began, and the transition back to it
         )
         self.device = model.device

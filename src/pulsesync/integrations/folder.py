@@ -71,7 +71,8 @@ from pulsesync.state.checkpoint_files import (
     plan_files,
     writing,
 )
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
+from pulsesync.state.weights import Recount, WeightState
 from pulsesync.store import CachedStore, Location, Store, open_store
 
 __all__ = ["CopyRecord", "FolderUpdate", "HuggingFaceFolder", "reading"]
@@ -560,8 +561,8 @@ def identify(records: RunReader, path: str | Path) -> Identity:
     folder = path / name if name else path
     layout = records.layout(newest.layout)
     checkpoint = open_checkpoint(folder, private=True)
-    state = HostState.attach(by_layout(layout, checkpoint.tensors), layout)
-    digest, mark = state.recount(), read_mark(folder)
+    state = WeightState.attach(HostBackend, by_layout(layout, checkpoint.tensors), layout)
+    digest, mark = Recount(state).digest(), read_mark(folder)
     guesses = [records.version(mark.version) if mark else None, newest, records.start(digest)]
     found = next((record for record in guesses if record and record.digest == digest), None)
     version = newest.version

@@ -22,8 +22,8 @@ from pulsesync.publish.records import RunRecords
 from pulsesync.publish.resume import same_tensors
 from pulsesync.publish.team import CoordinatorMessage, TeamRounds
 from pulsesync.run.follower import RunFollower
-from pulsesync.state.live import AnyState
 from pulsesync.state.sharding import Shards, TileShare, Windows, owner_of, share_of
+from pulsesync.state.weights import WeightState
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RunResumer:
         """
         writer = self._anchors.writer
 
-        def rebuild() -> tuple[tuple[TileShare, AnyState] | None, RankReport]:
+        def rebuild() -> tuple[tuple[TileShare, WeightState] | None, RankReport]:
             layout = self._records.reader().layout(last.layout)
             same_tensors(layout, plan.layout.tensors, plan.layout.ties)
             try:
@@ -86,7 +86,7 @@ class RunResumer:
             return None
         return RankBase(last, plan.record, *found), message.anchor
 
-    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> AnyState | None:
+    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> WeightState | None:
         """Return this rank's tiles of the last version; None if no path leads to it."""
         tensors = self._baseline.rebuild(share, shards)
         if tensors is None:

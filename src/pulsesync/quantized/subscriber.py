@@ -35,6 +35,7 @@ from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.reader import location_of
 from pulsesync.run.reporting import SyncEvents, SyncReport
 from pulsesync.state.views import torch_dtype
+from pulsesync.state.weights import Recount
 from pulsesync.store import Location, open_store
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ class QuantizedSubscriber:
     def _find_damaged(self, derived: DerivedWeights) -> list[str]:
         """Recount the worker's tensors; return the names of those to which something else has written."""
         began = time.perf_counter()
-        damaged = derived.state.find_damaged()
+        damaged = Recount(derived.state).find_damaged()
         if self._version is not None:
             self.events.recounted(self._version, not damaged, began)
         return damaged

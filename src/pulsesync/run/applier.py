@@ -1,10 +1,9 @@
 """Fetch, check and decode the records of a plan, ask the caller, and commit."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-from pulsesync.errors import PulseError
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run.bodies import stream_bodies
@@ -13,27 +12,12 @@ from pulsesync.run.local import LocalWeights
 from pulsesync.run.planner import SyncPlan
 from pulsesync.run.reporting import SyncEvents, SyncMeter
 from pulsesync.run.spool import AnchorSpool
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.patches import PatchTransaction, about
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import Store
 
 _Group = list[tuple[Manifest, list[Body]]]  # records with their parts
-
-
-class RecordFailed(Exception):  # noqa: N818 - an event of a sync, which no caller sees
-    """Fetching, checking or decoding a record failed; `SyncAttempt` handles it."""
-
-    def __init__(self, record: Manifest, cause: PulseError) -> None:
-        super().__init__(record, cause)
-        self.record, self.cause = record, cause
-
-
-@contextmanager
-def about(record: Manifest) -> Iterator[None]:
-    """Note that an error in this block is about a record."""
-    try:
-        yield
-    except PulseError as e:
-        raise RecordFailed(record, e) from e
 
 
 class PlanApplier:
@@ -87,7 +71,7 @@ class PlanApplier:
     def _apply(self, patches: Sequence[Manifest], groups: Iterable[_Group], meter: SyncMeter) -> None:
         """Apply patches in one commit, or in one a group, if a state cannot prepare a patch over another."""
         assert self._local.state is not None
-        if self._local.state.overlays:
+        if self._local.state.backend.overlays:
             self._apply_together(patches, groups, meter)
             return
         for n, group in enumerate(groups):
@@ -101,7 +85,7 @@ class PlanApplier:
             return
         assert self._local.state is not None
         with meter.timed("prepare"):
-            transition = self._local.state.prepare_all(groups, checking=about)
+            transition = PatchTransaction(self._local.state).prepare_all(groups)
         self._ask(meter)
         self._local.commit(transition, patches[-1], meter, joins=joins)
         meter.path += ("squash" if record.kind == RecordKind.SQUASH else "patch" for record in patches)
@@ -141,7 +125,7 @@ class PlanApplier:
             transfer = self._events.transfer("anchor", anchor.size_bytes)
             with about(anchor), meter.timed("prepare"):
                 staged = stack.enter_context(StagedBlocks(self._folder))
-                sums = state.check_whole(anchor, meter.waited_for(anchor, parts, transfer), staged)
+                sums = AnchorLoader(state).check_whole(anchor, meter.waited_for(anchor, parts, transfer), staged)
             self._ask(meter)
             with about(anchor):
                 self._local.load(anchor, staged, sums, meter)

@@ -10,7 +10,7 @@ from pulsesync.core.threads import Started, read_ahead
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest
 from pulsesync.run.bodies import fetch_body
-from pulsesync.state.live import AnyState
+from pulsesync.state.weights import WeightState
 from pulsesync.store import Store
 
 AHEAD = 4  # patches fetched before they are decoded
@@ -31,7 +31,7 @@ class PatchFetcher:
         state: What they are for.
     """
 
-    def __init__(self, store: Store, state: AnyState) -> None:
+    def __init__(self, store: Store, state: WeightState) -> None:
         self._store, self._state = store, state
         self._ahead_bytes = max(AHEAD_BYTES, state.layout.size_bytes // AHEAD_SHARE)
 
@@ -44,7 +44,7 @@ class PatchFetcher:
             coming = read_ahead(executor, jobs, AHEAD, lambda record: record.size_bytes, self._ahead_bytes)
             for one in stack.enter_context(closing(coming)):
                 size = sum(record.size_bytes for record, _ in (*some, one))
-                if some and (size > self._ahead_bytes or len(some) == TOGETHER or not self._state.overlays):
+                if some and (size > self._ahead_bytes or len(some) == TOGETHER or not self._state.backend.overlays):
                     yield some
                     some = []
                 some.append(one)

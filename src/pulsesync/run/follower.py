@@ -34,7 +34,7 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.run import planner
-from pulsesync.run.applier import PlanApplier, RecordFailed
+from pulsesync.run.applier import PlanApplier
 from pulsesync.run.goals import GoalFinder
 from pulsesync.run.integrity import IntegrityMonitor
 from pulsesync.run.local import LocalWeights
@@ -42,9 +42,10 @@ from pulsesync.run.planner import SyncPlan
 from pulsesync.run.reader import CACHE_BYTES, RunReader, locate, location_of
 from pulsesync.run.reporting import SyncEvents, SyncMeter, SyncReport
 from pulsesync.state.claims import SupersededError, claim
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import RecordFailed
 from pulsesync.state.slices import Slices
+from pulsesync.state.weights import Recount, WeightState
 from pulsesync.store import CachedStore, Store
 
 REPLANS = 3  # times that a sync searches another path when an object on the first is missing or bad
@@ -102,7 +103,7 @@ class RunFollower:
         self.reported: tuple[str, int, int] | None = None
 
     @property
-    def state(self) -> AnyState | None:
+    def state(self) -> WeightState | None:
         return self.local.state
 
     @property
@@ -140,7 +141,7 @@ class RunFollower:
 
     def undo(self) -> SyncReport | None:
         """Undo the last sync; None: there is nothing to undo. Raises: VerificationError, as `Subscriber.roll_back`."""
-        if not self.local.can_undo:
+        if not self.local.can_undo():
             return None
         if damage := self.integrity.find_damage():  # the undo log is for other weights
             if isinstance(damage, SupersededError):
@@ -148,11 +149,10 @@ class RunFollower:
             raise damage
         meter, before = SyncMeter(), self.local.version
         self.local.undo(meter)
-        position, step = self.local.position, self.local.step
+        position = self.local.position
         assert position is not None
-        assert step is not None
-        self.reported = (position.run, position.version, step)
-        return meter.report(position.version, step, position.digest, from_version=before)
+        self.reported = (position.run, position.version, position.step)
+        return meter.report(position, from_version=before)
 
     def resume(self, source: Any, version: int, history: bytes | None) -> bool:
         """Continue with weights that an earlier process left at a version. Returns, Raises: as `Subscriber.resume`."""
@@ -162,7 +162,7 @@ class RunFollower:
             return False
         state = attach(source, records.layout(record.layout), self.slices, self.widen)
         if claim(state):
-            state.find_damaged()  # counts again: another Subscriber may have written since
+            Recount(state).find_damaged()  # counts again: another Subscriber may have written since
         if not state.whole or state.differing_tie or state.digest != record.digest:
             return False
         known = History(record.index)
@@ -173,9 +173,8 @@ class RunFollower:
                 return False
             if known.index != record.index or (known.digest() if known.tiles else None) != record.history:
                 return False
-        state.history = state.to_backend(known)
-        self.local.attach(state)
-        self.local.set_version(record)
+        state.history = state.backend.load_history(known)
+        self.local.attach(state, record)
         self.reported = (record.run, record.version, record.step)
         return True
 
@@ -187,7 +186,9 @@ class SyncAttempt:
         self._follower, self._local, self._integrity = follower, follower.local, follower.integrity
         self._source, self._version, self._follow_replaced = source, version, follow_replaced
         self.meter = SyncMeter()
-        self._recounted: AnyState | None = None  # the attached state, if it was just recounted and is no known version
+        self._recounted: WeightState | None = (
+            None  # the attached state, if it was just recounted and is no known version
+        )
         self._avoid: set[str] = set()  # keys of records that failed
         self._refused: dict[str, FormatError] = {}  # of records whose bodies are bad: they were read twice
         self._failure: _Replanned | None = None  # of the first record that failed
@@ -307,10 +308,10 @@ class SyncAttempt:
                 state = attach(self._source, layout, follower.slices, follower.widen)
             local.attach(state)
             if claim(state):
-                state.find_damaged()  # counts again: another Subscriber may have written since
+                Recount(state).find_damaged()  # counts again: another Subscriber may have written since
             if state.whole and not state.differing_tie and (start := records.start(state.digest)):
-                state.history = state.to_backend(History(start.index))
-                local.set_version(start)
+                state.history = state.backend.load_history(History(start.index))
+                local.attach(state, start)
                 self.meter.path.append("start")
 
     def _plan(self, goal: Manifest, records: RunReader) -> SyncPlan:
@@ -340,18 +341,15 @@ class SyncAttempt:
         return path
 
     def _report(self, records: RunReader) -> SyncReport:
-        follower, position, step = self._follower, self._local.position, self._local.step
+        follower, position = self._follower, self._local.position
         assert position is not None
-        assert step is not None
         repaired, self._integrity.to_repair = self._integrity.to_repair, ()
         run, from_version, from_step = follower.reported or (None, None, None)
         if run != position.run:
             from_version = from_step = None
         self.meter.fetched_bytes += records.fetched_bytes
         report = self.meter.report(
-            position.version,
-            step,
-            position.digest,
+            position,
             repaired=repaired,
             from_version=from_version,
             from_step=from_step,
@@ -371,9 +369,8 @@ class SyncAttempt:
         return report
 
 
-def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = False) -> AnyState:
+def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = False) -> WeightState:
     """Attach tensors where they are: in host memory, or on a GPU. Raises: StateError."""
     if device.find(source) is None:
-        return HostState.attach(source, layout, slices, widen)
-    state: AnyState = device.load("state").DeviceState.attach(source, layout, slices, widen)
-    return state
+        return WeightState.attach(HostBackend, source, layout, slices, widen)
+    return WeightState.attach(device.load("state").DeviceBackend, source, layout, slices, widen)

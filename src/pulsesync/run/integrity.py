@@ -12,6 +12,7 @@ from pulsesync.errors import VerificationError
 from pulsesync.run.local import LocalWeights
 from pulsesync.run.reporting import SyncEvents
 from pulsesync.state.claims import SupersededError, claim
+from pulsesync.state.weights import Recount
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class IntegrityMonitor:
         began = time.perf_counter()
         was_superseded = state.superseded
         claim(state)  # before the count: from here on no other Subscriber writes
-        damaged = state.find_damaged()
+        damaged = Recount(state).find_damaged()
         self._events.recounted(version, not damaged, began)
         if not damaged:
             return None
@@ -66,7 +67,7 @@ class IntegrityMonitor:
         began = time.perf_counter()
         try:
             with state.lock:
-                actual = state.recount()
+                actual = Recount(state).digest()
         except VerificationError:
             self._events.recounted(version, False, began)
             self._local.forget()
@@ -101,7 +102,7 @@ class IntegrityMonitor:
         state, version, began = self._local.state, self._local.version, time.perf_counter()
         if state is None or state.superseded:  # then the next sync counts
             return
-        tile = state.find_damage()
+        tile = Recount(state).find_damage()
         if state is not self._local.state or state.superseded:  # a sync has loaded other weights meanwhile
             return
         if version is not None:

@@ -1,6 +1,7 @@
 """The weights of a worker, the version that they are, and how to undo the last syncs: the three change together."""
 
 from collections import deque
+from dataclasses import replace
 from typing import NamedTuple
 
 from pulsesync.core.threads import finish
@@ -8,70 +9,65 @@ from pulsesync.core.types import Sum
 from pulsesync.format.manifest import Manifest
 from pulsesync.run.planner import Position
 from pulsesync.run.reporting import SyncMeter
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.backend import Transition
 from pulsesync.state.staging import StagedBlocks
+from pulsesync.state.weights import WeightState
 
 
 class _Undo(NamedTuple):
-    position: Position  # before the sync
-    step: int
-    back: AnyTransition
+    """An undo log. It is for the weights of one position, and no others."""
+
+    since: Position
+    back: Transition  # to the position before
 
 
 class LocalWeights:
-    """The local weights, with their version and the undo logs.
+    """The local weights and the undo logs that lead back from them.
 
     Args:
         undo: How many syncs can be undone.
     """
 
     def __init__(self, undo: int) -> None:
-        self.state: AnyState | None = None
-        self.position: Position | None = None  # None: the weights are no version that is known
-        self.step: int | None = None  # the trainer's, of that version
+        self.state: WeightState | None = None
         self._undo: deque[_Undo] = deque(maxlen=undo)
+
+    @property
+    def position(self) -> Position | None:
+        """The position of the weights in the run; None: they are no version that is known."""
+        position = self.state.position if self.state else None
+        assert position is None or isinstance(position, Position)
+        return position
 
     @property
     def version(self) -> int | None:
         return self.position.version if self.position else None
 
-    def attach(self, state: AnyState) -> None:
-        """Begin with other weights, whose version is not known."""
+    def attach(self, state: WeightState, record: Manifest | None = None) -> None:
+        """Begin with other weights, which are the version of a record, or none that is known."""
         self.forget()
-        self.state = state
+        self.state, state.position = state, Position.of(record) if record else None
 
     def forget(self) -> None:
-        """Release the weights, their version and the undo logs."""
-        self.state, self.position, self.step = None, None, None
+        """Release the weights and the undo logs."""
+        self.state = None
         self._undo.clear()
 
-    def set_version(self, record: Manifest) -> None:
-        """Note that the weights are the version of a record."""
-        self.position, self.step = Position.of(record), record.step
-
-    def commit(self, transition: AnyTransition, record: Manifest, meter: SyncMeter, *, joins: bool = False) -> None:
+    def commit(self, transition: Transition, record: Manifest, meter: SyncMeter, *, joins: bool = False) -> None:
         """Write a transition to the weights, which are then the version of a record.
 
         joins: it is undone together with the commit before it.
         """
         assert self.state is not None
-        before, kept = (self.position, self.step), list(self._undo)
-        self._undo.clear()  # if this is interrupted, no undo log may be applied to weights that it does not fit
+        before, position = self.position, Position.of(record)
         with meter.timed("apply"):
-            try:
-                back = self.state.commit(transition)
-            finally:  # the position must be that of the weights, also after an error
-                if self.state.history is transition.history:
-                    self.set_version(record)
-                else:
-                    self._undo.extend(kept)
+            back = self.state.commit(replace(transition, position=position))
         meter.changed += transition.changed
-        if joins and kept:
-            last = kept.pop()
-            kept.append(last._replace(back=self.state.join(back, last.back)))
-        elif before[0] is not None:
-            kept.append(_Undo(before[0], before[1] or 0, back))
-        self._undo.extend(kept)
+        if joins and self._undo and self._undo[-1].since == before:
+            back = self.state.join(back, self._undo.pop().back)
+        if back.position is not None:
+            self._undo.append(_Undo(position, back))
 
     def load(self, anchor: Manifest, staged: StagedBlocks, sums: dict[int, Sum], meter: SyncMeter) -> None:
         """Write the staged blocks of an anchor that was checked; an interrupt of the caller waits for the end.
@@ -83,21 +79,21 @@ class LocalWeights:
         with meter.timed("apply"):
             self.forget()
             try:
-                finish(lambda: state.load_whole(staged, sums))
+                finish(lambda: AnchorLoader(state).load_whole(staged, sums))
             finally:
                 meter.torn = state.torn
-        self.state = state
-        self.set_version(anchor)
+        self.attach(state, anchor)
         meter.changed += sum(len(flat) for flat in state.flats.values())
 
     def undo_depth(self, goal: Manifest) -> int:
-        """Return how many syncs to undo to be at a version; 0 if none of the undo logs began there."""
-        began = (entry.position for entry in reversed(self._undo))
+        """Return how many syncs to undo to be at a version; 0 if none of the undo logs leads there."""
+        self._drop_stale()
+        began = (entry.back.position for entry in reversed(self._undo))
         return next((n for n, position in enumerate(began, 1) if position == Position.of(goal)), 0)
 
-    @property
     def can_undo(self) -> bool:
-        return self.state is not None and bool(self._undo)
+        self._drop_stale()
+        return bool(self._undo)
 
     def undo(self, meter: SyncMeter, depth: int = 1) -> None:
         """Undo the last syncs, one after the other."""
@@ -105,10 +101,11 @@ class LocalWeights:
         with meter.timed("apply"):
             for _ in range(depth):
                 entry = self._undo.pop()
-                try:
-                    self.state.commit(entry.back)
-                finally:
-                    if self.state.history is entry.back.history:
-                        self.position, self.step = entry.position, entry.step
+                self.state.commit(entry.back)
                 meter.changed += entry.back.changed
         meter.path.append("undo")
+
+    def _drop_stale(self) -> None:
+        """Drop undo logs that are not for these weights: a commit was interrupted before its own was kept."""
+        while self._undo and self._undo[-1].since != self.position:
+            self._undo.pop()

@@ -22,6 +22,7 @@ class Position:
 
     run: str
     version: int
+    step: int  # the trainer's
     digest: str
     epoch: int
     index: int
@@ -29,7 +30,8 @@ class Position:
 
     @classmethod
     def of(cls, record: Manifest) -> "Position":
-        return cls(record.run, record.version, record.digest, record.epoch, record.index, record.epoch_patches)
+        place = record.epoch, record.index, record.epoch_patches
+        return cls(record.run, record.version, record.step, record.digest, *place)
 
     @property
     def at_start(self) -> bool:

@@ -21,6 +21,7 @@ from pulsesync.core.events import (
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest
 from pulsesync.run.heartbeats import HeartbeatWriter
+from pulsesync.run.planner import Position
 
 PROGRESS_S = 0.25  # the shortest time between two events on the progress of a transfer
 IDLE_S = 1.0  # the shortest time between two events on syncs that found nothing new, of which a loop can do thousands
@@ -118,12 +119,12 @@ class SyncMeter:
             transfer.add(sizes.pop())
             yield body
 
-    def report(self, version: int, step: int, digest: str, **facts: Any) -> SyncReport:
-        """Return the report of a sync that ended at a version."""
+    def report(self, position: Position, **facts: Any) -> SyncReport:
+        """Return the report of a sync that ended at a position."""
         return SyncReport(
-            version=version,
-            step=step,
-            digest=digest,
+            version=position.version,
+            step=position.step,
+            digest=position.digest,
             path=tuple(self.path),
             changed=self.changed,
             fetched_bytes=self.fetched_bytes,

@@ -28,8 +28,8 @@ from pulsesync.run.planner import Position
 from pulsesync.run.reader import location_of
 from pulsesync.run.reporting import SyncEvents, SyncReport
 from pulsesync.state.claims import SupersededError
-from pulsesync.state.live import AnyState
 from pulsesync.state.slices import Slices
+from pulsesync.state.weights import WeightState
 from pulsesync.store import Location, Store, open_store
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Subscriber:
         return self._follower.version
 
     @property
-    def state(self) -> AnyState | None:
+    def state(self) -> WeightState | None:
         return self._follower.state
 
     @property
