@@ -282,7 +282,8 @@ class Listening:
         self._thread = threading.Thread(target=self._run, name="pulse-events", daemon=True)
         self._thread.start()
 
-    def _offer(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
+        """Queue an event for the listener, or count it as dropped. It neither waits nor raises."""
         if len(self._events) < self._limit:
             self._events.append(event)
             if self._rests:
@@ -365,7 +366,7 @@ def listen(listener: Listener, *, queued: int = QUEUED) -> Listening:
 def emit(event: Event) -> None:
     """Deliver an event to all listeners. It neither waits nor raises."""
     for one in _listening:
-        one._offer(event)
+        one.receive(event)
 
 
 def has_listeners() -> bool:
