@@ -1,7 +1,7 @@
 """Checks that no class or module reads what is private to another: an attribute or a function such as `_name`.
 
-An attribute such as `_name` belongs to the class that defines it. Its methods may read it of `self` and of other objects
-of the same class: a parameter that is annotated with the class, an object that was made from it, or one that
+An attribute such as `_name` belongs to the class that defines it. Its methods may read it of `self` and of other
+objects of the same class: a parameter that is annotated with the class, an object that was made from it, or one that
 `isinstance` was asked about. A name of a module such as `_name` belongs to that module: no other imports or reads it.
 """
 
