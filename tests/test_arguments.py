@@ -47,7 +47,6 @@ WRONG: dict[str, list[Any]] = {
     "max_behind": [*COUNTS, 0],
     "publish_every": [*COUNTS[1:], 0, "often"],
     "min_tile": [*COUNTS, 0],
-    "shard_bytes": [*COUNTS, 0],
     "max_bytes": COUNTS,
     "port": [*COUNTS, 70_000],
     "sync_every": [*COUNTS, 0],

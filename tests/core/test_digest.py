@@ -15,7 +15,7 @@ from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.testing import mutate, random_bits
-from pulsesync.testing.backends import use_kernels
+from tests.backends import use_kernels
 from tests.helpers import FLOATS, changed_state, count_sums, densities, encode, random_layout, random_state, seeds
 
 MASK = (1 << 64) - 1

@@ -23,7 +23,7 @@ from pulsesync.run.planner import Position
 from pulsesync.state.host import HostState
 from pulsesync.state.views import new_tensors
 from pulsesync.store import LocalStore
-from pulsesync.testing.backends import use_kernels
+from tests.backends import use_kernels
 from tests.distributions import ROOT, pins
 from tests.golden import make_golden
 from tests.helpers import apply, load

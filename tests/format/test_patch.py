@@ -14,8 +14,8 @@ from pulsesync.format.history import History
 from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout
 from pulsesync.testing import AdamUpdates, load_recorded, mutate, random_bits
-from pulsesync.testing.backends import use_kernels
 from pulsesync_lab.demo.replay import RECORDED
+from tests.backends import use_kernels
 from tests.helpers import (
     FLOATS,
     applied,

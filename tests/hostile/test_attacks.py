@@ -54,8 +54,8 @@ from pulsesync.maintain.verify import RunVerifier
 from pulsesync.state.host import HostState
 from pulsesync.state.views import new_tensors
 from pulsesync.store.local import LocalStore
-from pulsesync.testing.backends import use_kernels
 from tests import records
+from tests.backends import use_kernels
 from tests.forked import Forked
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Gap, Part, Plane, Version, numbers

@@ -21,7 +21,7 @@ from pulsesync.state.host import HostState
 from pulsesync.state.live import AnyState, LiveState, Snapshot
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import MemoryStore
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 from tests.helpers import Writer, apply, copied, load, near, nudge, same
 
 LAYOUT = layouts.make(
