@@ -516,15 +516,19 @@ def test_a_listener_that_raises_alters_nothing(caplog: pytest.LogCaptureFixture)
     assert "The event listener" in caplog.text
 
 
-def test_a_listener_that_sleeps_or_needs_the_emitters_lock_keeps_nothing_waiting() -> None:
+def test_a_listener_that_sleeps_or_needs_the_emitters_lock_keeps_nothing_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "QUEUED", 2)
     release = threading.Event()
-    with pulse.listen(lambda event: release.wait(60), queued=2) as sleeping:
+    with pulse.listen(lambda event: release.wait(60)) as sleeping:
         began = time.perf_counter()
         _run_both(MemoryStore())
         assert time.perf_counter() - began < 30
         release.set()
     assert sleeping.dropped > 0
 
+    monkeypatch.undo()
     store, training, held = MemoryStore(), Training(), worker()
     sub = Subscriber(store)
     publisher = Publisher(store)
@@ -584,11 +588,14 @@ def test_a_sync_that_is_planned_again_is_a_warning(caplog: pytest.LogCaptureFixt
     assert "Planning the sync again, because manifests/" in caplog.text
 
 
-def test_a_request_that_is_repeated_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_is_repeated_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulsesync.store.retry.sleep", lambda _: None)
     caplog.set_level(logging.INFO, "pulsesync")
     inner, tries = Watched(LocalStore(tmp_path)), []
     inner.before = lambda verb, key: _refuse(key) if tries.append(key) or len(tries) < 3 else None  # type: ignore[func-returns-value]
-    RetryStore(inner, sleep=lambda _: None).put("head", b"1")
+    RetryStore(inner).put("head", b"1")
     assert [record.getMessage() for record in caplog.records] == [
         f"Attempt {n} of 5 at a request failed; trying again: too busy." for n in (1, 2)
     ]

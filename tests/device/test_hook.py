@@ -20,7 +20,7 @@ from pulsesync.publish.baseline import Keep
 from pulsesync.publish.pending import PublishReport
 from pulsesync.run import keys
 from pulsesync.store import MemoryStore
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 from tests.device.test_baseline import Model, equal, kept, objects, on, read
 from tests.publish.test_sharded import Group, by_rows
 from tests.runs import Watched, version, versions

@@ -18,7 +18,7 @@ from pulsesync.loco import SGD, GroupExchange, PulseLoCo
 from pulsesync.loco.fragments import FragmentTensors
 from pulsesync.loco.vectors import HOST
 from pulsesync.store import MemoryStore
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 from tests.device import interpreter
 from tests.device.launches import OF_ROUNDS, counted
 from tests.loco.fleet import Trainer, alone, meet, same, together

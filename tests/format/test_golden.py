@@ -24,7 +24,7 @@ from pulsesync.state.host import HostBackend
 from pulsesync.state.views import new_tensors
 from pulsesync.state.weights import Recount, WeightState
 from pulsesync.store import LocalStore
-from pulsesync.testing.backends import use_kernels
+from tests.backends import use_kernels
 from tests.distributions import ROOT, pins
 from tests.golden import make_golden
 from tests.helpers import apply, load

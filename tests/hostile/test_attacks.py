@@ -55,8 +55,8 @@ from pulsesync.state.host import HostBackend
 from pulsesync.state.views import new_tensors
 from pulsesync.state.weights import WeightState
 from pulsesync.store.local import LocalStore
-from pulsesync.testing.backends import use_kernels
 from tests import records
+from tests.backends import use_kernels
 from tests.forked import Forked
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Gap, Part, Plane, Version, numbers

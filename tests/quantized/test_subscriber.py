@@ -17,7 +17,7 @@ from pulsesync.quantized import RECIPES, QuantizedSubscriber, quantize  # noqa: 
 from pulsesync.quantized.changes import FlatChanges  # noqa: E402
 from pulsesync.state.host import HostBackend  # noqa: E402
 from pulsesync.store import MemoryStore  # noqa: E402
-from pulsesync.testing.backends import host_as_device  # noqa: E402
+from tests.backends import host_as_device  # noqa: E402
 from tests.conftest import GPU  # noqa: E402
 
 Tensors = dict[str, Any]

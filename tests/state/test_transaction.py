@@ -23,7 +23,7 @@ from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.weights import Recount, Snapshot, WeightState
 from pulsesync.store import MemoryStore
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 from tests.helpers import Writer, apply, copied, load, near, nudge, same
 
 LAYOUT = layouts.make(

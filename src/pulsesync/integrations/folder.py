@@ -61,7 +61,6 @@ from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.checkpoint_files import (
     ADAPTER_CONFIG,
     INDEX,
-    SHARD_BYTES,
     TensorFolder,
     WeightFiles,
     by_layout,
@@ -116,7 +115,6 @@ class HuggingFaceFolder:
         cache: A folder for fetched bytes, which other processes may share; if not given, a small one in the folder.
         hold_s: Seconds for which a copy that is no longer current is not changed, so that a program that has begun to
             load it can finish; `reading` keeps it longer.
-        shard_bytes: The most bytes of weights in a file.
         follow: As for a `Subscriber`: the pointer to follow.
         max_staleness: By how many versions the folder may differ from the version to follow if it cannot be updated;
             `follow` raises if it differs by more. None: this is not checked.
@@ -138,7 +136,6 @@ class HuggingFaceFolder:
         trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         hold_s: float = 0.0,
-        shard_bytes: int = SHARD_BYTES,
         follow: str | None = None,
         max_staleness: int | None = None,
         follow_replaced: bool = False,
@@ -148,7 +145,6 @@ class HuggingFaceFolder:
         self.folder = arguments.folder("folder", folder)
         self.trust, self._movers = trusted(trust), trusted_for_pointers(trust_pointers, trust)
         self.hold_s, self.follow_replaced = arguments.seconds("hold_s", hold_s), follow_replaced
-        self.shard_bytes = arguments.whole("shard_bytes", shard_bytes, 1, what="a number of bytes")
         store = open_store(location)
         self._origin = store
         self._own_cache = cache is None
@@ -237,7 +233,7 @@ class HuggingFaceFolder:
                 return None
             companions = [file for file in goal.files if is_companion(file.name)]
             contents = {file.name: fetch_file(self.store, file) for file in companions}
-            plan = plan_files(self._layout_of(goal), self.shard_bytes, adapter=ADAPTER_CONFIG in contents)
+            plan = plan_files(self._layout_of(goal), adapter=ADAPTER_CONFIG in contents)
             if not any(TensorFolder.fits(one.folder, plan) for one in self._sides.values()):
                 self._check_room(goal)
             source = self._begin(side, plan, goal)

@@ -27,7 +27,6 @@ from pulsesync.run.follower import RunFollower
 from pulsesync.run.reader import RunReader, location_of
 from pulsesync.state.checkpoint_files import (
     INDEX,
-    SHARD_BYTES,
     TensorFolder,
     is_companion,
     plan_files,
@@ -56,7 +55,6 @@ class DeltaExporter:
         encoding: "xor", which is smaller; or "overwrite", which can be applied twice.
         checksum: The checksum of every new tensor: "xxh3-128", "blake3" or "adler32".
         trust: As for a `Subscriber`.
-        shard_bytes: The most bytes of weights or deltas in a file.
 
     Raises:
         ValueError: an argument is not one of its choices; UnsupportedError: the checksum needs a package that is not
@@ -72,7 +70,6 @@ class DeltaExporter:
         encoding: Encoding = "xor",
         checksum: Checksum = "xxh3-128",
         trust: str | Collection[str] | None = None,
-        shard_bytes: int = SHARD_BYTES,
     ) -> None:
         form.choose("encoding", encoding, get_args(Encoding))
         form.choose("checksum", checksum, get_args(Checksum))
@@ -80,7 +77,6 @@ class DeltaExporter:
         self.store = open_store(location)
         self.folder, self.trust = arguments.folder("folder", folder), trusted(trust)
         self.encoding, self.checksum = encoding, checksum
-        self.shard_bytes = arguments.whole("shard_bytes", shard_bytes, 1, what="a number of bytes")
         self._first = arguments.optional_whole("first", first, what="the number of a version")
         self._weights: _ReplayedWeights | None = None
         self._stack = ExitStack()
@@ -195,7 +191,7 @@ class DeltaExporter:
             flush_names(self.folder)
 
     def _write_checkpoint(self, folder: Path, record: Manifest, weights: "_ReplayedWeights") -> int:
-        plan = plan_files(weights.layout, self.shard_bytes)
+        plan = plan_files(weights.layout)
         TensorFolder.create(folder, plan)
         files = TensorFolder(folder, plan)
         for name, array in files.arrays.items():
@@ -211,7 +207,7 @@ class DeltaExporter:
         return len(weight_map)
 
     def _write_deltas(self, folder: Path, record: Manifest, deltas: Mapping[str, tuple[bytes, str]]) -> None:
-        files, weight_map = form.delta_files(deltas, self.shard_bytes)
+        files, weight_map = form.delta_files(deltas)
         for name, pieces in files.items():
             _write(folder / name, pieces)
         metadata = form.delta_metadata(record.version, self.encoding, self.checksum)
