@@ -182,7 +182,7 @@ def test_ctrl_c_at_any_line_of_a_round_loses_nothing(then: str, every: int) -> N
 def test_an_interrupt_while_a_delayed_round_is_awaited_leaves_it_on_its_way() -> None:
     with Trainer(alone(), 0, sync_every=2, delay=1) as t:
         t.step(3)
-        flight = t.loco._flying
+        flight = t.loco._round_in_background
         assert flight is not None
         plain = flight.wait
 

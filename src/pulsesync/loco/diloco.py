@@ -27,8 +27,10 @@ from typing import Any
 import numpy as np
 
 from pulsesync.core import arguments
-from pulsesync.errors import MissingLinkError, RoundError, StateError, StoreError
+from pulsesync.errors import MissingLinkError, RoundError, StoreError
+from pulsesync.loco.commit import SameRoundRejoiner
 from pulsesync.loco.exchange import Exchange
+from pulsesync.loco.fragments import Commit, Fragment, in_own_streams
 from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate, WholeUpdate
 from pulsesync.loco.outer_step import (
     LARGEST_UPDATE,
@@ -40,8 +42,9 @@ from pulsesync.loco.outer_step import (
     diverges,
     mean_of,
 )
-from pulsesync.loco.rounds import ExchangedRound, FragmentTrainer, RoundReport, aside
-from pulsesync.loco.shared import RoundResult, SharedState
+from pulsesync.loco.round_exchange import ExchangedRound
+from pulsesync.loco.rounds import FragmentTrainer, RoundReport, noting_failure
+from pulsesync.loco.shared import RoundResult
 from pulsesync.loco.vectors import Vector
 
 logger = logging.getLogger(__name__)
@@ -55,7 +58,9 @@ class _BackgroundRound:
     Its thread is a daemon, so that it does not keep the process alive.
     """
 
-    def __init__(self, fragment: int, update: TrainerUpdate, began: float, work: Callable[[], ExchangedRound]) -> None:
+    def __init__(
+        self, fragment: Fragment, update: TrainerUpdate, began: float, work: Callable[[], ExchangedRound]
+    ) -> None:
         self.fragment, self.update, self.began = fragment, update, began
         self._future: Future[ExchangedRound | BaseException] = Future()
         threading.Thread(target=self._run, args=(work,), name="pulse-loco", daemon=True).start()
@@ -101,7 +106,7 @@ class _PeriodicTrainer(FragmentTrainer):
         arguments.function("on_round", on_round)
         about = f"{type(self).__name__} {outer} {gate} sync_every={sync_every} delay={delay} blend={float(blend)}"
         super().__init__(model, inner_optimizer, exchange, gate, rule(outer), about, on_round)
-        count = len(self._tensors)
+        count = len(self._fragments)
         if sync_every % count or not 0 <= delay < sync_every // count or not 0 <= blend <= 1:
             raise ValueError(
                 f"sync_every={sync_every} must be a multiple of the number of fragments, {count}; delay={delay} must "
@@ -110,49 +115,36 @@ class _PeriodicTrainer(FragmentTrainer):
         self._period, self._delay = sync_every // count, delay
         self._blend = float(np.float32(blend))
         self._steps = 0  # since the last round of any fragment
-        self._flying: _BackgroundRound | None = None
-
-    @property
-    def _turn(self) -> int:
-        """The next fragment: the first of those with the fewest rounds, so that all trainers choose the same."""
-        return self.rounds.index(min(self.rounds))
+        self._round_in_background: _BackgroundRound | None = None
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         try:
             if kind is None:
-                self._ground()  # the other trainers wait for it at the same step, or have left
+                self._finish_before_exit()  # the other trainers wait for it at the same step, or have left
         finally:
-            self._flying = None
+            self._round_in_background = None
             super().__exit__()
 
     def rejoin(self, exchange: Exchange | None = None) -> None:
         with suppress(Exception):  # the result of a round in progress does not matter: its payload is pending
-            self._ground()
-        self._flying = None
+            self._finish_before_exit()
+        self._round_in_background = None
         super().rejoin(exchange)
 
-    def _ground(self) -> None:
+    def _finish_before_exit(self) -> None:
         """Wait up to EXIT_S for a round in progress, and commit it."""
         with suppress(TimeoutError):
-            if self._flying is not None:
-                self._land(EXIT_S)
+            if self._round_in_background is not None:
+                self._finish_round(self._round_in_background, EXIT_S)
 
     def _after_step(self) -> None:
-        self._complete_pending()
+        self._committer.complete_pending()
         self._steps += 1
         try:
-            if self._flying is None and self._steps >= self._period - self._delay:
-                fragment, began = self._turn, perf_counter()
-                with self._noting_failure(fragment):
-                    shared, update = self._current[fragment].shared, self._update(fragment, snapshot=bool(self._delay))
-                    part = self._select(fragment, update)
-                    met = None if self._delay else self._meet(fragment, shared, part)
-                if met is not None:
-                    self._commit(fragment, update, met, began)
-                    return
-                self._flying = _BackgroundRound(fragment, update, began, lambda: self._meet(fragment, shared, part))
-            if self._flying is not None and self._steps >= self._period:
-                self._land()
+            if self._round_in_background is None and self._steps >= self._period - self._delay:
+                self._begin_round()
+            if self._round_in_background is not None and self._steps >= self._period:
+                self._finish_round(self._round_in_background)
         except MissingLinkError as e:  # absent for so long that the rounds since were deleted
             logger.warning(
                 "Trainer %s rejoins, because it cannot apply the rounds that it has missed: %s.",
@@ -161,34 +153,47 @@ class _PeriodicTrainer(FragmentTrainer):
             )
             self.rejoin()
 
-    def _land(self, timeout_s: float | None = None) -> None:
-        assert self._flying is not None
-        flight = self._flying
-        met = flight.wait(timeout_s)  # if this is interrupted, the round is still in progress
-        if isinstance(met, BaseException):
-            self._flying = None
-            with self._noting_failure(flight.fragment):
-                raise met
-        self._commit(flight.fragment, flight.update, met, flight.began)
+    def _begin_round(self) -> None:
+        """Begin a round of a fragment, in the background if there is a delay; without one, finish it."""
+        # The first of those with the fewest rounds, so that all trainers choose the same.
+        fragment, began = min(self._fragments, key=lambda one: one.shared.round), perf_counter()
+        with noting_failure(fragment):
+            shared, update = fragment.shared, fragment.update(snapshot=bool(self._delay))
+            part = self._rounds.select(fragment, update)
+            done = None if self._delay else self._rounds.run(fragment, shared, part)
+        if done is not None:
+            self._commit(fragment, update, done, began)
+            return
+        self._round_in_background = _BackgroundRound(
+            fragment, update, began, lambda: self._rounds.run(fragment, shared, part)
+        )
 
-    def _commit(self, fragment: int, update: TrainerUpdate, met: ExchangedRound, began: float) -> None:
+    def _finish_round(self, begun: _BackgroundRound, timeout_s: float | None = None) -> None:
+        done = begun.wait(timeout_s)  # if this is interrupted, the round is still in progress
+        if isinstance(done, BaseException):
+            self._round_in_background = None
+            with noting_failure(begun.fragment):
+                raise done
+        self._commit(begun.fragment, begun.update, done, begun.began)
+
+    def _commit(self, fragment: Fragment, update: TrainerUpdate, done: ExchangedRound, began: float) -> None:
         """Change everything at once, even if interrupted. After an earlier failure the next step tries again."""
-        payload = met.result.members.get(self.exchange.trainer)
+        shared, payload = done.result.after, done.result.members.get(self.exchange.trainer)
         # If the round contains an update that this trainer sent before a restart, that is subtracted: it included the
         # same residual.
-        taken = None if payload is None else self._pending[fragment].sent(payload, met.taken)
+        taken = None if payload is None else fragment.pending.sent(payload, done.taken)
 
         def work() -> None:
-            self._steps, self._flying = 0, None
-            if payload is None and not met.part.largest <= LARGEST_UPDATE:
-                self._drop(fragment, update, met.result.after)
+            self._steps, self._round_in_background = 0, None
+            if payload is None and not done.part.largest <= LARGEST_UPDATE:
+                self._committer.drop(fragment, update, shared, self.exchange.trainer)
             else:
-                self._close(fragment, update, met.result.after, taken, self._blend)
+                self._committer.close(fragment, Commit(update, taken, shared, self._blend))
 
-        self._finish(work)
+        self._committer.finish(work)
         try:
             if payload is None:
-                self._catch_up(fragment)  # it is late, perhaps by more than one round
+                self._rejoiner.catch_up(fragment)  # it is late, perhaps by more than one round
         except (RoundError, StoreError) as e:
             if isinstance(e, StoreError) and not e.retryable:
                 raise
@@ -200,11 +205,11 @@ class _PeriodicTrainer(FragmentTrainer):
                 e,
             )
         finally:  # the round is committed, whatever happens after it
-            self._report(fragment, met, began)
+            self._report(fragment, done, began)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._flying = None
+        self._round_in_background = None
         private = state.get("private") or {}
         self._steps = int(private.get("steps", 0)) if private.get("trainer") == self.exchange.trainer else 0
 
@@ -358,6 +363,8 @@ class DDP(FragmentTrainer):
         on_round: As for DiLoCo.
     """
 
+    _rejoiner_class = SameRoundRejoiner
+
     def __init__(
         self,
         model: Any,
@@ -375,34 +382,25 @@ class DDP(FragmentTrainer):
     def _register(self) -> Any:
         return self._inner.register_step_pre_hook(lambda *_: self._before_step())
 
-    def _adopt(self, fragment: int, shared: SharedState) -> None:
-        if shared.round and shared.digest != self._current[fragment].shared.digest:
-            raise StateError("a run of DDP cannot be joined or resumed: the optimizers' states would differ")
-        super()._adopt(fragment, shared)
-
-    def _catch_up(self, fragment: int) -> None:
-        pass  # a missed step cannot be repeated
-
-    @aside
-    def _shared_values(self, fragment: int) -> Vector:
+    def _shared_values(self, fragment: Fragment) -> Vector:
         # The inner steps, which are equal on all trainers, have changed the weights since theta.
-        return self._tensors[fragment].read()
+        with in_own_streams([fragment]):
+            return fragment.tensors.read()
 
     def _before_step(self) -> None:
-        for fragment, tensors in enumerate(self._tensors):
+        for fragment in self._fragments:
             began = perf_counter()
-            with self._noting_failure(fragment):
-                met, mean = self._average(fragment)
-            tensors.write_gradients(mean)
-            self._report(fragment, met, began)
+            with noting_failure(fragment), in_own_streams([fragment]):
+                done, mean = self._average(fragment)
+            fragment.tensors.write_gradients(mean)
+            self._report(fragment, done, began)
 
-    @aside
-    def _average(self, fragment: int) -> tuple[ExchangedRound, Vector | None]:
+    def _average(self, fragment: Fragment) -> tuple[ExchangedRound, Vector | None]:
         """Exchange the gradients of a fragment; return their mean, or None if it diverges."""
-        tensors, current, exchange = self._tensors[fragment], self._current[fragment], self.exchange
-        current.shared = shared = replace(current.shared, theta=tensors.read())  # the weights after the last step
-        part = self._select(fragment, WholeUpdate(tensors.read(gradients=True)))
-        coder = self._coder(fragment, shared)
+        tensors, exchange = fragment.tensors, self.exchange
+        fragment.shared = shared = replace(fragment.shared, theta=tensors.read())  # the weights after the last step
+        part = self._rounds.select(fragment, WholeUpdate(tensors.read(gradients=True)))
+        coder = self._rounds.coder(fragment, shared)
         sent, received = exchange.sent_bytes, exchange.received_bytes
         decided = exchange.propose(coder, exchange.prepare(coder, part), tensors.size)
         exchange.confirm(coder, decided, None)
@@ -413,11 +411,11 @@ class DDP(FragmentTrainer):
                 "Step %d is empty for all trainers in fragment %d: the mean of the gradients of %s has values "
                 "beyond %g. The weights of that fragment do not change in this step.",
                 coder.round,
-                fragment,
+                fragment.index,
                 ", ".join(members),
                 LARGEST_UPDATE,
             )
             mean, members, moved = None, {}, 0
-        current.shared = after = replace(shared, round=shared.round + 1)
+        fragment.shared = after = replace(shared, round=shared.round + 1)
         passed = exchange.sent_bytes - sent, exchange.received_bytes - received
         return ExchangedRound(part, RoundResult(members, moved, after), None, *passed), mean
