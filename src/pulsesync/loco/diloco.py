@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 
@@ -79,21 +79,55 @@ class _BackgroundRound:
         return self._future.result(timeout_s)
 
 
-class _PeriodicTrainer(FragmentTrainer):
-    """Trainers with a round every `sync_every` steps: DiLoCo and PULSELoCo, which differ only in the rule."""
+class RoundOptions(TypedDict, total=False):
+    """The arguments that trainers with rounds have in common: see DiLoCo."""
+
+    exchange: Required[Exchange]
+    outer: SGD | None
+    sync_every: int
+    delay: int
+    blend: float
+    on_round: Callable[[RoundReport], None] | None
+
+
+class DiLoCo(FragmentTrainer):
+    """Trainers that take `sync_every` steps on their own, then all apply the mean of their updates.
+
+    `optimizer.step()` may raise RoundError (the round failed for this trainer; the next step tries again), StoreError
+    (the same, if it is retryable), StateError (this trainer's update does not fit, or is not finite) and
+    VerificationError (replicas have diverged: stop). A round whose updates are too large raises nothing: it is empty,
+    and the update that diverged is dropped by its own trainer.
+
+    Args:
+        model: A module with FP32 parameters, or FP32 masters by name; or a sequence of such, one for each fragment.
+            Buffers are not shared.
+        inner_optimizer: The optimizer of these parameters and no others; its state is not shared.
+        exchange: Connects this trainer with the others.
+        outer: The outer optimizer, the same for all trainers; Nesterov(0.7, 0.9) if not given.
+        sync_every: Inner steps between two rounds of a fragment. Fragments take turns, evenly.
+        delay: Inner steps that are taken while a round is exchanged in the background.
+        blend: The share of this trainer's own weights that is kept when a round is applied (for delay).
+        on_round: Called after every round, in the training thread; let one of the trainers publish
+            `shared_weights()` there.
+
+    Raises:
+        StateError: parameters are not FP32, or are in two fragments or in none; ValueError: a number is out of range.
+    """
+
+    _gate: GateRule = DenseGate()
+    _rule: type[OwnMomentum] | type[SharedMomentum] = SharedMomentum
 
     def __init__(
         self,
         model: Any,
         inner_optimizer: Any,
+        *,
         exchange: Exchange,
-        outer: SGD | None,
-        sync_every: int,
-        delay: int,
-        blend: float,
-        on_round: Callable[[RoundReport], None] | None,
-        gate: GateRule,
-        rule: type[OwnMomentum] | type[SharedMomentum],
+        outer: SGD | None = None,
+        sync_every: int = 8,
+        delay: int = 0,
+        blend: float = 0.0,
+        on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:
         outer = outer or Nesterov()
         if not isinstance(outer, SGD):
@@ -104,8 +138,8 @@ class _PeriodicTrainer(FragmentTrainer):
         delay = arguments.whole("delay", delay, what="a number of steps")
         blend = arguments.number("blend", blend, what="a fraction")
         arguments.function("on_round", on_round)
-        about = f"{type(self).__name__} {outer} {gate} sync_every={sync_every} delay={delay} blend={float(blend)}"
-        super().__init__(model, inner_optimizer, exchange, gate, rule(outer), about, on_round)
+        about = f"{type(self).__name__} {outer} {self._gate} sync_every={sync_every} delay={delay} blend={float(blend)}"
+        super().__init__(model, inner_optimizer, exchange, self._gate, self._rule(outer), about, on_round)
         count = len(self._fragments)
         if sync_every % count or not 0 <= delay < sync_every // count or not 0 <= blend <= 1:
             raise ValueError(
@@ -219,48 +253,7 @@ class _PeriodicTrainer(FragmentTrainer):
         return saved
 
 
-class DiLoCo(_PeriodicTrainer):
-    """Trainers that take `sync_every` steps on their own, then all apply the mean of their updates.
-
-    `optimizer.step()` may raise RoundError (the round failed for this trainer; the next step tries again), StoreError
-    (the same, if it is retryable), StateError (this trainer's update does not fit, or is not finite) and
-    VerificationError (replicas have diverged: stop). A round whose updates are too large raises nothing: it is empty,
-    and the update that diverged is dropped by its own trainer.
-
-    Args:
-        model: A module with FP32 parameters, or FP32 masters by name; or a sequence of such, one for each fragment.
-            Buffers are not shared.
-        inner_optimizer: The optimizer of these parameters and no others; its state is not shared.
-        exchange: Connects this trainer with the others.
-        outer: The outer optimizer, the same for all trainers; Nesterov(0.7, 0.9) if not given.
-        sync_every: Inner steps between two rounds of a fragment. Fragments take turns, evenly.
-        delay: Inner steps that are taken while a round is exchanged in the background.
-        blend: The share of this trainer's own weights that is kept when a round is applied (for delay).
-        on_round: Called after every round, in the training thread; let one of the trainers publish
-            `shared_weights()` there.
-
-    Raises:
-        StateError: parameters are not FP32, or are in two fragments or in none; ValueError: a number is out of range.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        inner_optimizer: Any,
-        *,
-        exchange: Exchange,
-        outer: SGD | None = None,
-        sync_every: int = 8,
-        delay: int = 0,
-        blend: float = 0.0,
-        on_round: Callable[[RoundReport], None] | None = None,
-    ) -> None:
-        super().__init__(
-            model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, DenseGate(), SharedMomentum
-        )
-
-
-class PulseLoCo(_PeriodicTrainer):
+class PulseLoCo(DiLoCo):
     """DiLoCo that sends only what the next BF16 forward pass would see, and keeps the rest for later rounds.
 
     Two things differ from the published form (`PublishedPulseLoCo`). Each trainer has an outer momentum of its own,
@@ -270,40 +263,31 @@ class PulseLoCo(_PeriodicTrainer):
     Args:
         model: As for DiLoCo.
         inner_optimizer: As for DiLoCo.
-        exchange: As for DiLoCo.
-        outer: As for DiLoCo.
-        sync_every: As for DiLoCo.
         compact: Send values rounded to this number of bits below the size of a typical one, and keep the remainder for
             later rounds; None sends FP32 values as they are, which takes about nine times the bytes.
         reach: Send an entry if this multiple of its update would be visible. Larger values send more entries, earlier.
-        delay: As for DiLoCo.
-        blend: As for DiLoCo.
-        on_round: As for DiLoCo.
+        **options: As for DiLoCo: exchange, outer, sync_every, delay, blend and on_round.
 
     Raises:
-        StateError: as for DiLoCo.
-        ValueError: as for DiLoCo.
+        StateError, ValueError: as for DiLoCo.
     """
+
+    _rule = OwnMomentum
 
     def __init__(
         self,
         model: Any,
         inner_optimizer: Any,
         *,
-        exchange: Exchange,
-        outer: SGD | None = None,
-        sync_every: int = 8,
         compact: int | None = 0,
         reach: float = 1.4,
-        delay: int = 0,
-        blend: float = 0.0,
-        on_round: Callable[[RoundReport], None] | None = None,
+        **options: Unpack[RoundOptions],
     ) -> None:
-        gate = VisibilityGate(compact, float(reach))
-        super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, gate, OwnMomentum)
+        self._gate = VisibilityGate(compact, float(reach))
+        super().__init__(model, inner_optimizer, **options)
 
 
-class PublishedPulseLoCo(_PeriodicTrainer):
+class PublishedPulseLoCo(DiLoCo):
     """PULSELoCo as it was published: one outer momentum, which all trainers share.
 
     A round begins at the shared weights; what was not sent is kept separately until a later round.
@@ -311,20 +295,14 @@ class PublishedPulseLoCo(_PeriodicTrainer):
     With outer momentum it learns later than DiLoCo does: see docs/loco.md.
 
     Args:
-        model: As for PulseLoCo.
-        inner_optimizer: As for PulseLoCo.
-        exchange: As for PulseLoCo.
-        outer: As for PulseLoCo.
-        sync_every: As for PulseLoCo.
+        model: As for DiLoCo.
+        inner_optimizer: As for DiLoCo.
         compact: As for PulseLoCo; the published form sends FP32 values as they are.
         reach: As for PulseLoCo; the published form has 1.
-        delay: As for PulseLoCo.
-        blend: As for PulseLoCo.
-        on_round: As for PulseLoCo.
+        **options: As for DiLoCo: exchange, outer, sync_every, delay, blend and on_round.
 
     Raises:
-        StateError: as for PulseLoCo.
-        ValueError: as for PulseLoCo.
+        StateError, ValueError: as for DiLoCo.
     """
 
     def __init__(
@@ -332,19 +310,12 @@ class PublishedPulseLoCo(_PeriodicTrainer):
         model: Any,
         inner_optimizer: Any,
         *,
-        exchange: Exchange,
-        outer: SGD | None = None,
-        sync_every: int = 8,
         compact: int | None = None,
         reach: float = 1.0,
-        delay: int = 0,
-        blend: float = 0.0,
-        on_round: Callable[[RoundReport], None] | None = None,
+        **options: Unpack[RoundOptions],
     ) -> None:
-        gate = VisibilityGate(compact, float(reach))
-        super().__init__(
-            model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, gate, SharedMomentum
-        )
+        self._gate = VisibilityGate(compact, float(reach))
+        super().__init__(model, inner_optimizer, **options)
 
 
 class DDP(FragmentTrainer):
