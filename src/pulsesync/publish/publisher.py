@@ -95,8 +95,8 @@ class Publisher:
         spool: A folder that only this trainer uses. Bodies are kept in it for a restart, and anchors until they are
             uploaded; a temporary folder if not given.
         keep: Where the copy of the last version is, for tensors on a GPU: "device", on the GPU too, which is the
-            default; "host", in pinned host memory, in which case `hold` overlaps the transfer with the next step; or
-            "hook": no copy is kept, and the caller passes the old weights to every publish, see `device.hook`.
+            default; or "host", in pinned host memory, in which case `hold` overlaps the transfer with the next
+            step.
         executor: Encodes and sends in the background; None: one thread for versions and one for anchors. It is not
             shut down by the publisher.
         epoch_patches: As for a `Subscriber`.
@@ -134,11 +134,6 @@ class Publisher:
         take_over: bool = False,
     ) -> None:
         check_keep(keep)
-        if keep == "hook" and publish_every != 1:
-            raise ValueError(
-                "keep='hook' publishes every step, because there is no base to compare a later step with; leave out "
-                "publish_every="
-            )
         if codec not in get_args(patch.CodecName):
             raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(patch.CodecName)))}; got {codec!r}")
         if anchor_codec not in get_args(AnchorCodecChoice):
@@ -202,7 +197,6 @@ class Publisher:
         wait: Literal[True] = ...,
         now: bool = ...,
         coalesce: bool = ...,
-        old: Any = ...,
     ) -> PublishReport: ...
     @overload
     def publish(
@@ -213,7 +207,6 @@ class Publisher:
         wait: Literal[False],
         now: bool = ...,
         coalesce: bool = ...,
-        old: Any = ...,
     ) -> "Future[PublishReport]": ...
     def publish(
         self,
@@ -223,7 +216,7 @@ class Publisher:
         wait: bool = True,
         now: bool = False,
         coalesce: bool = True,
-        old: Any = None,
+        **_removed: Any,
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a module, state dict or mapping of arrays as the next version; the first one in full.
 
@@ -251,7 +244,6 @@ class Publisher:
             now: publish this step regardless of publish_every.
             coalesce: False makes a version of this step alone. No other step is coalesced with it, so publish waits
                 while another version is queued: at most two are in memory. It excludes publish_every.
-            old: the weights of the last version, if no copy is kept (keep="hook").
 
         Raises:
             StateError: tensors were added, removed, reshaped or tied differently, or the first weights do not continue
@@ -262,8 +254,8 @@ class Publisher:
             the base is still the last committed version: the next version contains the changes of both steps.
         """
         began = time.perf_counter()
-        if old is not None and self.keep != "hook":
-            raise ValueError("old= is for a Publisher with keep='hook'; this one keeps a copy itself: leave old= out")
+        old = "the Publisher compares with the copy that it keeps of the last version; leave old= out"
+        arguments.removed("publish", _removed, {"old": old})
         if not coalesce and self._cadence.every != 1:
             raise ValueError(
                 f"coalesce=False makes a version of every step, but publish_every={self._cadence.every!r} makes one of "
@@ -272,15 +264,12 @@ class Publisher:
         if self._queue.is_alone:
             step = checked_step(step)
         self._guard.check_process()  # before the lock, which may stay locked for ever in a forked process
-        caller_passes_old_weights = self.keep == "hook"
-        self._queue.check_caller("publish", waits=wait or not coalesce or caller_passes_old_weights)
-        with self._queue.call(alone=not coalesce, idle=lambda: caller_passes_old_weights or self._base is None):
+        self._queue.check_caller("publish", waits=wait or not coalesce)
+        with self._queue.call(alone=not coalesce, idle=lambda: self._base is None):
             self._check_interpreter()
             self._start()
             self._queue.raise_failure("publish")
             writer = self._writer
-            if caller_passes_old_weights and self._queue.failures.has_lost_weights:
-                writer.base = None  # no later patch can contain the failed step: a new root is published next
             version = PendingVersion(self._queue.count_call(), step, alone=not coalesce, waits=wait)
             is_due = self._cadence.step(time.monotonic(), version.call)
             if (rejection := self._queue.rejection(version.call)) is not None:
@@ -290,17 +279,14 @@ class Publisher:
             version.coalesced, version.earlier_step = self._cadence.published(), self._lowest_skipped
             self._lowest_skipped = None
             inline = writer.base is None
-            self._compare(version, source, old, keeps_source=wait or inline)
+            self._compare(version, source, keeps_source=wait or inline)
             version.blocked_s = time.perf_counter() - began
             future, starts = self._queue.put(version, awaited=wait or inline)
-            at_start = writer.base is not None and writer.base.last.next_patch[1] == self._records.epoch_patches
         if starts:
             self._start_sender(inline)
         if version.fault is not None:
             future.was_read = True  # by this exception
             raise version.fault
-        if caller_passes_old_weights and at_start:
-            future.wait()  # an anchor may be due, which reads the source
         if not (wait or inline):
             return future
         try:
@@ -312,7 +298,7 @@ class Publisher:
             report = replace(report, payload_bytes=written, anchor=self._writer.anchors.writer.choice)
         return report if wait else future
 
-    def _compare(self, version: PendingVersion, source: Any, old: Any, keeps_source: bool) -> None:
+    def _compare(self, version: PendingVersion, source: Any, keeps_source: bool) -> None:
         """Read and compare a source. In a team, an error is not raised here: the sender reports it to all ranks."""
         writer = self._writer
         try:
@@ -325,7 +311,7 @@ class Publisher:
                 check_complete(shards)
             if keeps_source:
                 version.shards, version.source = shards, source
-            writer.compare(version, shards, old, later=bool(self._holds) and not version.waits)
+            writer.compare(version, shards, later=bool(self._holds) and not version.waits)
         except Exception as e:
             if self._queue.is_alone:
                 self.events.failed(version.step, e)

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from pulsesync.errors import (
     AnotherPublisherError,
@@ -128,7 +127,6 @@ class RunWriter:
         self,
         version: PendingVersion,
         shards: Shards,
-        old: Any = None,
         later: bool = False,
         resumed: RankBase | None = None,
     ) -> None:
@@ -145,14 +143,7 @@ class RunWriter:
             return
         base.share.check(shards)
         compare = baseline.compare_later if later else baseline.compare
-        try:
-            version.difference = compare(base.share, base.state, shards, self._codec, base.last, old)
-        except BaseException as e:
-            if baseline.caller_passes_old_weights and not isinstance(e, ValueError | StateError):
-                self.base = (
-                    None  # the old weights that the caller passed are lost: no patch to the last version is possible
-                )
-            raise
+        version.difference = compare(base.share, base.state, shards, self._codec, base.last)
         version.base = base.last.version
 
     # One version
@@ -310,10 +301,7 @@ class RunWriter:
                 logger.info("Version %d was committed, although its publish failed.", record.version)
                 if draft.report is not None:
                     self._events.published(draft.report)
-                caller_passes_old_weights = (
-                    self.baseline is not None and self.baseline.caller_passes_old_weights
-                )  # then the source has changed since
-                self.anchors.begin_or_retry(base, message.anchor and not caller_passes_old_weights)
+                self.anchors.begin_or_retry(base, message.anchor)
             self._draft = None
             return None, json.dumps(self.version).encode()
 
@@ -469,8 +457,8 @@ class RunWriter:
         if plan.last is not None and self._may_be_grafted(plan.last, version.step):
             logger.warning(
                 "Version %d (step %d) is published in full, and its weights were not compared with version %d (step "
-                "%d), the last one of this run: no path leads to that version, or its tiles do not fit the shards or "
-                "keep='hook'. If they are of another model or training, publish to another location.",
+                "%d), the last one of this run: no path leads to that version, or its tiles do not fit the shards. "
+                "If they are of another model or training, publish to another location.",
                 record.version,
                 record.step,
                 plan.last.version,
