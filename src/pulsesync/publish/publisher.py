@@ -13,7 +13,6 @@ and by `close`, once by each, until a later version is committed, which contains
 """
 
 import logging
-import reprlib
 import time
 import weakref
 from collections.abc import Mapping
@@ -37,17 +36,17 @@ from pulsesync.group.collective import SoloTeam, Team
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import Keep, RankBase, baseline_for, check_keep
 from pulsesync.publish.cadence import Cadence, Every
+from pulsesync.publish.checkpoint import PublisherState, checked_state, state_of
 from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
 from pulsesync.publish.failures import Caller
 from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import SendQueue
 from pulsesync.publish.pending import PendingVersion, PublishReport
-from pulsesync.publish.records import RunRecords
+from pulsesync.publish.records import RunRecords, WriterOptions
 from pulsesync.publish.reporting import PublishEvents
-from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.team import TeamRounds
-from pulsesync.publish.writer import RunWriter, WriterOptions
+from pulsesync.publish.writer import RunWriter
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
@@ -269,16 +268,16 @@ class Publisher:
             self._check_interpreter()
             self._start()
             self._queue.raise_failure("publish")
-            writer = self._writer
+            committed = self._writer.committed
             version = PendingVersion(self._queue.count_call(), step, alone=not coalesce, waits=wait)
             is_due = self._cadence.step(time.monotonic(), version.call)
             if (rejection := self._queue.rejection(version.call)) is not None:
                 return _failed(rejection, wait)
-            if not (is_due or now) and writer.base is not None:
-                return self._skipped(writer.base.state.layout, step, wait, began)
+            if not (is_due or now) and committed.base is not None:
+                return self._skipped(committed.base.state.layout, step, wait, began)
             version.coalesced, version.earlier_step = self._cadence.published(), self._lowest_skipped
             self._lowest_skipped = None
-            inline = writer.base is None
+            inline = committed.base is None
             self._compare(version, source, keeps_source=wait or inline)
             version.blocked_s = time.perf_counter() - began
             future, starts = self._queue.put(version, awaited=wait or inline)
@@ -300,18 +299,18 @@ class Publisher:
 
     def _compare(self, version: PendingVersion, source: Any, keeps_source: bool) -> None:
         """Read and compare a source. In a team, an error is not raised here: the sender reports it to all ranks."""
-        writer = self._writer
+        committed, codec = self._writer.committed, self._writer.agreement.codec
         try:
             version.step = checked_step(version.step)
-            if writer.base is None or writer.baseline is None:
+            if committed.base is None or committed.baseline is None:
                 self._wait_until_compared()
-                writer.baseline = baseline_for(source, self.keep)
-            shards = writer.baseline.read(source, self.cast)
+                committed.baseline = baseline_for(source, self.keep)
+            shards = committed.baseline.read(source, self.cast)
             if self._queue.is_alone:
                 check_complete(shards)
             if keeps_source:
                 version.shards, version.source = shards, source
-            writer.compare(version, shards, later=bool(self._holds) and not version.waits)
+            committed.compare(version, shards, codec, later=bool(self._holds) and not version.waits)
         except Exception as e:
             if self._queue.is_alone:
                 self.events.failed(version.step, e)
@@ -337,7 +336,7 @@ class Publisher:
                 writer = self._writer
                 if isinstance(e, AnotherPublisherError):
                     self._lease.close()
-                self._queue.failed(version, e, writer.resolve_at_once, is_lost=writer.rounds.is_lost)
+                self._queue.failed(version, e, writer.settler.resolve_at_once, is_lost=writer.rounds.is_lost)
             else:
                 self._queue.completed(report)
             del version  # an exception's traceback refers to this frame, for as long as the future is kept
@@ -411,11 +410,11 @@ class Publisher:
 
     @property
     def _base(self) -> RankBase | None:
-        return self._writer.base if self._guard.process else None
+        return self._writer.committed.base if self._guard.process else None
 
     @property
     def _last(self) -> Manifest | None:
-        return self._writer.last if self._guard.process else None
+        return self._writer.committed.last if self._guard.process else None
 
     @property
     def version(self) -> int | None:
@@ -450,7 +449,7 @@ class Publisher:
         """
         if (last := self._last) is None:
             return self._options.continues.copy()
-        return {"run": last.run, "version": last.version, "step": last.step, "digest": last.digest}
+        return state_of(last)
 
     def load_state_dict(self, state: PublisherState) -> None:
         """Continue the run that a checkpoint of the trainer names, however far it has advanced since.
@@ -469,15 +468,7 @@ class Publisher:
                 "load_state_dict was called after this publisher had published or resumed the run; create a new "
                 "Publisher and call it before publish"
             )
-        if not isinstance(state, dict) or {name: type(value) for name, value in state.items()} not in (
-            {},
-            PublisherState.__annotations__,
-        ):
-            raise ValueError(
-                f"load_state_dict needs what state_dict() of a Publisher returned, a dictionary with "
-                f"{', '.join(PublisherState.__annotations__)}, or an empty one; got {reprlib.repr(state)}"
-            )
-        self._options.continues = state.copy()
+        self._options.continues = checked_state(state)
 
     def hold(self, optimizer: Any) -> None:
         """Make an optimizer wait before each step until no comparison reads the weights any more.
@@ -511,8 +502,10 @@ class Publisher:
 
     def _wait_until_compared(self) -> None:
         """Wait until no comparison reads the trainer's weights. In a forked process no thread does."""
-        if self._guard.process is not None and not self._guard.is_forked and self._writer.baseline is not None:
-            self._writer.baseline.wait()
+        if self._guard.process is None or self._guard.is_forked:
+            return
+        if (baseline := self._writer.committed.baseline) is not None:
+            baseline.wait()
 
     def flush(self) -> None:
         """Wait until everything that was published is in the store, anchors too. In a team every rank calls it.
@@ -587,7 +580,7 @@ class Publisher:
         return (
             0
             if self._guard.process is None or self._writer.rounds.is_lost
-            else self._writer.anchors.finish(lambda: self._writer.base)
+            else self._writer.anchors.finish(lambda: self._writer.committed.base)
         )
 
 
