@@ -13,7 +13,6 @@ and by `close`, once by each, until a later version is committed, which contains
 """
 
 import logging
-import reprlib
 import time
 import weakref
 from collections.abc import Mapping
@@ -37,17 +36,17 @@ from pulsesync.group.collective import SoloTeam, Team
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import Keep, RankBase, baseline_for, check_keep
 from pulsesync.publish.cadence import Cadence, Every
+from pulsesync.publish.checkpoint import PublisherState, checked_state, state_of
 from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
 from pulsesync.publish.failures import Caller
 from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import SendQueue
 from pulsesync.publish.pending import PendingVersion, PublishReport
-from pulsesync.publish.records import RunRecords
+from pulsesync.publish.records import RunRecords, WriterOptions
 from pulsesync.publish.reporting import PublishEvents
-from pulsesync.publish.resume import PublisherState
 from pulsesync.publish.team import TeamRounds
-from pulsesync.publish.writer import RunWriter, WriterOptions
+from pulsesync.publish.writer import RunWriter
 from pulsesync.run.reader import CACHE_BYTES, location_of
 from pulsesync.run.spool import Outbox
 from pulsesync.state.sharding import Shards
@@ -95,8 +94,8 @@ class Publisher:
         spool: A folder that only this trainer uses. Bodies are kept in it for a restart, and anchors until they are
             uploaded; a temporary folder if not given.
         keep: Where the copy of the last version is, for tensors on a GPU: "device", on the GPU too, which is the
-            default; "host", in pinned host memory, in which case `hold` overlaps the transfer with the next step; or
-            "hook": no copy is kept, and the caller passes the old weights to every publish, see `device.hook`.
+            default; or "host", in pinned host memory, in which case `hold` overlaps the transfer with the next
+            step.
         executor: Encodes and sends in the background; None: one thread for versions and one for anchors. It is not
             shut down by the publisher.
         epoch_patches: As for a `Subscriber`.
@@ -134,11 +133,6 @@ class Publisher:
         take_over: bool = False,
     ) -> None:
         check_keep(keep)
-        if keep == "hook" and publish_every != 1:
-            raise ValueError(
-                "keep='hook' publishes every step, because there is no base to compare a later step with; leave out "
-                "publish_every="
-            )
         if codec not in get_args(patch.CodecName):
             raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(patch.CodecName)))}; got {codec!r}")
         if anchor_codec not in get_args(AnchorCodecChoice):
@@ -202,7 +196,6 @@ class Publisher:
         wait: Literal[True] = ...,
         now: bool = ...,
         coalesce: bool = ...,
-        old: Any = ...,
     ) -> PublishReport: ...
     @overload
     def publish(
@@ -213,7 +206,6 @@ class Publisher:
         wait: Literal[False],
         now: bool = ...,
         coalesce: bool = ...,
-        old: Any = ...,
     ) -> "Future[PublishReport]": ...
     def publish(
         self,
@@ -223,7 +215,7 @@ class Publisher:
         wait: bool = True,
         now: bool = False,
         coalesce: bool = True,
-        old: Any = None,
+        **_removed: Any,
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a module, state dict or mapping of arrays as the next version; the first one in full.
 
@@ -251,7 +243,6 @@ class Publisher:
             now: publish this step regardless of publish_every.
             coalesce: False makes a version of this step alone. No other step is coalesced with it, so publish waits
                 while another version is queued: at most two are in memory. It excludes publish_every.
-            old: the weights of the last version, if no copy is kept (keep="hook").
 
         Raises:
             StateError: tensors were added, removed, reshaped or tied differently, or the first weights do not continue
@@ -262,8 +253,8 @@ class Publisher:
             the base is still the last committed version: the next version contains the changes of both steps.
         """
         began = time.perf_counter()
-        if old is not None and self.keep != "hook":
-            raise ValueError("old= is for a Publisher with keep='hook'; this one keeps a copy itself: leave old= out")
+        old = "the Publisher compares with the copy that it keeps of the last version; leave old= out"
+        arguments.removed("publish", _removed, {"old": old})
         if not coalesce and self._cadence.every != 1:
             raise ValueError(
                 f"coalesce=False makes a version of every step, but publish_every={self._cadence.every!r} makes one of "
@@ -272,35 +263,29 @@ class Publisher:
         if self._queue.is_alone:
             step = checked_step(step)
         self._guard.check_process()  # before the lock, which may stay locked for ever in a forked process
-        caller_passes_old_weights = self.keep == "hook"
-        self._queue.check_caller("publish", waits=wait or not coalesce or caller_passes_old_weights)
-        with self._queue.call(alone=not coalesce, idle=lambda: caller_passes_old_weights or self._base is None):
+        self._queue.check_caller("publish", waits=wait or not coalesce)
+        with self._queue.call(alone=not coalesce, idle=lambda: self._base is None):
             self._check_interpreter()
             self._start()
             self._queue.raise_failure("publish")
-            writer = self._writer
-            if caller_passes_old_weights and self._queue.failures.has_lost_weights:
-                writer.base = None  # no later patch can contain the failed step: a new root is published next
+            committed = self._writer.committed
             version = PendingVersion(self._queue.count_call(), step, alone=not coalesce, waits=wait)
             is_due = self._cadence.step(time.monotonic(), version.call)
             if (rejection := self._queue.rejection(version.call)) is not None:
                 return _failed(rejection, wait)
-            if not (is_due or now) and writer.base is not None:
-                return self._skipped(writer.base.state.layout, step, wait, began)
+            if not (is_due or now) and committed.base is not None:
+                return self._skipped(committed.base.state.layout, step, wait, began)
             version.coalesced, version.earlier_step = self._cadence.published(), self._lowest_skipped
             self._lowest_skipped = None
-            inline = writer.base is None
-            self._compare(version, source, old, keeps_source=wait or inline)
+            inline = committed.base is None
+            self._compare(version, source, keeps_source=wait or inline)
             version.blocked_s = time.perf_counter() - began
             future, starts = self._queue.put(version, awaited=wait or inline)
-            at_start = writer.base is not None and writer.base.last.next_patch[1] == self._records.epoch_patches
         if starts:
             self._start_sender(inline)
         if version.fault is not None:
             future.was_read = True  # by this exception
             raise version.fault
-        if caller_passes_old_weights and at_start:
-            future.wait()  # an anchor may be due, which reads the source
         if not (wait or inline):
             return future
         try:
@@ -312,20 +297,20 @@ class Publisher:
             report = replace(report, payload_bytes=written, anchor=self._writer.anchors.writer.choice)
         return report if wait else future
 
-    def _compare(self, version: PendingVersion, source: Any, old: Any, keeps_source: bool) -> None:
+    def _compare(self, version: PendingVersion, source: Any, keeps_source: bool) -> None:
         """Read and compare a source. In a team, an error is not raised here: the sender reports it to all ranks."""
-        writer = self._writer
+        committed, codec = self._writer.committed, self._writer.agreement.codec
         try:
             version.step = checked_step(version.step)
-            if writer.base is None or writer.baseline is None:
+            if committed.base is None or committed.baseline is None:
                 self._wait_until_compared()
-                writer.baseline = baseline_for(source, self.keep)
-            shards = writer.baseline.read(source, self.cast)
+                committed.baseline = baseline_for(source, self.keep)
+            shards = committed.baseline.read(source, self.cast)
             if self._queue.is_alone:
                 check_complete(shards)
             if keeps_source:
                 version.shards, version.source = shards, source
-            writer.compare(version, shards, old, later=bool(self._holds) and not version.waits)
+            committed.compare(version, shards, codec, later=bool(self._holds) and not version.waits)
         except Exception as e:
             if self._queue.is_alone:
                 self.events.failed(version.step, e)
@@ -351,7 +336,7 @@ class Publisher:
                 writer = self._writer
                 if isinstance(e, AnotherPublisherError):
                     self._lease.close()
-                self._queue.failed(version, e, writer.resolve_at_once, is_lost=writer.rounds.is_lost)
+                self._queue.failed(version, e, writer.settler.resolve_at_once, is_lost=writer.rounds.is_lost)
             else:
                 self._queue.completed(report)
             del version  # an exception's traceback refers to this frame, for as long as the future is kept
@@ -425,11 +410,11 @@ class Publisher:
 
     @property
     def _base(self) -> RankBase | None:
-        return self._writer.base if self._guard.process else None
+        return self._writer.committed.base if self._guard.process else None
 
     @property
     def _last(self) -> Manifest | None:
-        return self._writer.last if self._guard.process else None
+        return self._writer.committed.last if self._guard.process else None
 
     @property
     def version(self) -> int | None:
@@ -464,7 +449,7 @@ class Publisher:
         """
         if (last := self._last) is None:
             return self._options.continues.copy()
-        return {"run": last.run, "version": last.version, "step": last.step, "digest": last.digest}
+        return state_of(last)
 
     def load_state_dict(self, state: PublisherState) -> None:
         """Continue the run that a checkpoint of the trainer names, however far it has advanced since.
@@ -483,15 +468,7 @@ class Publisher:
                 "load_state_dict was called after this publisher had published or resumed the run; create a new "
                 "Publisher and call it before publish"
             )
-        if not isinstance(state, dict) or {name: type(value) for name, value in state.items()} not in (
-            {},
-            PublisherState.__annotations__,
-        ):
-            raise ValueError(
-                f"load_state_dict needs what state_dict() of a Publisher returned, a dictionary with "
-                f"{', '.join(PublisherState.__annotations__)}, or an empty one; got {reprlib.repr(state)}"
-            )
-        self._options.continues = state.copy()
+        self._options.continues = checked_state(state)
 
     def hold(self, optimizer: Any) -> None:
         """Make an optimizer wait before each step until no comparison reads the weights any more.
@@ -525,8 +502,10 @@ class Publisher:
 
     def _wait_until_compared(self) -> None:
         """Wait until no comparison reads the trainer's weights. In a forked process no thread does."""
-        if self._guard.process is not None and not self._guard.is_forked and self._writer.baseline is not None:
-            self._writer.baseline.wait()
+        if self._guard.process is None or self._guard.is_forked:
+            return
+        if (baseline := self._writer.committed.baseline) is not None:
+            baseline.wait()
 
     def flush(self) -> None:
         """Wait until everything that was published is in the store, anchors too. In a team every rank calls it.
@@ -601,7 +580,7 @@ class Publisher:
         return (
             0
             if self._guard.process is None or self._writer.rounds.is_lost
-            else self._writer.anchors.finish(lambda: self._writer.base)
+            else self._writer.anchors.finish(lambda: self._writer.committed.base)
         )
 
 

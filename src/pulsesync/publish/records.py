@@ -1,13 +1,31 @@
-"""The records of the run that a publisher writes: how it reads, parses and signs them."""
+"""The run that a publisher writes: the options that apply to it, and how its records are read, parsed and signed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
 from pulsesync.format import signature
 from pulsesync.format.manifest import Manifest
+from pulsesync.format.patch import CodecName
 from pulsesync.format.signature import SigningKey
+from pulsesync.publish.checkpoint import PublisherState
+from pulsesync.publish.companions import Files
 from pulsesync.run.reader import RunReader
 from pulsesync.store import Store
+
+
+@dataclass
+class WriterOptions:
+    """The options that must be the same on all ranks of a team; see `Publisher`."""
+
+    codec: CodecName
+    grid: layouts.Grid
+    min_tile: int
+    files: Files
+    anchor_every: float
+    resume: bool = False  # publish to an existing run even weights that do not continue it
+    warns_of_fp32: bool = False  # once, if most weights of an FP32 model change in a version
+    continues: PublisherState = field(default_factory=PublisherState)  # the version that the run must have; or empty
 
 
 @dataclass(frozen=True)
