@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import MovedEntries, Sum, TensorSpec, VisibleEntries
 from pulsesync.device import steps
+from pulsesync.device.blocks import count_pile
 from pulsesync.device.memory import DeviceStream, StreamPoint, empty, on, scan, shared, to_host, unsigned
 from pulsesync.device.pile import CHUNK as MARKED
 from pulsesync.device.pile import WORDS, Pile
-from pulsesync.device.state import count_pile
 from pulsesync.format import layout as layouts
 from pulsesync.kernels import cuda
 

@@ -263,7 +263,7 @@ class DeviceReceiverWeights:
         begins = _begins(table)
         tiles = self._bundles.shapes({n: begins[n] for n in whole.tolist()}) if whole.size else ()
         for some in tiles:
-            some.make_ready(self.backend)  # now, while a lack of memory can still be reported to all ranks
+            some.make_ready(self.backend.tied)  # now, while a lack of memory can still be reported to all ranks
         with clock.timed("digest"):
             after = messages.sums_of(before, sparse) + moving().of(sparse)
             self._check(sparse, after, promised)
@@ -354,6 +354,6 @@ def _write_changes(state: WeightState, made: Sequence[Bucket], sums: Mapping[int
     """Write changes; those of some tiles of a pile are written as changes of the whole pile."""
     changes = (run for bucket in made for run in bucket.changes)
     backend = backend_of(state)
-    runs = [on_whole(run, backend.pile_of(run.pile.tiles[0].ordinal)) for run in changes]
+    runs = [on_whole(run, backend.piles.of(run.pile.tiles[0].ordinal)) for run in changes]
     local = {ordinal: sums[ordinal] for ordinal in state.places}
     return state.commit(Transition(runs, local, DeviceHistory(), backend.count_changed(runs)))
