@@ -112,7 +112,7 @@ class RunResumer:
         return base
 
     def _find_last(self) -> CoordinatorMessage:
-        self._lease.wait(lambda: self._queue.closed)
+        self._lease.wait(self._queue.closed.is_set)
         reader = self._records.reader()
         last = reader.newest()
         if last is not None and self._records.signing_key is None and last.signed_by:
