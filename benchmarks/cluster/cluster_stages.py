@@ -54,7 +54,7 @@ class Ends:
             end.weights.begin()
         if not self.source.has_weights:
             self.source.at = None  # after a dense sync, as Broadcast does: there is no copy to compare with
-        jobs, _ = self.source.plan(method, CostModel(), None)
+        jobs, _ = self.source.plan(method, CostModel())
         made, got = list[Bucket](), list[Bucket]()
         sent_bytes = 0
         for one, tiles in jobs:

@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from pulsesync.errors import GroupError, PulseError, StateError, VerificationError
+from pulsesync.group import peers
 from pulsesync.group.broadcast import NOTE_BYTES, Broadcast, BroadcastReport
 from pulsesync.group.bundles import Bundle
 from pulsesync.group.collective import Collective
@@ -369,11 +370,12 @@ def test_a_damaged_bucket_is_refused_by_all_and_the_next_push_makes_up_for_it(
 
 
 def killed(rank: int, size: int, folder: str, victim: int, message: int) -> Any:
+    peers.BUCKET_WEIGHTS = 1 << 16  # in a process of its own
     rng = np.random.default_rng(0)
     model = weights(rng)
     model = zeros(model) if rank else model
     join_group(folder, "one", rank, size)
-    cast = Broadcast(timeout_s=TIMEOUT_S, method="coded", bucket_weights=1 << 16)
+    cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
     for _ in range(2):
         if rank == 0:
             change_(model, rng, 0.01)
@@ -394,7 +396,7 @@ def killed(rank: int, size: int, folder: str, victim: int, message: int) -> Any:
     join_group(folder, "two", rank, size)
     if victim == 0 and rank == 0:
         model = {name: tensor.clone() for name, tensor in model.items()}  # the new trainer continues from these
-        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded", bucket_weights=1 << 16)
+        cast = Broadcast(timeout_s=TIMEOUT_S, method="coded")
         change_(model, rng, 0.01)
     else:
         cast.regroup()
@@ -559,16 +561,13 @@ def test_a_receiver_cut_off_while_it_was_brought_up_to_date_knows_that_it_is_not
 def not_alike(rank: int, size: int, folder: str) -> str:
     with group(folder, "one", rank, size):
         with pytest.raises(StateError) as e:
-            sync(
-                Broadcast(timeout_s=TIMEOUT_S, bucket_weights=1 << (16 + rank)), rank, weights(np.random.default_rng(0))
-            )
+            Broadcast(src=rank, timeout_s=TIMEOUT_S).push(weights(np.random.default_rng(0)))
         return str(e.value)
 
 
-def test_ranks_with_different_bucket_weights_are_all_told_so(fleet: Fleet) -> None:
+def test_ranks_with_different_sources_are_all_told_so(fleet: Fleet) -> None:
     for rank, said in enumerate(fleet.run(not_alike, 2)):
-        assert f"ranks disagree on src or bucket_weights: rank {rank} has src=[0]" in said
-        assert f"bucket_weights={1 << (16 + rank)};" in said
+        assert f"ranks disagree on src: rank {rank} has src=[{rank}]" in said
 
 
 def half_committed(rank: int, size: int, folder: str, who: int) -> Any:
@@ -928,12 +927,13 @@ def test_a_tied_name_of_another_dtype_is_refused(fleet: Fleet) -> None:
 
 
 def slow_to_bring(rank: int, size: int, folder: str) -> Any:
+    peers.BUCKET_WEIGHTS = 1 << 18  # in a process of its own
     rng = np.random.default_rng(0)
     model = {f"w{n}": weights(rng, 600, 500)["large.weight"] for n in range(6)}
     model = zeros(model) if rank else model
     if rank < 2:
         with group(folder, "one", rank, 2):
-            cast = Broadcast(timeout_s=3, method="coded", bucket_weights=1 << 18)
+            cast = Broadcast(timeout_s=3, method="coded")
             sync(cast, rank, model)
     else:
         time.sleep(0.3)
@@ -941,7 +941,7 @@ def slow_to_bring(rank: int, size: int, folder: str) -> Any:
     if rank < 2:
         cast.regroup()
     else:
-        cast = Broadcast(timeout_s=3, method="coded", bucket_weights=1 << 18)
+        cast = Broadcast(timeout_s=3, method="coded")
     plain = Collective.send_
 
     def send_(self: Collective, *args: Any) -> None:
@@ -1106,12 +1106,13 @@ def test_a_receiver_without_memory_for_a_message_keeps_nobody_waiting(fleet: Fle
 
 
 def many_syncs(rank: int, size: int, folder: str) -> list[int]:
+    peers.BUCKET_WEIGHTS = 1 << 20  # in a process of its own
     rng = np.random.default_rng(0)
     model = {f"w{n}": weights(rng, 600, 500)["large.weight"] for n in range(6)}
     model = zeros(model) if rank else model
     kept = []
     with group(folder, "one", rank, size):
-        cast = Broadcast(timeout_s=TIMEOUT_S, bucket_weights=1 << 20)
+        cast = Broadcast(timeout_s=TIMEOUT_S)
         for step in range(8):
             if rank == 0:
                 change_(model, rng, 0.01)
@@ -1137,12 +1138,13 @@ def test_memory_does_not_grow_with_mixed_syncs(fleet: Fleet) -> None:
 
 def gathered(rank: int, size: int, folder: str) -> int:
     """Four sources of a quarter each, two receivers of half each: nobody holds it all, even for a moment."""
+    peers.BUCKET_WEIGHTS = 1 << 17  # in a process of its own
     whole = np.arange(400 * 4000, dtype=np.int16).reshape(400, 4000)
     parts = [(100 * rank, 100 * rank + 100)] if rank < 4 else [(200 * (rank - 4), 200 * (rank - 4) + 200)]
     (a, b), most = parts[0], [0]
     mine = {"w": Placed(torch.from_numpy(whole[a:b].copy()), (400, 4000), rows=(a, b))}
     with group(folder, "one", rank, size):
-        cast = Broadcast(src=[0, 1, 2, 3], timeout_s=TIMEOUT_S, bucket_weights=1 << 17)
+        cast = Broadcast(src=[0, 1, 2, 3], timeout_s=TIMEOUT_S)
         plain = SyncSession.conclude
 
         def conclude(self: SyncSession, *args: Any) -> Any:

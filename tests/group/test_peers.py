@@ -1,6 +1,7 @@
 """The two ends of a group, in one process: what an end remembers, what it forgets, and whose memory it uses."""
 
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from pulsesync.core import digest
 from pulsesync.core.types import Bits
 from pulsesync.errors import VerificationError
+from pulsesync.group import peers
 from pulsesync.group.bundles import agree, describe_shards
 from pulsesync.group.cost_model import CostModel, Method
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
@@ -46,7 +48,8 @@ class Joined:
         return self.sends if which == "source" else self.receives
 
     def plan(self, method: Method = "coded", bucket_weights: int = LARGE) -> tuple[list[Job], str]:
-        return self.source.plan(method, CostModel(), bucket_weights)
+        with patch.object(peers, "BUCKET_WEIGHTS", bucket_weights):
+            return self.source.plan(method, CostModel())
 
     def sync(self, method: Method = "coded", jobs: Sequence[Job] | None = None) -> str:
         """Change some weights and sync them, by a method or in these buckets; return how that was planned."""

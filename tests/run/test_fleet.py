@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -126,11 +127,12 @@ def test_a_heartbeat_that_two_processes_write_needs_attention(store: ClockedStor
 
 
 @pytest.mark.parametrize("off_s", [-3600.0, 3600.0])
-def test_ages_are_by_the_clock_of_the_store_alone(off_s: float) -> None:
+def test_ages_are_by_the_clock_of_the_store_alone(off_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour off, a dead worker was ok, or a live one silent."""
     old_s = [0.0]
     store = ClockedStore()
-    store._clock = lambda: time.time() + off_s - old_s[0]
+    clock = SimpleNamespace(time=lambda: time.time() + off_s - old_s[0])
+    monkeypatch.setattr("pulsesync.store.memory.time", clock)
     with pulse.Publisher(store) as publisher:
         publisher.publish({"w": np.zeros(1000, np.float32)}, step=40)
     for name, seconds in (("alive", 10.0), ("dead", 600.0)):

@@ -119,7 +119,7 @@ class RunSimulator:
         publisher: Callable[..., Publisher] = Publisher,
         sharded: Callable[..., ShardedPublisher] = ShardedPublisher,
         subscriber: Callable[..., Subscriber] = Subscriber,
-        store: Callable[[SimulatedClock], Store] = MemoryStore,
+        store: Callable[[], Store] = MemoryStore,
     ) -> None:
         self.seed, self.events, self.trouble = seed, events, trouble
         self.world = world = World(seed, trouble, teams, publisher, sharded, subscriber, store, MEANWHILE, self._happen)

@@ -22,12 +22,12 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import Squasher
-from pulsesync.publish import agreement, anchors, commit, publisher, writer
+from pulsesync.publish import agreement, anchors, commit, intake, publisher, writer
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run import bodies, fetcher
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.store import Store, cache
+from pulsesync.store import Store, cache, memory
 from pulsesync.testing.faults import FaultyStore
 from tests.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker, TensorSet
 from tests.simulator.book import PublishLog
@@ -60,7 +60,7 @@ class World:
         make_publisher: Callable[..., Publisher],
         make_sharded: Callable[..., ShardedPublisher],
         make_subscriber: Callable[..., Subscriber],
-        make_store: Callable[[SimulatedClock], Store],
+        make_store: Callable[[], Store],
         meanwhile: Sequence[str],
         happen: Callable[[str], None],
     ) -> None:
@@ -72,7 +72,7 @@ class World:
         self.failure: Exception | None = None  # the first failure; the library may have caught it
         self.rng, self.noise = random.Random(seed), np.random.default_rng(seed)
         self.clock = SimulatedClock()
-        self.truth = make_store(self.clock)
+        self.truth = make_store()
         self.model = TensorSet.draw(self.rng)
         self.base = self.model.content(self.model.arbitrary(self.noise))
         self.key = SigningKey(f"{self.rng.getrandbits(256):064x}") if self.rng.random() < 0.5 else None
@@ -104,14 +104,16 @@ class World:
                 (threads, "default_threads", lambda: 1),
                 (anchors, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),
                 (bodies, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),
-                (fetcher, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),  # a publisher's, a squasher's
+                (fetcher, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),
                 (tempfile, "tempdir", str(self._folder)),
+                (intake, "time", times),
                 (publisher, "time", times),
                 (writer, "time", times),
                 (anchors, "time", times),
                 (agreement, "CALL_TIMEOUT_S", 0.0),  # a rank that has not made a call makes none while others wait
                 (commit, "time", times),
                 (commit, "secrets", chance),
+                (memory, "time", times),
                 (pointing, "time", times),
                 (pruning, "secrets", chance),
                 (cache, "_ASK_AGAIN_S", 0.0),  # after a failure a cache waits by a real clock

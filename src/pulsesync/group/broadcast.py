@@ -32,7 +32,6 @@ from pulsesync.group import bundles
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTiming, TransferLoad
 from pulsesync.group.peers import (
-    BUCKET_WEIGHTS,
     GroupEnd,
     Job,
     LocalModel,
@@ -81,8 +80,6 @@ class Broadcast:
         cast: The dtype of the receivers, for all FP32 tensors of a source or by name pattern.
         timeout_s: How long to wait for the other ranks, at each message.
         method: How to send; "auto" chooses the fastest by measurement.
-        bucket_weights: The most weights that a bucket covers; the same on every rank. If not given, 2^24 in host
-            memory; on a GPU 2^29 for whole weights and 2^33 for changes.
     """
 
     def __init__(
@@ -93,14 +90,13 @@ class Broadcast:
         cast: "Cast | Mapping[str, Cast] | None" = None,
         timeout_s: float = 300.0,
         method: Method | Literal["auto"] = "auto",
-        bucket_weights: int | None = None,
     ) -> None:
         if method != "auto" and method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(map(repr, ('auto', *METHODS)))}; got {method!r}")
         self.method = method
         self.costs = CostModel()
         self._cast = read_cast(cast)
-        self._timeout_s, self._bucket_weights = timeout_s, bucket_weights
+        self._timeout_s = timeout_s
         self._model: LocalModel | None = None  # the last one, if the next sync can recognize it by its addresses
         self._end: GroupEnd | None = None  # source or receiver, since this rank first joined
         self._latency_s = 1.0
@@ -192,14 +188,14 @@ class Broadcast:
         base, late = _choose_base(notes, self._sources)
         end.weights.begin()
         with end.leaving(base):
-            stream = SyncSession(team, self._sources, end, self._bucket_weights or BUCKET_WEIGHTS)
+            stream = SyncSession(team, self._sources, end)
             if late:
                 stream.send_version(late, base)
             started = time.perf_counter()
             jobs, method = list[Job](), ""
             with FailureCollector(stream.faults):
                 if isinstance(end, SourceEnd):
-                    jobs, method = end.plan(self.method, self.costs, self._bucket_weights)
+                    jobs, method = end.plan(self.method, self.costs)
             stream.run(jobs)
             point, notes = self._verdict(stream, version, method)
         with stream.clock.timed("apply"):
@@ -274,8 +270,7 @@ class Broadcast:
         notes = self._exchange({}, faults, "cannot take part in this sync")
         if len({note["alike"] for note in notes}) > 1:
             raise StateError(
-                f"ranks disagree on src or bucket_weights: rank {self._team.rank} has src={self._sources}, "
-                f"bucket_weights={self._bucket_weights}; pass the same on every rank"
+                f"ranks disagree on src: rank {self._team.rank} has src={self._sources}; pass the same on every rank"
             )
         end = self._end
         if end is None or not all(note["joined"] for note in notes) or len({note["wire"] for note in notes}) > 1:
@@ -313,7 +308,7 @@ class Broadcast:
         elif self._pushes:
             end = SourceEnd(wire, tiles, model)
             if self.method == "auto":
-                end.calibrate(self.costs, receivers_on_gpu, self._bucket_weights)
+                end.calibrate(self.costs, receivers_on_gpu)
             self._end = end
         else:
             self._end = ReceiverEnd(wire, tiles, model)
@@ -327,7 +322,7 @@ class Broadcast:
         Raises:
             The first of the faults; GroupError: another rank has one, or sent a malformed note.
         """
-        end, alike = self._end, hashlib.sha256(f"{self._sources} {self._bucket_weights}".encode())
+        end, alike = self._end, hashlib.sha256(str(self._sources).encode())
         mine = {
             "alike": alike.hexdigest()[:16],
             "joined": end is not None and end.joined,

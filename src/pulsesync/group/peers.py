@@ -256,38 +256,36 @@ class SourceEnd(GroupEnd):
     def _bind_weights(self, wire: BundlePlan, shards: Shards) -> None:
         self.weights.bind(wire, shards)
 
-    def calibrate(self, costs: CostModel, receivers_on_gpu: bool, bucket_weights: int | None = None) -> None:
+    def calibrate(self, costs: CostModel, receivers_on_gpu: bool) -> None:
         """Measure the time of every method on these weights."""
-        costs.bucket_weights = {method: self._most(method, bucket_weights) for method in METHODS}
+        costs.bucket_weights = {method: self._most(method) for method in METHODS}
         if isinstance(self.weights, HostSourceWeights):
             calibrate_host(costs, self.tiles, self.weights)
         else:
             assert self.device is not None
             calibrate_gpu(costs, self.device, receivers_on_gpu)
 
-    def plan(
-        self, method: Method | Literal["auto"], costs: CostModel, bucket_weights: int | None
-    ) -> tuple[list[Job], str]:
+    def plan(self, method: Method | Literal["auto"], costs: CostModel) -> tuple[list[Job], str]:
         """What to send, bucket by bucket, and by which method, chosen before any bundle is compared."""
         self._keeps = method != "dense"
         if self._keeps:
             self.weights.make_room()
         if self.at is None:
-            return self._jobs("dense", self.tiles, bucket_weights), "full" if self._keeps else "dense"
+            return self._jobs("dense", self.tiles), "full" if self._keeps else "dense"
         chosen = costs.choose(self.weights.sample(self.at.version)) if method == "auto" else [method] * len(self.tiles)
         jobs: list[Job] = []
         for one in METHODS:
             tiles = [tile for tile, its in zip(self.tiles, chosen, strict=True) if its == one]
-            jobs += self._jobs(one, tiles, bucket_weights)
+            jobs += self._jobs(one, tiles)
         used = {one for one, _ in jobs}
         return jobs, "mixed" if len(used) > 1 else next(iter(used), "coded")
 
-    def _jobs(self, method: Method, tiles: Sequence[Tile], bucket_weights: int | None) -> list[Job]:
-        return [(method, some) for some in messages.cut(self.wire, tiles, self._most(method, bucket_weights))]
+    def _jobs(self, method: Method, tiles: Sequence[Tile]) -> list[Job]:
+        return [(method, some) for some in messages.cut(self.wire, tiles, self._most(method))]
 
-    def _most(self, method: Method, given: int | None) -> int:
+    def _most(self, method: Method) -> int:
         """The most weights that a bucket covers."""
-        return given or (BUCKET_WEIGHTS if self.device is None else DEVICE_BUCKET_WEIGHTS[method])
+        return BUCKET_WEIGHTS if self.device is None else DEVICE_BUCKET_WEIGHTS[method]
 
     def sent(self, bucket: Bucket) -> Bucket:
         return bucket if self.device is None else replace(bucket, message=messages.NOTHING)

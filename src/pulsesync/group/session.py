@@ -20,7 +20,7 @@ from pulsesync.core import digest
 from pulsesync.core.threads import finish
 from pulsesync.core.types import Sum, Tile
 from pulsesync.errors import FormatError, GroupError, VerificationError
-from pulsesync.group import messages
+from pulsesync.group import messages, peers
 from pulsesync.group.collective import Collective
 from pulsesync.group.messages import TRAILER, Bucket, Message, SyncTimes
 from pulsesync.group.peers import GroupEnd, Job, RankVersion, ReceiverEnd, SourceEnd
@@ -36,7 +36,6 @@ class SyncSession:
     team: Collective
     sources: Sequence[int]
     end: GroupEnd
-    bucket_weights: int
     clock: SyncTimes = field(default_factory=SyncTimes)
     faults: list[Exception] = field(default_factory=list)
     made: list[Bucket] = field(default_factory=list)  # what was sent or received
@@ -55,7 +54,7 @@ class SyncSession:
         sums: dict[int, Sum] = {}
         end, wire, known = self.end, self.end.wire, self._sums_before()
         for place, rank in enumerate(self.sources):
-            for tiles in messages.cut(wire, wire.owned_by(place), self.bucket_weights):
+            for tiles in messages.cut(wire, wire.owned_by(place), peers.BUCKET_WEIGHTS):
                 to = [one for one in late if one in wire.holders[tiles[0].ordinal]]
                 if rank == self.team.rank and to:
                     self.team.send_(self._saved(tiles, known), rank, to)
