@@ -338,7 +338,7 @@ def test_a_source_that_always_sends_all_keeps_no_copy(device: str) -> None:
     model = local(random_model(), "device", device)
     wire = agree([describe_shards(model.shards)] * 2, [0])
     end = SourceEnd(wire, wire.owned_by(0), model)
-    jobs, name = end.plan("dense", CostModel(), None)
+    jobs, name = end.plan("dense", CostModel())
     assert name == "dense"
     made = [bucket for method, tiles in jobs if (bucket := end.weights.encode(tiles, method, SyncTimes()))]
     end.commit([end.sent(bucket) for bucket in made], RankVersion(1, "", made[0].sums))
@@ -356,7 +356,7 @@ def test_a_copy_that_is_not_needed_any_more_gives_its_memory_back(device: str) -
     assert kept.base is not None
     views = [weakref.ref(view) for view in (*kept.base.flats.values(), *(room for room, _ in kept._rooms.values()))]
     assert all(view() is not None for view in views)
-    pair.source.plan("dense", CostModel(), None)
+    pair.source.plan("dense", CostModel())
     pair.source.commit([], RankVersion(2, "", pair.at.sums))
     gc.collect()
     assert [view for view in views if view() is not None] == []
@@ -371,7 +371,7 @@ def test_weights_that_something_writes_during_a_push_are_not_taken_for_what_was_
     with pytest.raises(StateError, match="weights changed while"):
         pair.commit(sent, got)
     assert (pair.source.at, pair.source.has_weights) == (None, False)
-    assert pair.source.plan("plain", CostModel(), None)[1] == "full"
+    assert pair.source.plan("plain", CostModel())[1] == "full"
 
 
 def test_a_source_that_owns_no_bundle_takes_part(device: str) -> None:
@@ -380,7 +380,7 @@ def test_a_source_that_owns_no_bundle_takes_part(device: str) -> None:
     end = SourceEnd(wire, wire.owned_by(1), model)
     assert not end.tiles
     for version in (1, 2):
-        end.plan("auto", CostModel(), None)
+        end.plan("auto", CostModel())
         end.commit([], RankVersion(version, "", {}))
         assert end.has_weights
 

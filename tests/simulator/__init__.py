@@ -106,7 +106,7 @@ class RunSimulator:
         publisher: The class of the publisher.
         sharded: The class of the publishers of a team.
         subscriber: The class of the subscribers.
-        store: Makes the store, given a clock in seconds.
+        store: Makes the store.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class RunSimulator:
         publisher: Callable[..., Publisher] = Publisher,
         sharded: Callable[..., ShardedPublisher] = ShardedPublisher,
         subscriber: Callable[..., Subscriber] = Subscriber,
-        store: Callable[[SimulatedClock], Store] = MemoryStore,
+        store: Callable[[], Store] = MemoryStore,
     ) -> None:
         self.seed, self.events, self.trouble = seed, events, trouble
         self.world = world = World(seed, trouble, teams, publisher, sharded, subscriber, store, MEANWHILE, self._happen)

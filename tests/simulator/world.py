@@ -27,7 +27,7 @@ from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run import bodies, fetcher
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.store import Store, cache
+from pulsesync.store import Store, cache, memory
 from pulsesync.testing.faults import FaultyStore
 from tests.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker, TensorSet
 from tests.simulator.book import PublishLog
@@ -60,7 +60,7 @@ class World:
         make_publisher: Callable[..., Publisher],
         make_sharded: Callable[..., ShardedPublisher],
         make_subscriber: Callable[..., Subscriber],
-        make_store: Callable[[SimulatedClock], Store],
+        make_store: Callable[[], Store],
         meanwhile: Sequence[str],
         happen: Callable[[str], None],
     ) -> None:
@@ -72,7 +72,7 @@ class World:
         self.failure: Exception | None = None  # the first failure; the library may have caught it
         self.rng, self.noise = random.Random(seed), np.random.default_rng(seed)
         self.clock = SimulatedClock()
-        self.truth = make_store(self.clock)
+        self.truth = make_store()
         self.model = TensorSet.draw(self.rng)
         self.base = self.model.content(self.model.arbitrary(self.noise))
         self.key = SigningKey(f"{self.rng.getrandbits(256):064x}") if self.rng.random() < 0.5 else None
@@ -108,6 +108,7 @@ class World:
                 (tempfile, "tempdir", str(self._folder)),
                 (publisher, "time", times),
                 (writer, "time", times),
+                (memory, "time", times),
                 (anchors, "time", times),
                 (writer, "CALL_TIMEOUT_S", 0.0),  # a rank that has not made a call does not make it while others wait
                 (commit, "time", times),
