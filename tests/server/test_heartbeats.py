@@ -174,10 +174,12 @@ def test_a_client_of_a_relay_adds_no_object_to_a_run_but_heartbeats(monkeypatch:
 
 
 def test_a_client_that_makes_up_names_does_not_fill_the_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.server.board.MAX_WORKERS", 4)
+    monkeypatch.setattr("pulsesync.server.board.KEEP_S", 100.0)
     now_s, upstream = 1000.0, Upstream()
     clock = SimpleNamespace(time=lambda: now_s, monotonic=lambda: now_s, sleep=lambda _: time.sleep(0.01))
     monkeypatch.setattr("pulsesync.server.board.time", clock)
-    board = HeartbeatBoard(CoalescingStore(upstream), max_workers=4, keep_s=100.0)
+    board = HeartbeatBoard(CoalescingStore(upstream))
     for n in range(18):
         ended = replace(RECORD, worker=f"w{n}", ended=n != 1).build()  # these make room for others here
         board.put(f"heartbeats/w{n}", ended, client="ab"[n % 2])
@@ -189,8 +191,9 @@ def test_a_client_that_makes_up_names_does_not_fill_the_upstream(monkeypatch: py
     wait_until(lambda: upstream.sent[17:] == ["heartbeats/w17"])
 
 
-def test_one_network_does_not_take_all_names_that_are_passed_on() -> None:
-    board = HeartbeatBoard(CoalescingStore(Upstream()), max_workers=2)
+def test_one_network_does_not_take_all_names_that_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.server.board.MAX_WORKERS", 2)
+    board = HeartbeatBoard(CoalescingStore(Upstream()))
     assert [board._may_pass_on(f"heartbeats/x{n}", "other") for n in range(9)] == [True] * 4 + [False] * 5
     assert board._may_pass_on("heartbeats/w", "")
 
@@ -254,7 +257,9 @@ def test_an_upstream_that_refuses_costs_nothing_but_one_warning(
     ]
 
 
-def test_a_relay_that_was_restarted_warns_of_no_other_process_for_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_relay_that_was_restarted_warns_of_no_other_process_for_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Kept(MemoryStore):
         asked = 0
 
@@ -263,9 +268,10 @@ def test_a_relay_that_was_restarted_warns_of_no_other_process_for_a_minute(caplo
             raise ConflictError("kept for another process", key=key)
 
     for bound_s, warnings in ((60.0, 0), (0.0, 1)):
+        monkeypatch.setattr("pulsesync.server.board.BOUND_S", bound_s)
         upstream = Kept()
         MemoryStore.put(upstream, "head", b"0")
-        board = HeartbeatBoard(CoalescingStore(upstream), bound_s=bound_s)
+        board = HeartbeatBoard(CoalescingStore(upstream))
         board.put("heartbeats/w", record("w"))
         wait_until(lambda upstream=upstream: upstream.asked == 1)  # type: ignore[misc]
         wait_until(lambda board=board: board._waiting == {})  # type: ignore[misc]
@@ -273,8 +279,11 @@ def test_a_relay_that_was_restarted_warns_of_no_other_process_for_a_minute(caplo
         assert len(caplog.records) == warnings
 
 
-def test_names_that_a_client_makes_up_displace_no_worker(caplog: pytest.LogCaptureFixture) -> None:
-    board = HeartbeatBoard(MemoryStore(), max_workers=3)
+def test_names_that_a_client_makes_up_displace_no_worker(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulsesync.server.board.MAX_WORKERS", 3)
+    board = HeartbeatBoard(MemoryStore())
     for n in range(3):
         board.put(f"heartbeats/w{n}", record(f"w{n}"), f"secret {n}", f"network {n}")
     for n in range(100):
@@ -294,7 +303,8 @@ def test_names_that_a_client_makes_up_displace_no_worker(caplog: pytest.LogCaptu
 
 def test_workers_that_were_killed_make_room_for_those_that_replace_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pods under generated names: each lives for two hours, and none of them ends in order."""
-    board, now_s = HeartbeatBoard(MemoryStore(), max_workers=8), time.time()
+    monkeypatch.setattr("pulsesync.server.board.MAX_WORKERS", 8)
+    board, now_s = HeartbeatBoard(MemoryStore()), time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)
     for generation in range(8):
         for _ in range(2):
@@ -307,7 +317,8 @@ def test_workers_that_were_killed_make_room_for_those_that_replace_them(monkeypa
 
 
 def test_names_that_were_heard_once_make_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    board, now_s = HeartbeatBoard(MemoryStore(), max_workers=4), time.time()
+    monkeypatch.setattr("pulsesync.server.board.MAX_WORKERS", 4)
+    board, now_s = HeartbeatBoard(MemoryStore()), time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)
     for name in ("w", "w", "x1", "x2", "y"):
         board.put(f"heartbeats/{name}", record(name), client="other" if name[0] == "x" else name)
@@ -321,7 +332,8 @@ def test_names_that_were_heard_once_make_room_first(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_network_does_not_take_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    board, now_s = HeartbeatBoard(MemoryStore(), max_workers=4), time.time()
+    monkeypatch.setattr("pulsesync.server.board.MAX_WORKERS", 4)
+    board, now_s = HeartbeatBoard(MemoryStore()), time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)
     for n in range(9):
         with suppress(StoreError):
@@ -350,7 +362,8 @@ def test_a_relay_whose_clock_is_late_does_not_give_a_name_to_another_client() ->
 def test_a_name_belongs_to_the_client_that_sent_it_until_that_ends_or_is_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    board, now_s = HeartbeatBoard(MemoryStore(), bound_s=60.0), time.time()
+    monkeypatch.setattr("pulsesync.server.board.BOUND_S", 60.0)
+    board, now_s = HeartbeatBoard(MemoryStore()), time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)
     for first, second in (("a", "b"), ("a", None), (None, "b")):
         board.put("heartbeats/w", record("w", 4), first)
@@ -421,7 +434,8 @@ def test_a_worker_that_writes_to_the_store_itself_is_not_replaced_by_a_client() 
 
 
 def test_heartbeats_are_kept_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    board, now_s = HeartbeatBoard(MemoryStore(), keep_s=100.0), time.time()
+    monkeypatch.setattr("pulsesync.server.board.KEEP_S", 100.0)
+    board, now_s = HeartbeatBoard(MemoryStore()), time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)
     board.put("heartbeats/w", record("w"))
     now_s += 99

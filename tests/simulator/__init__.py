@@ -106,7 +106,7 @@ class RunSimulator:
         publisher: The class of the publisher.
         sharded: The class of the publishers of a team.
         subscriber: The class of the subscribers.
-        store: Makes the store, given a clock in seconds.
+        store: Makes the store.
     """
 
     def __init__(

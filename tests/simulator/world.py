@@ -109,6 +109,7 @@ class World:
                 (intake, "time", times),
                 (publisher, "time", times),
                 (writer, "time", times),
+                (memory, "time", times),
                 (anchors, "time", times),
                 (agreement, "CALL_TIMEOUT_S", 0.0),  # a rank that has not made a call makes none while others wait
                 (commit, "time", times),

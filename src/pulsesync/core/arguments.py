@@ -36,9 +36,9 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = None, *, wha
     return number
 
 
-def optional_whole(name: str, value: Any, least: int = 0, *, what: str) -> int | None:
+def optional_whole(name: str, value: Any, *, what: str) -> int | None:
     """Return a whole number or None. Raises: as `whole`."""
-    return None if value is None else whole(name, value, least, what=f"None or {what}")
+    return None if value is None else whole(name, value, what=f"None or {what}")
 
 
 def number(name: str, value: Any, *, what: str, above: float | None = None) -> float:

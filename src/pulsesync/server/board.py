@@ -23,8 +23,10 @@ from pulsesync.store.keys import is_heartbeat
 
 __all__ = ["MAX_BYTES", "HeartbeatBoard"]
 
-KEEP_S = 24 * 3600.0
-BOUND_S = 60.0  # two heartbeats: a worker that was killed and restarted is shown again before it counts as silent
+KEEP_S = 24 * 3600.0  # for which each is kept, and a name counts that is not heard from again
+# How long a worker must be silent before another client may send records under its name: two heartbeats, so that one
+# that was killed and restarted is shown again before it counts as silent.
+BOUND_S = 60.0
 ROOM_S = 300.0  # ten heartbeats: when there is no room left, a worker that is silent for longer makes it
 _PASSED = 4  # times as many names as are kept are passed on in a day: workers under generated names are replaced
 _PASS_EVERY_S = 1.0  # between two rounds of sending heartbeats upstream: only the newest of each worker is sent
@@ -46,20 +48,16 @@ class _Kept(NamedTuple):
 class HeartbeatBoard:
     """The newest heartbeat of each worker, by key.
 
+    MAX_WORKERS are kept, and half as many from one network: a client that makes up names cannot take all places. When
+    there are as many, a new name takes the place of a worker that has ended, or was silent for five minutes: first one
+    that was heard once only, then the one that is silent longest. If there is none, no new name is accepted.
+
     Args:
         store: What is served. A relay's store passes heartbeats on to its upstream, in the background.
-        max_workers: How many are kept, and half as many from one network: a client that makes up names cannot take all
-            places. When there are as many, a new name takes the place of a worker that has ended, or was silent for
-            five minutes: first one that was heard once only, then the one that is silent longest. If there is none, no
-            new name is accepted. Four times as many names are passed on in `keep_s`.
-        keep_s: For how long each is kept, and a name counts that is not heard from again.
-        bound_s: How long a worker must be silent before another client may send records under its name.
     """
 
-    def __init__(
-        self, store: Store, *, max_workers: int = MAX_WORKERS, keep_s: float = KEEP_S, bound_s: float = BOUND_S
-    ) -> None:
-        self._store, self._max_workers, self._keep_s, self._bound_s = store, max_workers, keep_s, bound_s
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._passes_on = hasattr(store, "pass_on")
         self._lock = threading.Lock()
         self._kept: dict[str, _Kept] = {}  # by key; oldest first
@@ -84,13 +82,13 @@ class HeartbeatBoard:
             self._drop_old()
             before = self._kept.get(key)
             if before is not None and not before.ended and before.owner != owner and self._is_live(before.came_s):
-                raise ConflictError(f"{key} was sent by another process less than {self._bound_s:.0f} s ago", key=key)
+                raise ConflictError(f"{key} was sent by another process less than {BOUND_S:.0f} s ago", key=key)
             if not self._passes_on and self._is_live(self._stored.get(key, 0.0)):
                 raise ConflictError(f"{key} is written to the store itself", key=key)
             if before is None and not self._has_room(client):
                 self._warn_full()
                 count = f"{len(self._kept)} workers have sent heartbeats already"
-                raise StoreError(f"{count}, of at most {self._max_workers}", key=key, retryable=True)
+                raise StoreError(f"{count}, of at most {MAX_WORKERS}", key=key, retryable=True)
             self._kept.pop(key, None)
             self._kept[key] = _Kept(data, now_s, owner, record.ended, client, before is not None)
             is_new = before is None or before.data != data  # the same bytes again come from relays that form a circle
@@ -102,12 +100,12 @@ class HeartbeatBoard:
                     self._sender = sender
 
     def _is_live(self, came_s: float) -> bool:
-        return abs(time.time() - came_s) < self._bound_s
+        return abs(time.time() - came_s) < BOUND_S
 
     def _has_room(self, client: str) -> bool:
         """Return whether a new name of a client may be kept, after dropping the one that is missed least if needed."""
-        has_its_half = sum(kept.client == client for kept in self._kept.values()) >= max(1, self._max_workers // 2)
-        if not has_its_half and len(self._kept) < self._max_workers:
+        has_its_half = sum(kept.client == client for kept in self._kept.values()) >= max(1, MAX_WORKERS // 2)
+        if not has_its_half and len(self._kept) < MAX_WORKERS:
             return True
         silent = [
             (not kept.ended, kept.again, number, key)
@@ -120,8 +118,8 @@ class HeartbeatBoard:
 
     def _may_pass_on(self, key: str, client: str) -> bool:
         """Whether the upstream may get a record under this key: a client that makes up names must not fill it."""
-        now, limit = time.monotonic(), _PASSED * self._max_workers
-        while self._passed and now - next(iter(self._passed.values()))[0] > self._keep_s:
+        now, limit = time.monotonic(), _PASSED * MAX_WORKERS
+        while self._passed and now - next(iter(self._passed.values()))[0] > KEEP_S:
             del self._passed[next(iter(self._passed))]
         if key not in self._passed:
             own = sum(who == client for _, who in self._passed.values())
@@ -153,10 +151,10 @@ class HeartbeatBoard:
             self._drop_old()
             others = {key: came_s for key, came_s in self._stored.items() if not key.startswith(prefix)}
             live = {entry.key: entry.modified_s for entry in listed.values() if self._is_live(entry.modified_s)}
-            self._stored = dict(islice((others | live).items(), self._max_workers))
+            self._stored = dict(islice((others | live).items(), MAX_WORKERS))
             for key, kept in list(self._kept.items()):
                 theirs = listed.get(key)
-                newer_s = self._bound_s if self._passes_on else 0.0  # it may be the same one, passed on
+                newer_s = BOUND_S if self._passes_on else 0.0  # it may be the same one, passed on
                 if theirs is not None and (
                     theirs.modified_s > kept.came_s + newer_s or (key in live and not self._passes_on)
                 ):
@@ -170,7 +168,7 @@ class HeartbeatBoard:
         now_s = time.time()
         while self._kept:
             key, kept = next(iter(self._kept.items()))
-            if abs(now_s - kept.came_s) <= self._keep_s:
+            if abs(now_s - kept.came_s) <= KEEP_S:
                 return
             del self._kept[key]
 
@@ -191,7 +189,7 @@ class HeartbeatBoard:
                     continue
                 except ConflictError as e:
                     # Until then, a relay that was restarted is another process to its upstream than it was before.
-                    if time.monotonic() - self._began_s >= self._bound_s:
+                    if time.monotonic() - self._began_s >= BOUND_S:
                         self._warn(e)
                 except Exception as e:  # noqa: BLE001 - whatever the upstream raises, later heartbeats are sent
                     self._warn(e)
@@ -204,7 +202,7 @@ class HeartbeatBoard:
                 "%d workers have sent heartbeats; %d are kept, half of them from one network: another worker is not "
                 "shown until one of them has ended, or was silent for %.0f minutes.",
                 len(self._kept),
-                self._max_workers,
+                MAX_WORKERS,
                 ROOM_S / 60,
             )
 

@@ -326,11 +326,8 @@ class _Service:
         if len(start) == PIECE_BYTES:
             return read, size, headers
         headers["ETag"] = f'"{hashlib.sha256(start).hexdigest()}"'
-        return (
-            lambda begin, end: start[begin:end],
-            lambda: len(start),
-            headers,
-        )  # read once: it may be replaced meanwhile
+        # Read once: it may be replaced meanwhile.
+        return (lambda begin, end: start[begin:end]), (lambda: len(start)), headers
 
 
 def _asked_range(header: str) -> tuple[int | None, int | None] | None:

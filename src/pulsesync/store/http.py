@@ -349,10 +349,8 @@ def _range_size(response: Response, begin: int, end: int | None, key: str) -> in
     match = _RANGE.fullmatch(said)
     first, stop = (int(match[1]), int(match[2]) + 1) if match else (-1, -1)
     good = first == begin and stop > first and (end is None or stop <= end)
-    if (
-        good and match and match[3] != "*"
-    ):  # the size is stated: then the answer must reach the requested end, or the object's
-        size = int(match[3])
+    if good and match and match[3] != "*":
+        size = int(match[3])  # is stated: then the answer must reach the requested end, or the object's
         good = stop == (size if end is None else min(end, size))
     if not good:
         asked = f"{begin}-{'' if end is None else end - 1}"

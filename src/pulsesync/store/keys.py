@@ -40,4 +40,4 @@ def is_heartbeat(key: str) -> bool:
     It may begin with the folder of a run, but not with one inside a run: those of pointers have a `head`, as runs do.
     """
     above = key.split("/")[:-2]
-    return len(key) <= 1024 and _HEARTBEAT.fullmatch(key) is not None and not {"pointers", "heartbeats"} & set(above)
+    return len(key) <= MAX_KEY and _HEARTBEAT.fullmatch(key) is not None and not {"pointers", "heartbeats"} & set(above)
