@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from lab.tests.forecasts import forecast_once, one_forecast
-from pulsesync.cli.options import read_rate
+from pulsesync.cli.options import read_rate, size
 from pulsesync.core.threads import default_threads
-from pulsesync_lab.cli.plan import rate, size
+from pulsesync_lab.cli.plan import rate
 from pulsesync_lab.study.predict.evidence import STEPS, find
 from pulsesync_lab.study.predict.forecast import Optimizer, TrainingSettings, forecast
 from pulsesync_lab.study.predict.models import read_model
@@ -41,7 +41,7 @@ def test_it_answers_in_a_few_lines(checkpoint: Path) -> None:
         assert sum(text.startswith(f"{line} ") for text in done.out.splitlines()) == 1
     for row in ("history", "context", "gap", "plain (4-byte index and value)", "full weights"):
         assert sum(text.strip().startswith(f"{row} ") for text in done.out.splitlines()) == 1
-    assert "262,144 weights in 1 tensors, 524 kB" in done.out
+    assert "262,144 weights in 1 tensors, 0.5 MB" in done.out
     assert (
         "fresh from BF16, weights below 0.00026 change at a step of one learning rate; none above 0.00051" in done.out
     )
@@ -172,5 +172,5 @@ def test_what_makes_no_sense_is_refused(checkpoint: Path, changed: dict[str, str
 
 def test_links_and_sizes_are_read_and_written_as_people_do() -> None:
     assert [read_rate(text, "--bandwidth") for text in ("200mbit", "1.5 Gbit/s", "64kbps")] == [200e6, 1.5e9, 64e3]
-    assert [size(999), size(1200), size(15_231_233_024)] == ["999 B", "1.2 kB", "15.2 GB"]
+    assert [size(999), size(1200), size(15_231_233_024)] == ["999 bytes", "1,200 bytes", "15.2 GB"]
     assert [rate(506_000), rate(21.9e9)] == ["506 kbit/s", "21.9 gbit/s"]

@@ -177,9 +177,9 @@ def read_rate(text: str, option: str) -> float:
     return float(match[1]) * float(1000 ** " kmgt".index(match[2].lower() or " "))
 
 
-def size(count: int) -> str:
+def size(count: float) -> str:
     """Format a number of bytes for people: 1,234 bytes or 5.6 MB."""
     if count < 100_000:
-        return f"{count:,} bytes"
+        return f"{count:,.0f} bytes"
     power = min(range(2, 5), key=lambda p: abs(len(str(int(count / 1000**p))) - 2))
     return f"{count / 1000**power:.1f} {' KMGT'[power]}B"

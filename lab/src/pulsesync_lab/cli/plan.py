@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pulsesync.cli.options import Amount, Count, Json, Natural, Printer, UsageError, read_rate
+from pulsesync.cli.options import Amount, Count, Json, Natural, Printer, UsageError, read_rate, size
 from pulsesync.cli.progress import show_progress
 from pulsesync.errors import NotFoundError
 from pulsesync_lab.study.predict import evidence, theory
@@ -255,16 +255,7 @@ def _codec(plan: SyncPlan) -> str:
     )
 
 
-def size(count: float) -> str:
-    """Format a number of bytes for people: 352 kB, 1.20 GB."""
-    return f"{_scaled(count)}B"
-
-
 def rate(bits: float) -> str:
     """Format bits per second for people: 1.2 gbit/s."""
-    return f"{_scaled(bits).lower()}bit/s"
-
-
-def _scaled(number: float) -> str:
-    power = min(max(0, (len(str(round(number))) - 1) // 3), 4)
-    return f"{number / 1000**power:.3g} {['', 'k', 'M', 'G', 'T'][power]}"
+    power = min(max(0, (len(str(round(bits))) - 1) // 3), 4)
+    return f"{bits / 1000**power:.3g} {['', 'k', 'm', 'g', 't'][power]}bit/s"
