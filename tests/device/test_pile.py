@@ -40,11 +40,11 @@ def test_tiles_of_a_dtype_are_in_one_pile_block_after_block(device: str) -> None
     pile = found["BF16"]
     assert [tile.tensor.name for tile in pile.tiles] == ["a", "a", "c", "z", "z", "z"]
     assert pile.first_block.tolist() == [0, 1, 2, 4, 5, 6, 7]
-    assert pile.sizes.tolist() == [24, 24, BLOCK, CHUNK + 5, 3, 9, 9]
-    assert pile.begins.tolist() == [0, 0, 0, BLOCK, 0, 0, 0]
-    assert pile.first_chunk.tolist() == [0, 1, 2, 258, 260, 261, 262, 263]
-    assert pile.chunk_block.tolist() == [0, 1, *[2] * 256, 3, 3, 4, 5, 6]
-    assert pile.block_tile.tolist() == [0, 1, 2, 2, 3, 4, 5]
+    assert pile.tables.sizes.tolist() == [24, 24, BLOCK, CHUNK + 5, 3, 9, 9]
+    assert pile.tables.begins.tolist() == [0, 0, 0, BLOCK, 0, 0, 0]
+    assert pile.tables.first_chunk.tolist() == [0, 1, 2, 258, 260, 261, 262, 263]
+    assert pile.tables.chunk_block.tolist() == [0, 1, *[2] * 256, 3, 3, 4, 5, 6]
+    assert pile.tables.block_tile.tolist() == [0, 1, 2, 2, 3, 4, 5]
 
 
 def test_positions_in_tiles_are_found_in_their_blocks(device: str) -> None:
@@ -91,7 +91,7 @@ def test_a_large_dtype_has_several_piles_and_those_of_a_device_are_its_own(
 
 
 def test_geometry_is_where_tiles_lie_in_their_tensors(device: str) -> None:
-    starts, columns, strides = (table.tolist() for table in piles(device)["BF16"].geometry)
+    starts, columns, strides = (table.tolist() for table in piles(device)["BF16"].placement.geometry)
     assert starts == [0, 4, 0, 0, 3, 12]
     assert columns == [4, 4, BLOCK + CHUNK + 5, 3, 9, 9]
     assert strides == [8, 8, 0, 0, 0, 0]
@@ -103,7 +103,7 @@ def test_the_digest_reads_in_words_what_begins_at_one_in_memory_and_in_its_tenso
     layout = layouts.bundle(layouts.make([*specs, TensorSpec("z", "BF16", (1 << 16, 6), (2,))]))
     assert [tile.names for tile in layout.tiles] == [["z"], ["z"], [*sizes]]
     (pile,) = piles_of(layout, device)
-    words, others = pile.indices.runs
+    words, others = pile.tables.indices.runs
     assert words.rows[:, 1].tolist() == [12, (1 << 16) * 6 - 12, 8, 6, 7, 10]  # a, b, f and h, of the bundle
     assert others.rows[:, 1].tolist() == [5, 4, 1, 9]
 
@@ -162,5 +162,5 @@ def test_a_slice_is_piled_with_the_places_it_has(device: str) -> None:
     (pile,) = piles_of(layout, device, {n: place_of(held) for n, held in places.items()})
     assert [tile.row for tile in pile.tiles] == [2, 4]
     assert [tile.row for tile in pile.places] == [0, 2]
-    assert pile.indices.table[:, 1].tolist() == [16, 32]
-    assert pile.geometry[0].tolist() == [0, 16]
+    assert pile.tables.indices.table[:, 1].tolist() == [16, 32]
+    assert pile.placement.geometry[0].tolist() == [0, 16]

@@ -170,7 +170,7 @@ def test_the_largest_sums_are_counted(dtype: str, device: str) -> None:
 
 def test_weights_of_one_byte_are_read_in_words(device: str) -> None:
     (pile,) = piles_of(layouts.make([TensorSpec("w", "F8_E4M3", (1000,))]), device)
-    words, others = pile.indices.runs
+    words, others = pile.tables.indices.runs
     assert (words.block.numel(), others.block.numel()) == (1, 0)
 
 

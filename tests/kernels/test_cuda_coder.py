@@ -163,8 +163,8 @@ class Case:
         shape = (2, self.contexts.classes * self.contexts.ages, 1 << self.contexts.bits)  # two copies
         counts, longs = (torch.zeros(some, dtype=torch.int32, device=device) for some in (shape, 101))
         cuda.decide[(self.pile.chunks,)](
-            self.pile.chunk_block,
-            self.pile.first_chunk,
+            self.pile.tables.chunk_block,
+            self.pile.tables.first_chunk,
             unsigned(self.hot.bitmap),
             run.chunks(),
             unsigned(run.positions),
@@ -237,9 +237,9 @@ def test_classes_are_counted_as_the_reference_does(dtype: str, index: int, devic
     cuda.count_classes[(pile.blocks,)](
         unsigned(run.old),
         run.starts,
-        pile.sizes,
+        pile.tables.sizes,
         c.weights.at,
-        pile.block_tile,
+        pile.tables.block_tile,
         by_class,
         sampled,
         ITEM=c.wide,

@@ -205,7 +205,7 @@ class DeviceBaseline:
         known = self._pairs
         if known is None or known[0] is not share or known[1] is not base or known[2] != dtypes:
             places = _places_of(share)
-            both = [(pile, pile.elsewhere(places)) for pile in base.piles]
+            both = [(pile, pile.in_tensors(places)) for pile in base.piles]
             known = self._pairs = share, base, dtypes, [PilePair.of(*pair, dtypes) for pair in both]
         return known[3]
 
@@ -217,11 +217,11 @@ def _places_of(share: TileShare) -> dict[int, Tile]:
 
 def _bundles(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The bundles of a pile whose weights lie in many tensors: each in its own memory, by name."""
-    if pile.pieces is None:
+    if pile.placement.pieces is None:
         return {}
-    run = pile.pieces.gather(flats, pile.kind.itemsize)
-    tiles = pile.tiles[pile.first_gathered :]
-    begins = pile.pieces.starts.tolist()
+    run = pile.placement.pieces.gather(flats, pile.kind.itemsize)
+    tiles = pile.tiles[pile.placement.first_gathered :]
+    begins = pile.placement.pieces.starts.tolist()
     return {tile.tensor.name: run[at : at + tile.size] for tile, at in zip(tiles, begins, strict=False)}
 
 

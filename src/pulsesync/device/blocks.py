@@ -50,13 +50,13 @@ class TiedTensors:
 
     def _addresses_of(self, pile: Pile, n: int) -> WriteAddresses:
         if (known := self._addresses.get((pile, n))) is None:
-            first = pile.first_gathered
+            first = pile.placement.first_gathered
             flats = [self.memory(place.tensor.name, n) for place in pile.places[:first]]
             at = np.array([flat.data_ptr() for flat in flats], np.int64)
             pieces = np.zeros(0, np.int64)
-            if pile.pieces is not None:
-                some = [self.memory(name, n) for name in pile.pieces.names]
-                pieces = pile.pieces.addresses(some, pile.kind.itemsize)
+            if pile.placement.pieces is not None:
+                some = [self.memory(name, n) for name in pile.placement.pieces.names]
+                pieces = pile.placement.pieces.addresses(some, pile.kind.itemsize)
             known = WriteAddresses(to_device(at, pile.device), to_device(pieces, pile.device))
             self._addresses[pile, n] = known
         return known
@@ -80,9 +80,9 @@ class PlacedBlocks:
         place = self._places[tile.ordinal]
         if place.pieces:
             pile = self._piles.of(tile.ordinal).part([tile.ordinal])
-            assert pile.pieces is not None
+            assert pile.placement.pieces is not None
             with on(pile.device):
-                return pile.pieces.gather(tensors, tile.tensor.kind.itemsize)[: tile.size]
+                return pile.placement.pieces.gather(tensors, tile.tensor.kind.itemsize)[: tile.size]
         flat = tensors[place.tensor.name]
         return flat[self._where(flat, tile, number, min(BLOCK, tile.size - number * BLOCK))]
 
@@ -145,7 +145,7 @@ def count_located(pile: Pile, weights: PileAddresses) -> dict[int, Sum]:
 def begin_count(pile: Pile, weights: PileAddresses) -> Callable[[], list[NDArray[Any]]]:
     """Begin to count them. Returns a function that waits for the two sums of each tile."""
     sums = torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=pile.device)
-    _count(pile.indices, weights.at, sums)
+    _count(pile.tables.indices, weights.at, sums)
     return fetch(sums)
 
 

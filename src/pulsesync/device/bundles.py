@@ -31,7 +31,7 @@ from pulsesync.device.memory import (
     worker_of,
 )
 from pulsesync.device.pieces import Pieces, padded
-from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, keep, make_piles, place_of
+from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, cache_put, make_piles, place_of
 from pulsesync.device.source import DeviceSource
 from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.errors import FormatError, StateError
@@ -144,7 +144,7 @@ class MessageShapes:
                 WholeTiles(part, np.array([begins[tile.ordinal] for tile in part.tiles], np.int64))
                 for _, part in self._parts(begins)
             ]
-            keep(self._known, key, found, SHAPES)
+            cache_put(self._known, key, found, SHAPES)
         return found
 
 
@@ -186,7 +186,7 @@ def write_table(run: PileChanges, starts: NDArray[np.int64], table: ChangeTable,
     with on(pile.device):
         place_at, value_at = all_to_stream((places, values), pile.device)
         cuda.write_table[(pile.blocks, 4)](
-            place_at, value_at, pile.begins, run.starts, unsigned(run.positions), unsigned(run.new),
+            place_at, value_at, pile.tables.begins, run.starts, unsigned(run.positions), unsigned(run.new),
             ITEM=pile.kind.itemsize, SPAN=SPAN,
         )  # fmt: skip
 
@@ -221,7 +221,7 @@ def _read_part(part: Pile, table: ChangeTable, message: torch.Tensor) -> tuple[P
     starts = torch.full((part.blocks + 1,), total, dtype=torch.int64, device=device)
     positions, new = empty(total, torch.int32, device), empty(total, INTEGERS[wide], device)
     wrong = torch.zeros(1, dtype=torch.int32, device=device)
-    cuda.table_starts[(part.blocks,)](part.block_tile, part.begins, place_at, counts, first, starts)
+    cuda.table_starts[(part.blocks,)](part.tables.block_tile, part.tables.begins, place_at, counts, first, starts)
     cuda.read_table[(len(part.tiles), SPREAD)](
         size, place_at, value_at, counts, first, unsigned(positions), unsigned(new), wrong, ITEM=wide, SPAN=SPAN
     )
@@ -238,7 +238,7 @@ def with_old(backend: DeviceBackend, runs: Sequence[PileChanges]) -> tuple[list[
             with on(pile.device):
                 weights = pile.locate(backend.tensors)
                 cuda.read_old[(pile.blocks, 8)](
-                    weights.at, pile.begins, pile.indices.blocks, pile.indices.table, run.starts,
+                    weights.at, pile.tables.begins, pile.tables.indices.blocks, pile.tables.indices.table, run.starts,
                     unsigned(run.positions), unsigned(old), unsigned(run.new), device_keys(pile.device), moved,
                     ITEM=pile.kind.itemsize, SPAN=SPAN,
                 )  # fmt: skip
@@ -371,8 +371,8 @@ class SourceBundles:
         for _, here in backend_of(self.base).piles.parts(tile.ordinal for tile in tiles):
             key = tuple(here.index)
             if (pair := self._pairs.get(key)) is None:
-                pair = PilePair.of(here, here.elsewhere(self._places), self._source.dtypes)
-                keep(self._pairs, key, pair, SHAPES)
+                pair = PilePair.of(here, here.in_tensors(self._places), self._source.dtypes)
+                cache_put(self._pairs, key, pair, SHAPES)
             out.append(pair)
         return out
 

@@ -40,8 +40,9 @@ class PileChanges:
         """Where the changes of each chunk begin, and where those of the last end."""
         if self.known_chunks is not None:
             return self.known_chunks
-        pile, number = self.pile, torch.arange(self.pile.chunks, device=self.pile.device)
-        borders = pile.chunk_block.to(torch.int64) * BLOCK + (number - pile.first_chunk[pile.chunk_block]) * CHUNK
+        tables, number = self.pile.tables, torch.arange(self.pile.chunks, device=self.pile.device)
+        blocks = tables.chunk_block
+        borders = blocks.to(torch.int64) * BLOCK + (number - tables.first_chunk[blocks]) * CHUNK
         found = torch.searchsorted(self.flat_keys(), borders)
         return torch.cat((found, found.new_full((1,), self.count)))
 
@@ -59,17 +60,17 @@ class PileChanges:
         """Write the new weights into tensors."""
         if not self.count:
             return
-        pile = self.pile
-        whole = int(pile.first_block[pile.first_gathered])
+        pile, tables, placement = self.pile, self.pile.tables, self.pile.placement
+        whole = int(pile.first_block[placement.first_gathered])
         (_, spread), values = self._grid, (unsigned(self.positions), unsigned(self.new))
         if whole:
             cuda.apply[whole, spread](
-                at.tiles, pile.block_tile, pile.begins, *pile.geometry, self.starts, *values,
+                at.tiles, tables.block_tile, tables.begins, *placement.geometry, self.starts, *values,
                 ITEM=pile.kind.itemsize, SPAN=SPAN,
             )  # fmt: skip
-        if pile.pieces is not None:
-            table = pile.pieces.table
-            begins, first_piece, last_piece = pile.blocks_in_run
+        if placement.pieces is not None:
+            table = placement.pieces.table
+            begins, first_piece, last_piece = placement.blocks_in_run
             cuda.apply_pieces[pile.blocks - whole, spread](
                 whole, begins, first_piece, last_piece, table.begins, at.pieces, table.columns, table.strides,
                 self.starts, *values, ITEM=pile.kind.itemsize, SPAN=SPAN,
@@ -78,9 +79,9 @@ class PileChanges:
     def count_digest_changes(self, sums: torch.Tensor) -> None:
         """Add to the two sums of each block how the changes change them."""
         if self.count:
-            pile = self.pile
+            pile, tables = self.pile, self.pile.tables
             cuda.digest_change[self._grid](
-                pile.begins, pile.indices.blocks, pile.indices.table, self.starts, unsigned(self.positions),
+                tables.begins, tables.indices.blocks, tables.indices.table, self.starts, unsigned(self.positions),
                 unsigned(self.old), unsigned(self.new), device_keys(pile.device), sums,
                 ITEM=pile.kind.itemsize, SPAN=SPAN,
             )  # fmt: skip
@@ -118,18 +119,20 @@ def find_changes(pile: Pile, old: PileAddresses, new: PileAddresses, cast: bool)
     wide, device = pile.kind.itemsize, pile.device
     bitmap = empty(pile.chunks * WORDS, torch.int32, device)
     counts = empty(pile.chunks, torch.int32, device)
+    tables = pile.tables
     cuda.compare[(pile.chunks,)](
-        old.at, new.at, pile.sizes, pile.chunk_block, pile.first_chunk, unsigned(bitmap), counts, ITEM=wide, CAST=cast
-    )
+        old.at, new.at, tables.sizes, tables.chunk_block, tables.first_chunk, unsigned(bitmap), counts,
+        ITEM=wide, CAST=cast,
+    )  # fmt: skip
     chunks = scan(counts)
     positions = empty(int(chunks[-1]), torch.int32, device)
     before, after = (empty(positions.numel(), INTEGERS[wide], device) for _ in range(2))
     if positions.numel():
         cuda.collect[(pile.chunks,)](
-            old.at, new.at, pile.chunk_block, pile.first_chunk, unsigned(bitmap), chunks, unsigned(positions),
+            old.at, new.at, tables.chunk_block, tables.first_chunk, unsigned(bitmap), chunks, unsigned(positions),
             unsigned(before), unsigned(after), ITEM=wide, CAST=cast,
         )  # fmt: skip
-    return PileChanges(pile, chunks[pile.first_chunk], positions, before, after, chunks)
+    return PileChanges(pile, chunks[tables.first_chunk], positions, before, after, chunks)
 
 
 def join(pile: Pile, runs: Sequence[PileChanges]) -> PileChanges:

@@ -32,6 +32,7 @@ from pulsesync.device.memory import (
     unsigned,
     warps_of,
 )
+from pulsesync.device.pieces import PieceTable
 from pulsesync.device.pile import Pile, PileAddresses, Piles
 from pulsesync.device.tracked import DeviceHistory, HotWeights, begin_remember, find_hot
 from pulsesync.errors import FormatError, VerificationError
@@ -378,9 +379,30 @@ def _whole(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> Pil
     flipped = [n for n, (_, codec, _) in enumerate(payloads) if codec == Codec.XOR]
     if flipped:
         part = pile.part([payloads[n][0].ordinal for n in flipped])
-        for n, old in zip(flipped, part.copy(weights.of(pile, part)), strict=True):
+        for n, old in zip(flipped, _copy_tiles(part, weights.of(pile, part)), strict=True):
             tiles[n] ^= old
-    return find_changes(pile, weights, pile.located(tiles), cast=False)
+    return find_changes(pile, weights, _addresses_of(pile, tiles), cast=False)
+
+
+def _addresses_of(pile: Pile, tiles: Sequence[torch.Tensor]) -> PileAddresses:
+    """The blocks of tiles, each of which has its own memory."""
+    bases = np.array([tile.data_ptr() for tile in tiles], np.int64)
+    at = bases[pile.tile_of] + pile.host_begins * pile.kind.itemsize
+    return PileAddresses(to_stream(at, pile.device), tuple(tiles))
+
+
+def _copy_tiles(pile: Pile, weights: PileAddresses) -> list[torch.Tensor]:
+    """Copy the weights of each tile; those of groups that are not local are zeros."""
+    sizes = np.array([tile.size for tile in pile.tiles], np.int64)
+    starts = starts_of(-(-sizes // 8) * 8)
+    table = PieceTable(
+        starts[pile.tile_of] + pile.host_begins,
+        (pile.host_sizes, pile.host_sizes, np.zeros_like(pile.host_sizes)),
+        pile.device,
+    )
+    run = torch.zeros(int(starts[-1]), dtype=INTEGERS[pile.kind.itemsize], device=pile.device)
+    table.gather(weights.at, run)
+    return [run[at : at + size] for at, size in zip(starts.tolist(), sizes.tolist(), strict=False)]
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class _PileCoder:
 
     def _count_classes(self) -> Callable[[], list[NDArray[np.int64]]]:
         """Begin to count changes and sampled weights by magnitude, for each tile."""
-        pile, over = self.pile, self.pile.stretches
+        pile, over = self.pile, self.pile.ranges
         found = torch.zeros((2, len(pile.tiles), 256), dtype=torch.int64, device=pile.device)
         starts = self.run.starts if over.are_blocks else self.run.starts[over.blocks]
         cuda.count_classes[(over.count,)](
@@ -225,9 +225,10 @@ class _PileCoder:
         longs = torch.zeros(1 + FEW_LONG, dtype=torch.int32, device=device)
         cold, cold_steps = (empty(run.count - hot_changes, torch.int64, device) for _ in range(2))
         cuda.decide[(pile.chunks,)](
-            pile.chunk_block, pile.first_chunk, unsigned(hot.bitmap), run.chunks(), unsigned(run.positions),
-            unsigned(run.old), unsigned(run.new), hot.begins, hot.change_at, unsigned(hot.rows), symbols,
-            unsigned(sizes), cold, cold_steps, counts.copies, counts.places, counts.copies.shape[0], longs, FEW_LONG,
+            pile.tables.chunk_block, pile.tables.first_chunk, unsigned(hot.bitmap), run.chunks(),
+            unsigned(run.positions), unsigned(run.old), unsigned(run.new), hot.begins, hot.change_at,
+            unsigned(hot.rows), symbols, unsigned(sizes), cold, cold_steps, counts.copies, counts.places,
+            counts.copies.shape[0], longs, FEW_LONG,
             BITS=contexts.bits, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64, num_warps=1,
         )  # fmt: skip
         return _PileDecisions(hot, symbols, sizes, longs, counts.total(), cold, cold_steps)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, Dtype, Tile
 from pulsesync.device.indices import BlockIndices
-from pulsesync.device.memory import INTEGERS, Tensors, reachable, shared, starts_of, to_device, to_stream, wait
-from pulsesync.device.pieces import Pieces, PieceTable
+from pulsesync.device.memory import Tensors, reachable, shared, starts_of, to_device, to_stream, wait
+from pulsesync.device.pieces import Pieces
 from pulsesync.state.slices import BundledTile, TileStorage
 
 CHUNK = 4096  # weights; as kernels/cuda.py has it
@@ -52,8 +52,6 @@ class Pile:
     @property
     def chunks(self) -> int:
         return int(self.host_first_chunk[-1])
-
-    # Tables on the host
 
     @cached_property
     def first_block(self) -> NDArray[np.int64]:
@@ -125,62 +123,19 @@ class Pile:
         all_ = (np.arange(tile.borders.size - 1) if tile.kept is None else np.array(tile.kept) for tile in self.tiles)
         return np.concatenate([first + some for first, some in zip(firsts, all_, strict=False)])
 
-    # Tables on the device
+    @cached_property
+    def tables(self) -> "PileTables":
+        return PileTables(self)
 
     @cached_property
-    def sizes(self) -> torch.Tensor:
-        return to_device(self.host_sizes, self.device)
-
-    @cached_property
-    def begins(self) -> torch.Tensor:
-        return to_device(self.host_begins, self.device)
-
-    @cached_property
-    def block_tile(self) -> torch.Tensor:
-        return to_device(self.tile_of.astype(np.int32), self.device)
-
-    @cached_property
-    def first_chunk(self) -> torch.Tensor:
-        return to_device(self.host_first_chunk, self.device)
-
-    @cached_property
-    def chunk_block(self) -> torch.Tensor:
-        blocks = np.repeat(np.arange(self.blocks, dtype=np.int32), np.diff(self.host_first_chunk))
-        return to_device(blocks, self.device)
-
-    @cached_property
-    def tile_starts(self) -> torch.Tensor:
-        """The first block of each tile."""
-        return to_device(self.first_block[:-1], self.device)
-
-    @cached_property
-    def nothing_known(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tables of an empty history: cuts of tiles, where the bytes of each block begin, and the bytes."""
-        cuts = torch.zeros(len(self.tiles), dtype=torch.int32, device=self.device)
-        starts = torch.zeros(self.blocks + 1, dtype=torch.int64, device=self.device)
-        wait([self.device])  # other streams use them
-        return cuts, starts, torch.zeros(1, dtype=torch.uint8, device=self.device)
-
-    @cached_property
-    def geometry(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For each tile, in the local tensors: first weight, columns, and distance between rows in weights."""
-        starts = np.array([place.start for place in self.places], np.int64)
-        columns = np.array([place.size if place.contiguous else place.columns for place in self.places], np.int64)
-        strides = np.array([0 if place.contiguous else place.tensor.columns for place in self.places], np.int64)
-        return to_device(starts, self.device), to_device(columns, self.device), to_device(strides, self.device)
-
-    @cached_property
-    def indices(self) -> BlockIndices:
-        """The indices of its blocks, in the tensors of the run."""
-        return BlockIndices(self.tiles, self.tile_of, self.host_begins, self.host_sizes, self.device)
-
-    # Contiguous stretches of memory
-
-    @cached_property
-    def stretches(self) -> "ContiguousRanges":
+    def ranges(self) -> "ContiguousRanges":
         return ContiguousRanges(self)
 
-    # Weights
+    @cached_property
+    def placement(self) -> "PilePlacement":
+        return PilePlacement(self)
+
+    # Parts
 
     def part(self, ordinals: Sequence[int]) -> "Pile":
         """The pile of some of its tiles."""
@@ -190,7 +145,7 @@ class Pile:
         if (found := self._parts.get(key)) is None:
             chosen = [self.index[ordinal] for ordinal in ordinals]
             found = Pile([self.tiles[i] for i in chosen], [self.places[i] for i in chosen], self.device)
-            keep(self._parts, key, found, PARTS)
+            cache_put(self._parts, key, found, PARTS)
         return found
 
     @cached_property
@@ -229,6 +184,8 @@ class Pile:
         firsts = self.first_block[[self.index[tile.ordinal] for tile in part.tiles]]
         return np.arange(part.blocks) + np.repeat(firsts - part.first_block[:-1], np.diff(part.first_block))
 
+    # Weights
+
     def locate(self, flats: Mapping[str, torch.Tensor], itemsize: int | None = None) -> "PileAddresses":
         """Find the blocks in tensors. Bundles in many tensors are gathered, and cast if some of these are masters.
 
@@ -236,108 +193,13 @@ class Pile:
 
         itemsize: of a weight, if it differs from that of the dtype: masters, which are not cast.
         """
-        wide = itemsize or self.kind.itemsize
-        plain = self._locate_plain(flats, wide)
-        if self.pieces is None:
-            return plain
-        run = self.pieces.gather(flats, wide)
-        return PileAddresses(torch.cat((plain.at, self.blocks_in_run[0] * wide + run.data_ptr())), (run, *plain.memory))
+        return self.placement.locate(flats, itemsize or self.kind.itemsize)
 
-    @cached_property
-    def first_gathered(self) -> int:
-        """The first tile whose weights lie in many tensors; all later ones do, too, because bundles are last."""
-        return next((i for i, place in enumerate(self.places) if place.pieces), len(self.places))
-
-    @cached_property
-    def pieces(self) -> Pieces | None:
-        """The pieces of these tiles; None if there are no such tiles."""
-        first = self.first_gathered
-        return Pieces(self.tiles[first:], self.places[first:], self.device) if first < len(self.places) else None
-
-    @cached_property
-    def blocks_in_run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of the blocks of these tiles: where each begins, in weights, once they are gathered, and its pieces.
-
-        The pieces are given by the piece of its first weight and the one after the piece of its last weight: in tiles
-        larger than a block, a piece may be in two blocks.
-        """
-        assert self.pieces is not None
-        first = int(self.first_block[self.first_gathered])
-        begins = self.pieces.starts[self.tile_of[first:] - self.first_gathered] + self.host_begins[first:]
-        low = np.searchsorted(self.pieces.begins, begins, "right") - 1
-        high = np.searchsorted(self.pieces.begins, begins + self.host_sizes[first:])
-        return to_device(begins, self.device), to_device(low, self.device), to_device(high, self.device)
-
-    def _locate_plain(self, flats: Mapping[str, torch.Tensor], wide: int) -> "PileAddresses":
-        """The same for the tiles that are in one tensor each."""
-        names, tensor_of, starts, in_a_row = self._lying
-        key: tuple[object, ...] | None = None
-        if isinstance(flats, Tensors):
-            if wide == self.kind.itemsize and any(name in flats.masters for name in names):
-                flats = {name: flats.published(name) for name in names}
-            elif flats.place is not None:
-                key = (wide, flats.place)
-                if (known := self._found.get(key)) is not None:
-                    return PileAddresses(shared(known), (flats,))
-        given = [flats[name] for name in names]
-        memory = tuple(reachable(flat, self.device) for flat in given)
-        moved = any(flat is not here for flat, here in zip(given, memory, strict=True))
-        addresses = np.array([flat.data_ptr() for flat in memory], np.int64)
-        if key is None:
-            key = (wide, addresses.tobytes())
-            if (known := self._found.get(key)) is not None:
-                return PileAddresses(shared(known), memory)
-        bases = addresses[tensor_of] + starts * wide
-        copies = []
-        for i in np.flatnonzero(~in_a_row | (bases % 8 != 0)).tolist():
-            lying = rectangle(memory[tensor_of[i]], self.places[i])
-            copies.append(lying.clone(memory_format=torch.contiguous_format).view(-1).to(self.device))
-            bases[i] = copies[-1].data_ptr()
-        blocks = slice(int(self.first_block[self.first_gathered]))
-        at = to_device(bases[self.tile_of[blocks]] + self.host_begins[blocks] * wide, self.device)
-        if not copies and not moved:
-            keep(self._found, key, at, KEPT)
-        return PileAddresses(at, (*copies, *memory))
-
-    def elsewhere(self, places: Mapping[int, Tile]) -> "Pile":
+    def in_tensors(self, places: Mapping[int, Tile]) -> "Pile":
         """The same tiles in other tensors."""
         others = [places[tile.ordinal] for tile in self.tiles]
         same = all(a == b and a.pieces == b.pieces for a, b in zip(others, self.places, strict=True))
         return self if same else Pile(self.tiles, others, self.device)
-
-    def located(self, tiles: Sequence[torch.Tensor]) -> "PileAddresses":
-        """The blocks of tiles, each of which has its own memory."""
-        bases = np.array([tile.data_ptr() for tile in tiles], np.int64)
-        at = bases[self.tile_of] + self.host_begins * self.kind.itemsize
-        return PileAddresses(to_stream(at, self.device), tuple(tiles))
-
-    def copy(self, weights: "PileAddresses") -> list[torch.Tensor]:
-        """Copy the weights of each tile; those of groups that are not local are zeros."""
-        sizes = np.array([tile.size for tile in self.tiles], np.int64)
-        starts = starts_of(-(-sizes // 8) * 8)
-        table = PieceTable(
-            starts[self.tile_of] + self.host_begins,
-            (self.host_sizes, self.host_sizes, np.zeros_like(self.host_sizes)),
-            self.device,
-        )
-        run = torch.zeros(int(starts[-1]), dtype=INTEGERS[self.kind.itemsize], device=self.device)
-        table.gather(weights.at, run)
-        return [run[at : at + size] for at, size in zip(starts.tolist(), sizes.tolist(), strict=False)]
-
-    @cached_property
-    def _found(self) -> dict[tuple[object, ...], torch.Tensor]:
-        """Addresses of the blocks, by the size of a weight and the addresses of the tensors, which seldom change."""
-        return {}
-
-    @cached_property
-    def _lying(self) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Names of the tensors; for each tile its tensor, where it begins, and whether it is contiguous."""
-        places = self.places[: self.first_gathered]
-        names = list(dict.fromkeys(place.tensor.name for place in places))
-        number = {name: i for i, name in enumerate(names)}
-        tensor_of = np.array([number[place.tensor.name] for place in places], np.int64)
-        starts = np.array([place.start for place in places], np.int64)
-        return names, tensor_of, starts, np.array([place.contiguous for place in places], np.bool_)
 
 
 class FoundBlocks(NamedTuple):
@@ -350,6 +212,152 @@ class FoundBlocks(NamedTuple):
     def of(self, some: NDArray[Any]) -> NDArray[Any]:
         """Select the entries of the positions that are in a block."""
         return some if self.inside is None else some[self.inside]
+
+
+class PileTables:
+    """What launches need to know of a pile, on its device: made when it is first asked for."""
+
+    def __init__(self, pile: Pile) -> None:
+        self._pile, self._device = pile, pile.device
+
+    @cached_property
+    def sizes(self) -> torch.Tensor:
+        return to_device(self._pile.host_sizes, self._device)
+
+    @cached_property
+    def begins(self) -> torch.Tensor:
+        return to_device(self._pile.host_begins, self._device)
+
+    @cached_property
+    def block_tile(self) -> torch.Tensor:
+        return to_device(self._pile.tile_of.astype(np.int32), self._device)
+
+    @cached_property
+    def first_chunk(self) -> torch.Tensor:
+        return to_device(self._pile.host_first_chunk, self._device)
+
+    @cached_property
+    def chunk_block(self) -> torch.Tensor:
+        blocks = np.repeat(np.arange(self._pile.blocks, dtype=np.int32), np.diff(self._pile.host_first_chunk))
+        return to_device(blocks, self._device)
+
+    @cached_property
+    def tile_starts(self) -> torch.Tensor:
+        """The first block of each tile."""
+        return to_device(self._pile.first_block[:-1], self._device)
+
+    @cached_property
+    def nothing_known(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tables of an empty history: cuts of tiles, where the bytes of each block begin, and the bytes."""
+        cuts = torch.zeros(len(self._pile.tiles), dtype=torch.int32, device=self._device)
+        starts = torch.zeros(self._pile.blocks + 1, dtype=torch.int64, device=self._device)
+        wait([self._device])  # other streams use them
+        return cuts, starts, torch.zeros(1, dtype=torch.uint8, device=self._device)
+
+    @cached_property
+    def indices(self) -> BlockIndices:
+        """The indices of its blocks, in the tensors of the run."""
+        pile = self._pile
+        return BlockIndices(pile.tiles, pile.tile_of, pile.host_begins, pile.host_sizes, self._device)
+
+
+class PilePlacement:
+    """Where the weights of a pile lie in tensors.
+
+    The addresses that are found are cached, because tensors seldom move.
+    """
+
+    def __init__(self, pile: Pile) -> None:
+        self._pile, self._places, self._device = pile, pile.places, pile.device
+
+    @cached_property
+    def geometry(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For each tile, in the local tensors: first weight, columns, and distance between rows in weights."""
+        starts = np.array([place.start for place in self._places], np.int64)
+        columns = np.array([place.size if place.contiguous else place.columns for place in self._places], np.int64)
+        strides = np.array([0 if place.contiguous else place.tensor.columns for place in self._places], np.int64)
+        return to_device(starts, self._device), to_device(columns, self._device), to_device(strides, self._device)
+
+    @cached_property
+    def first_gathered(self) -> int:
+        """The first tile whose weights lie in many tensors; all later ones do, too, because bundles are last."""
+        return next((i for i, place in enumerate(self._places) if place.pieces), len(self._places))
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The pieces of these tiles; None if there are no such tiles."""
+        first = self.first_gathered
+        if first == len(self._places):
+            return None
+        return Pieces(self._pile.tiles[first:], self._places[first:], self._device)
+
+    @cached_property
+    def blocks_in_run(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of the blocks of these tiles: where each begins, in weights, once they are gathered, and its pieces.
+
+        The pieces are given by the piece of its first weight and the one after the piece of its last weight: in tiles
+        larger than a block, a piece may be in two blocks.
+        """
+        assert self.pieces is not None
+        first = int(self._pile.first_block[self.first_gathered])
+        begins = self.pieces.starts[self._pile.tile_of[first:] - self.first_gathered] + self._pile.host_begins[first:]
+        low = np.searchsorted(self.pieces.begins, begins, "right") - 1
+        high = np.searchsorted(self.pieces.begins, begins + self._pile.host_sizes[first:])
+        return to_device(begins, self._device), to_device(low, self._device), to_device(high, self._device)
+
+    def locate(self, flats: Mapping[str, torch.Tensor], wide: int) -> "PileAddresses":
+        """See `Pile.locate`; wide: the bytes of a weight."""
+        plain = self._locate_plain(flats, wide)
+        if self.pieces is None:
+            return plain
+        run = self.pieces.gather(flats, wide)
+        return PileAddresses(torch.cat((plain.at, self.blocks_in_run[0] * wide + run.data_ptr())), (run, *plain.memory))
+
+    def _locate_plain(self, flats: Mapping[str, torch.Tensor], wide: int) -> "PileAddresses":
+        """The same for the tiles that are in one tensor each."""
+        names, tensor_of, starts, in_a_row = self._tensor_table
+        key: tuple[object, ...] | None = None
+        if isinstance(flats, Tensors):
+            if wide == self._pile.kind.itemsize and any(name in flats.masters for name in names):
+                flats = {name: flats.published(name) for name in names}
+            elif flats.place is not None:
+                key = (wide, flats.place)
+                if (known := self._found.get(key)) is not None:
+                    return PileAddresses(shared(known), (flats,))
+        given = [flats[name] for name in names]
+        memory = tuple(reachable(flat, self._device) for flat in given)
+        moved = any(flat is not here for flat, here in zip(given, memory, strict=True))
+        addresses = np.array([flat.data_ptr() for flat in memory], np.int64)
+        if key is None:
+            key = (wide, addresses.tobytes())
+            if (known := self._found.get(key)) is not None:
+                return PileAddresses(shared(known), memory)
+        bases = addresses[tensor_of] + starts * wide
+        copies = []
+        for i in np.flatnonzero(~in_a_row | (bases % 8 != 0)).tolist():
+            lying = rectangle(memory[tensor_of[i]], self._places[i])
+            copies.append(lying.clone(memory_format=torch.contiguous_format).view(-1).to(self._device))
+            bases[i] = copies[-1].data_ptr()
+        blocks = slice(int(self._pile.first_block[self.first_gathered]))
+        at = to_device(bases[self._pile.tile_of[blocks]] + self._pile.host_begins[blocks] * wide, self._device)
+        if not copies and not moved:
+            cache_put(self._found, key, at, KEPT)
+        return PileAddresses(at, (*copies, *memory))
+
+    @cached_property
+    def _found(self) -> dict[tuple[object, ...], torch.Tensor]:
+        """Addresses of the blocks, by the size of a weight and the addresses of the tensors, which seldom change."""
+        return {}
+
+    @cached_property
+    def _tensor_table(self) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Names of the tensors; for each tile its tensor, where it begins, and whether it is contiguous."""
+        places = self._places[: self.first_gathered]
+        names = list(dict.fromkeys(place.tensor.name for place in places))
+        number = {name: i for i, name in enumerate(names)}
+        tensor_of = np.array([number[place.tensor.name] for place in places], np.int64)
+        starts = np.array([place.start for place in places], np.int64)
+        return names, tensor_of, starts, np.array([place.contiguous for place in places], np.bool_)
 
 
 class ContiguousRanges:
@@ -498,7 +506,7 @@ def _coded_together(tile: Tile) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return begins[kept], sizes[kept]
 
 
-def keep(some: dict[Key, Value], key: Key, value: Value, most: int) -> None:
+def cache_put(some: dict[Key, Value], key: Key, value: Value, most: int) -> None:
     """Store a value, and drop the oldest if there are more than `most`; thread-safe."""
     for old in list(some)[: max(len(some) - most + 1, 0)]:
         some.pop(old, None)

@@ -139,7 +139,7 @@ def find_hot(
     # A compile-time constant, so it depends only on the position in the epoch: the first patch has no history, and
     # every other patch has one, even if nothing is tracked in it.
     history = memories.index > 0
-    known_of_tiles, known_starts, last = pile.nothing_known
+    known_of_tiles, known_starts, last = pile.tables.nothing_known
     sizes = np.zeros(pile.blocks, np.int64)
     if history:
         tracked = np.where(cuts, memories.cuts(pile), 0)
@@ -161,7 +161,7 @@ def find_hot(
         rows = empty(int(borders[-1]), torch.int16, device)
         where = empty(rows.numel() if places else 0, torch.int32, device)
         cuda.list_hot[(pile.blocks,)](
-            weights.at, pile.sizes, pile.first_chunk, pile.block_tile, of_tiles, known_of_tiles,
+            weights.at, pile.tables.sizes, pile.tables.first_chunk, pile.tables.block_tile, of_tiles, known_of_tiles,
             to_stream(borders, device), known_starts, last, unsigned(bitmap), unsigned(known), begins, known_at,
             unsigned(rows), unsigned(where), hots, knowns, shape.lo, shape.classes, shape.ages,
             ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=history, PLACES=places,
@@ -183,7 +183,7 @@ def find_hot(
 
     likely = starts_of(np.zeros(pile.blocks, np.int64) if rooms is None else rooms)
     rows_and_places = launch(likely)
-    counted = fetch(hots, knowns, *(() if changed is None else (change_at[pile.first_chunk],)))
+    counted = fetch(hots, knowns, *(() if changed is None else (change_at[pile.tables.first_chunk],)))
     return wait
 
 
@@ -192,8 +192,8 @@ def _count_changes(run: PileChanges, cuts: torch.Tensor) -> torch.Tensor:
     pile = run.pile
     counts = empty(pile.chunks, torch.int32, pile.device)
     cuda.count_hot_changes[(pile.blocks,)](
-        pile.block_tile, cuts, pile.first_chunk, run.starts, unsigned(run.positions), unsigned(run.old), counts,
-        ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, SPAN=1024,
+        pile.tables.block_tile, cuts, pile.tables.first_chunk, run.starts, unsigned(run.positions), unsigned(run.old),
+        counts, ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, SPAN=1024,
     )  # fmt: skip
     return scan(counts)
 
@@ -269,7 +269,7 @@ def begin_advance(
 
 
 def _begin(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[int, TileMemory]]:
-    pile, device = hot.pile, hot.pile.device
+    pile, tables, device = hot.pile, hot.pile.tables, hot.pile.device
     kind = pile.kind
     later = hot.bitmap.clone()
     changed, down = torch.zeros_like(later), torch.zeros_like(later)
@@ -277,7 +277,7 @@ def _begin(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[i
     for run in changes:
         if run.count:
             cuda.mark_later[(pile.blocks, SPREAD)](
-                pile.block_tile, cuts, pile.first_chunk, run.starts, unsigned(run.positions), unsigned(run.old),
+                tables.block_tile, cuts, tables.first_chunk, run.starts, unsigned(run.positions), unsigned(run.old),
                 unsigned(run.new), unsigned(changed), unsigned(down), unsigned(later), ITEM=kind.itemsize,
                 SHIFT=kind.exponent_shift, SPAN=SPAN,
             )  # fmt: skip
@@ -289,15 +289,15 @@ def _begin(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[i
     content = empty(most, torch.uint8, device)
     known = hot.known if hot.remembers else torch.zeros_like(later)
     known_at = hot.known_at if hot.remembers else later_at
-    starts, sums = later_at[pile.first_chunk], torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=device)
+    starts, sums = later_at[tables.first_chunk], torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=device)
     if most:
         cuda.remember[(pile.chunks,)](
             unsigned(known), unsigned(changed), unsigned(down), unsigned(later), known_at, later_at, hot.last, index,
             content,
         )  # fmt: skip
-        begins = starts[:-1] - starts[pile.tile_starts][pile.block_tile]  # in the tile
+        begins = starts[:-1] - starts[tables.tile_starts][tables.block_tile]  # in the tile
         cuda.digest_bytes[(pile.blocks, SPREAD)](
-            content, starts, begins, pile.block_tile, device_keys(device), sums, SPAN=1024
+            content, starts, begins, tables.block_tile, device_keys(device), sums, SPAN=1024
         )
     counted = fetch(starts, sums)
     return lambda: _by_tile(hot, content, *counted())

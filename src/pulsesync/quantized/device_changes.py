@@ -26,7 +26,7 @@ def _listed(run: PileChanges) -> FlatChanges:
         blocks = torch.repeat_interleave(blocks, run.starts.diff(), output_size=run.count)
         owners = to_device(pile.ordinals[pile.tile_of], pile.device)[blocks]
         bits = SIGNED[pile.kind.itemsize]
-        return FlatChanges(owners, pile.begins[blocks] + run.positions, run.old.view(bits), run.new.view(bits))
+        return FlatChanges(owners, pile.tables.begins[blocks] + run.positions, run.old.view(bits), run.new.view(bits))
 
 
 def make_changes(state: WeightState, some: Iterable[FlatChanges]) -> Changes:
