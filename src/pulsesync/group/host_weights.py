@@ -15,13 +15,13 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.weights import Changes, Weights, by_block
 from pulsesync.group import bundles, messages
-from pulsesync.group.bundles import Bundle, BundlePlan, LocalBundles
-from pulsesync.group.cost_model import SAMPLE, Method, TransferLoad
+from pulsesync.group.bundles import BundlePlan, LocalBundles
+from pulsesync.group.cost_model import SAMPLE, Method
 from pulsesync.group.messages import CODECS, NOTHING, TRAILER, WHOLE, Bucket, SyncTimes, Table
 from pulsesync.state.host import HostState, HostTransition, count_digest_changes
 from pulsesync.state.live import AnyTransition
 from pulsesync.state.sharding import Shards
-from pulsesync.state.slices import LocalTile, TileStorage
+from pulsesync.state.slices import LocalTile
 
 
 class SpareBuffers:
@@ -55,7 +55,9 @@ class HostSourceWeights:
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
         self._wire, self._tiles, self.spare = wire, tiles, SpareBuffers()
-        self.state = _state(wire, {tile.ordinal: LocalTile(tile, True) for tile in tiles}, {})
+        nowhere: Bits = np.empty(0, np.uint8)  # until the first sync: see `write_whole`
+        flats = {spec.name: nowhere for spec in wire.layout.tensors}
+        self.state = HostState(wire.layout, flats, places={t.ordinal: LocalTile(t, True) for t in tiles}, sums={})
         self.messages: list[tuple[Bits, set[int]]] = []  # whose memory contains the copy, and which tiles of it
         self.bind(wire, shards)
 
@@ -66,17 +68,15 @@ class HostSourceWeights:
     def begin(self) -> None:
         """A sync begins: weights in host memory need no synchronization."""
 
-    def sample(self, seed: int) -> list[TransferLoad]:
-        """Estimate how much of each bundle has changed, from some of its weights."""
-        rng = np.random.default_rng(seed)
-        loads = []
-        for tile, at in zip(self._tiles, rng.random(len(self._tiles)), strict=True):
-            begin = int(at * max(tile.size - SAMPLE, 0))
-            end = min(begin + SAMPLE, tile.size)
-            old = self.state.flats[tile.tensor.name][begin:end]
-            differ = np.count_nonzero(old != self.live.read(tile, begin, end))
-            loads.append(TransferLoad(tile.size, bundles.bytes_of([tile]), differ / (end - begin) * tile.size))
-        return loads
+    def count_differing(self, begins: Mapping[int, int]) -> dict[int, int]:
+        """How many weights of a sample of each bundle differ from the copy, given where the samples begin."""
+        counted = {}
+        for tile in self._tiles:
+            begin = begins[tile.ordinal]
+            new = self.live.read(tile, begin, min(begin + SAMPLE, tile.size))
+            old = self.state.flats[tile.tensor.name][begin : begin + new.size]
+            counted[tile.ordinal] = int(np.count_nonzero(old != new))
+        return counted
 
     def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
         """Encode the changes of these tiles since the copy; None if nothing changed."""
@@ -165,10 +165,6 @@ class HostSourceWeights:
         self.messages = []
         self.spare.replace(bucket.message for bucket in made)
 
-    def roll_back(self, back: AnyTransition) -> None:
-        """Return the copy to what it was before `write_changes`."""
-        self.state.commit(back)
-
 
 class HostReceiverWeights:
     """What a rank receives, in its live weights.
@@ -182,8 +178,9 @@ class HostReceiverWeights:
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards, sums: Mapping[int, Sum]) -> None:
         self._wire, self.layout, self.spare = wire, wire.layout, SpareBuffers()
-        self.live = LocalBundles(wire, tiles, shards)
-        self.state = _state(wire, self.live.places, sums)
+        self._places = bundles.places_of(wire, tiles, shards)
+        flats, copies = bundles.receiver_tensors(shards.published, wire.ties)
+        self.state = HostState(wire.layout, flats, copies, places=self._places, sums=sums)
 
     def begin(self) -> None:
         """A sync begins: weights in host memory need no synchronization."""
@@ -215,12 +212,12 @@ class HostReceiverWeights:
         whole, patches = {}, []
         with clock.timed("undo"):  # the undo log needs the old weights
             for (tile, places, bits), changed in zip(_bodies(message, table, self.layout), changes, strict=True):
-                if tile.ordinal not in self.live.places:
+                if tile.ordinal not in self._places:
                     continue
                 if changed == WHOLE:
                     whole[tile.ordinal] = bits
                 else:
-                    patches.append(_changes(tile, places, bits, self.live.places[tile.ordinal]))
+                    patches.append(self._changes(tile, places, bits))
         with clock.timed("digest"):
             self.state.check_digest_changes(count_digest_changes(patches), promised, before)
             counted = _count([self.layout.tiles[ordinal] for ordinal in whole], whole)
@@ -238,31 +235,21 @@ class HostReceiverWeights:
         self.state.load_tiles({n: bits for bucket in made for n, bits in bucket.whole.items()}, sums)
         self.spare.replace(bucket.message for bucket in made)
 
-    def roll_back(self, back: AnyTransition) -> None:
-        """Return the weights to what they were before `write_changes`."""
-        self.state.commit(back)
-
-    def find_damaged(self, sums: Mapping[int, Sum]) -> int | None:
-        """Recount the weights; return a bundle that does not have its digest, or whose tied tensors differ."""
-        for ordinal, counted in self.state.count().items():
-            if counted != sums[ordinal] or self.live.places[ordinal].untied():
-                return ordinal
-        return None
-
-
-def _changes(tile: Tile, places: Bits, values: Bits, bundle: Bundle) -> TilePatch:
-    if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
-        raise FormatError(
-            "a table has changes beyond the end of their tile, or not in ascending order", tensor=tile.tensor.name
-        )
-    borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)
-    blocks = []
-    for number in range(tile.block_count):
-        here = slice(borders[number], borders[number + 1])
-        if here.start < here.stop:
-            positions = places[here] - np.uint32(number * BLOCK)
-            blocks.append(BlockChange(number, positions, bundle.pick(number, positions), values[here]))
-    return TilePatch(tile, Codec.GAP, tuple(blocks))
+    def _changes(self, tile: Tile, places: Bits, values: Bits) -> TilePatch:
+        """The changes of a tile in a table, with the weights that they replace."""
+        if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
+            raise FormatError(
+                "a table has changes beyond the end of their tile, or not in ascending order", tensor=tile.tensor.name
+            )
+        borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)
+        blocks = []
+        for number in range(tile.block_count):
+            here = slice(borders[number], borders[number + 1])
+            if here.start < here.stop:
+                positions = places[here] - np.uint32(number * BLOCK)
+                old = bundles.pick(self._places[tile.ordinal], self.state.memory, number, positions)
+                blocks.append(BlockChange(number, positions, old, values[here]))
+        return TilePatch(tile, Codec.GAP, tuple(blocks))
 
 
 def _write_head(message: Bits, table: Table, sums: Mapping[int, Sum]) -> None:
@@ -296,9 +283,3 @@ def _count_changed(patches: Iterable[TilePatch]) -> int:
 def _write_changes(state: HostState, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
     changes = by_block([patch for bucket in made for patch in bucket.changes])
     return state.commit(HostTransition(changes, {ordinal: sums[ordinal] for ordinal in state.places}, History()))
-
-
-def _state(wire: BundlePlan, places: Mapping[int, TileStorage], sums: Mapping[int, Sum]) -> HostState:
-    """A state of bundles, whose weights are found through the places, or are given to the state later."""
-    nowhere: Bits = np.empty(0, np.uint8)
-    return HostState(wire.layout, {spec.name: nowhere for spec in wire.layout.tensors}, places=places, sums=sums)

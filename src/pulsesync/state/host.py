@@ -20,7 +20,7 @@ from pulsesync.format.predict import PREDICTING
 from pulsesync.format.replay import replay
 from pulsesync.format.weights import Changes, compose, inverse
 from pulsesync.state.live import BlockSums, LiveState, Transition, VersionChanges
-from pulsesync.state.slices import BundledTile, LocalTile, Memory, TileStorage, WidenedTile
+from pulsesync.state.slices import GatheredTile, LocalTile, Memory, TileStorage, WidenedTile
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import view_bits, zeros
 
@@ -75,7 +75,7 @@ class HostState(LiveState[Bits, Changes, History]):
         return {name: (flat, *self.copies.get(name, ())) for name, flat in self.flats.items()}
 
     def block(self, tile: Tile, number: int) -> Bits:
-        return self.places[tile.ordinal].read(self.memory, number)
+        return self.places[tile.ordinal].read(self.memory, *tile.block_range(number))
 
     def amended_block(self, tile: Tile, number: int, changes: Changes) -> Bits:
         bits = self.block(tile, number).copy()
@@ -108,7 +108,7 @@ class HostState(LiveState[Bits, Changes, History]):
 
     def _exact(self, tile: Tile, place: TileStorage) -> bool:
         """Whether all weights of a tile are numbers that the dtype of the run has."""
-        if not isinstance(place, WidenedTile | BundledTile):
+        if not isinstance(place, WidenedTile | GatheredTile):
             return True
         return all(spread(lambda n: place.exact(self.memory, n), range(tile.block_count)))
 
@@ -178,7 +178,7 @@ class HostState(LiveState[Bits, Changes, History]):
         self.places[ordinal].write(self.memory, change)
 
     def write_block(self, tile: Tile, number: int, bits: Bits) -> None:
-        self.places[tile.ordinal].write_block(self.memory, number, bits)
+        self.places[tile.ordinal].write_range(self.memory, number * BLOCK, bits)
 
     # Whole tiles
 
@@ -193,7 +193,8 @@ class HostState(LiveState[Bits, Changes, History]):
         tile, number, place = block.tile, block.number, self.places[block.tile.ordinal]
         others = self.memory[tile.tensor.name][1:] if tile.tensor.name in self.memory else ()
         in_place = isinstance(place, LocalTile) and place.whole and place.tile.contiguous and not others
-        bits = block.decode(place.read(self.memory, number) if in_place else _scratch(tile, block.size))
+        here = place.read(self.memory, *tile.block_range(number)) if in_place else _scratch(tile, block.size)
+        bits = block.decode(here)
         if not in_place:
             self.write_block(tile, number, bits)
         return bits
@@ -205,7 +206,7 @@ class HostState(LiveState[Bits, Changes, History]):
         room = staged.room_for(block) if staged is not None else None
         bits = block.decode(_scratch(block.tile, block.size) if room is None else room)
         found = self._sums_of(block, bits)
-        if staged is not None and not self.places[block.tile.ordinal].has(self.memory, block.number, bits):
+        if staged is not None and not self.places[block.tile.ordinal].has(self.memory, block.number * BLOCK, bits):
             staged.add(block, bits, found.all)
         return found
 
