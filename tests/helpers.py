@@ -17,9 +17,12 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.format.weights import FlatWeights
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.backend import Transition
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.staging import StagedBlocks
+from pulsesync.state.weights import WeightState
 from pulsesync.testing import mutate, random_bits
 
 RUN = "0123456789abcdef" * 2
@@ -234,18 +237,18 @@ def _refs(parts: Sequence[patch.EncodedPart]) -> tuple[PartRef, ...]:
     return tuple(PartRef(part.id, len(part.data)) for part in parts)
 
 
-def reader(layout: Layout, state: Mapping[str, Bits]) -> HostState:
-    return HostState(layout, copied(state), {})
+def reader(layout: Layout, state: Mapping[str, Bits]) -> WeightState:
+    return WeightState(HostBackend(layout, copied(state)))
 
 
-def apply(state: AnyState, version: tuple[Manifest, list[bytes]]) -> AnyTransition:
+def apply(state: WeightState, version: tuple[Manifest, list[bytes]]) -> Transition:
     """Apply a patch, squashed or not, to a state; returns the transition that rolls it back."""
-    return state.commit(state.prepare(*version))
+    return state.commit(PatchTransaction(state).prepare(*version))
 
 
-def load(state: AnyState, anchor: tuple[Manifest, list[bytes]]) -> None:
+def load(state: WeightState, anchor: tuple[Manifest, list[bytes]]) -> None:
     """Check an anchor and load it into a state."""
     record, parts = anchor
     bodies = [Body.of(data, state.layout, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
     with StagedBlocks() as staged:
-        state.load_whole(staged, state.check_whole(record, bodies, staged))
+        AnchorLoader(state).load_whole(staged, AnchorLoader(state).check_whole(record, bodies, staged))

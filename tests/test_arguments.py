@@ -47,10 +47,7 @@ WRONG: dict[str, list[Any]] = {
     "max_behind": [*COUNTS, 0],
     "publish_every": [*COUNTS[1:], 0, "often"],
     "min_tile": [*COUNTS, 0],
-    "shard_bytes": [*COUNTS, 0],
     "max_bytes": COUNTS,
-    "queued": [*COUNTS, 0],
-    "attempts": [*COUNTS, 0],
     "port": [*COUNTS, 70_000],
     "sync_every": [*COUNTS, 0],
     "delay": COUNTS,
@@ -112,7 +109,7 @@ UNCHECKED = {
     },
     "tensors: what is wrong with them is an error of its own": {"source", "weights", "old", "model", "inner_optimizer"},
     "for tests and measurements alone": {
-        "epoch_patches", "executor", "clock", "sleep", "random", "first_wait_s", "longest_wait_s", "options",
+        "epoch_patches", "executor", "clock", "sleep", "options",
     },
     "made by the caller, of a class of this or another library": {
         "team", "store", "server", "delegation", "progress", "exchange", "outer", "registry", "base",

@@ -19,6 +19,7 @@ from pulsesync.core.location import without_credentials
 from pulsesync.errors import FormatError, NothingPublishedError, StateError, StoreError, VerificationError
 from pulsesync.maintain.squash import Squasher
 from pulsesync.run import fetcher, keys
+from pulsesync.run.applier import PlanApplier
 from pulsesync.run.reader import location_of
 from pulsesync.store import HttpStore, LocalStore, MemoryStore, ObjectStore, RetryStore, open_store
 from tests.publish.test_sharded import Group
@@ -217,7 +218,7 @@ def test_a_sync_that_fails_is_emitted_with_what_is_needed_to_know_its_lag(receiv
         publisher.publish(training.weights)
     forget(received)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Subscriber, "_apply_path", lambda *_: down("parts/one"))
+        patched.setattr(PlanApplier, "apply", lambda *_: down("parts/one"))
         with pytest.raises(StoreError):
             sub.sync(held)
     (failed,) = of(received, events.SyncFailed)
@@ -241,11 +242,11 @@ def test_an_anchor_that_is_written_in_part_is_emitted_as_torn(
     publish_steps(store, 1)
     sub = Subscriber(store)
 
-    def fail_in_the_middle(state: Any, *_: Any) -> None:
-        state.torn = True
+    def fail_in_the_middle(loader: Any, *_: Any) -> None:
+        loader._state.torn = True
         raise OSError("a device failed")
 
-    monkeypatch.setattr("pulsesync.state.host.HostState.load_whole", fail_in_the_middle)
+    monkeypatch.setattr("pulsesync.state.anchors.AnchorLoader.load_whole", fail_in_the_middle)
     with pytest.raises(VerificationError):
         sub.sync(worker())
     (failed,) = of(received, events.SyncFailed)
@@ -515,15 +516,19 @@ def test_a_listener_that_raises_alters_nothing(caplog: pytest.LogCaptureFixture)
     assert "The event listener" in caplog.text
 
 
-def test_a_listener_that_sleeps_or_needs_the_emitters_lock_keeps_nothing_waiting() -> None:
+def test_a_listener_that_sleeps_or_needs_the_emitters_lock_keeps_nothing_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(events, "QUEUED", 2)
     release = threading.Event()
-    with pulse.listen(lambda event: release.wait(60), queued=2) as sleeping:
+    with pulse.listen(lambda event: release.wait(60)) as sleeping:
         began = time.perf_counter()
         _run_both(MemoryStore())
         assert time.perf_counter() - began < 30
         release.set()
     assert sleeping.dropped > 0
 
+    monkeypatch.undo()
     store, training, held = MemoryStore(), Training(), worker()
     sub = Subscriber(store)
     publisher = Publisher(store)
@@ -583,11 +588,14 @@ def test_a_sync_that_is_planned_again_is_a_warning(caplog: pytest.LogCaptureFixt
     assert "Planning the sync again, because manifests/" in caplog.text
 
 
-def test_a_request_that_is_repeated_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_is_repeated_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulsesync.store.retry.sleep", lambda _: None)
     caplog.set_level(logging.INFO, "pulsesync")
     inner, tries = Watched(LocalStore(tmp_path)), []
     inner.before = lambda verb, key: _refuse(key) if tries.append(key) or len(tries) < 3 else None  # type: ignore[func-returns-value]
-    RetryStore(inner, sleep=lambda _: None).put("head", b"1")
+    RetryStore(inner).put("head", b"1")
     assert [record.getMessage() for record in caplog.records] == [
         f"Attempt {n} of 5 at a request failed; trying again: too busy." for n in (1, 2)
     ]

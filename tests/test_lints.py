@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tools.lint.pages import broken_links
+from tools.lint.privacy import read_of_others
 from tools.lint.words import check_page, check_python
 
 
@@ -45,3 +46,32 @@ def test_a_link_to_a_missing_file_or_heading_is_found(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# A heading, `in code`\n")
     page.write_text("[a](other.md#a-heading-in-code) [b](other.md#none) [c](none.md) [d](https://example.org/none)\n")
     assert broken_links(page) == ["other.md#none", "none.md"]
+
+
+def test_what_is_private_to_another_class_is_found_and_that_of_the_same_class_is_not() -> None:
+    source = """from package import _name
+import module
+
+class One:
+    def __eq__(self, other):
+        return isinstance(other, One) and self._x == other._x and super()._x == One._x
+    def twin(self, near: "One | None", far: Two):
+        made = One()
+        return made._x, near._x, (lambda: self._x)(), (lambda made: made._x)(near), far._x
+    @classmethod
+    def make(cls):
+        made = cls.__new__(cls)
+        made._x = other._x = 1
+
+module._call(), getattr(far, "_x"), module.__name__, One._x
+"""
+    found = [(line, expression) for line, _, expression in read_of_others(source)]
+    assert found == [
+        (1, "from package import _name"),
+        (9, "made._x"),
+        (9, "far._x"),
+        (13, "other._x"),
+        (15, "module._call"),
+        (15, "getattr(far, '_x')"),
+        (15, "One._x"),
+    ]

@@ -27,7 +27,7 @@ from pulsesync.group.bundles import agree, describe_shards
 from pulsesync.group.cost_model import CostModel, Method
 from pulsesync.group.messages import Bucket, SyncTimes
 from pulsesync.group.peers import LocalModel, RankVersion, ReceiverEnd, SourceEnd
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 
 QUICK = ("--weights", "1100", "--rounds", "1", "--densities", "0.01")
 METHODS: tuple[Method, ...] = ("plain", "coded", "dense")

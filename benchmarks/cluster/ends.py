@@ -27,7 +27,7 @@ import torch.distributed as dist
 import pulsesync
 from benchmarks.cluster.methods import BASELINES, OURS, Method, Ours
 from benchmarks.harness.processes import answer_all
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 
 
 class Rank:

@@ -34,7 +34,9 @@ from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import BaseRef
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import PatchTransaction
+from pulsesync.state.weights import Recount, WeightState
 
 QUICK = ("--rounds", "1", "--width", "128", "--step", "3")
 OURS: tuple[patch.CodecName, ...] = ("gap", "context", "history", "auto")
@@ -49,7 +51,7 @@ class Ours:
     def __init__(self, codec: patch.CodecName, layout: Layout, weights: State) -> None:
         self.codec: patch.CodecName = codec
         self.layout = layout
-        self.worker = HostState.attach(as_bf16(weights), layout)
+        self.worker = WeightState.attach(HostBackend, as_bf16(weights), layout)
         self.remembers = codec in ("history", "auto")
         self._sums, self._digest, self._history = dict(self.worker.sums), self.worker.digest, History()
         self._held = self.worker.sums, self.worker.history
@@ -63,7 +65,7 @@ class Ours:
     def receive(self, published: Published) -> tuple[float, float]:
         """All that a worker does with a version; return the seconds to prepare it, and those to write the weights."""
         began = time.perf_counter()
-        transition = self.worker.prepare(manifests.parse(published.manifest), [published.part])
+        transition = PatchTransaction(self.worker).prepare(manifests.parse(published.manifest), [published.part])
         prepared = time.perf_counter()
         self.worker.commit(transition)
         return prepared - began, time.perf_counter() - prepared
@@ -167,7 +169,7 @@ class Bench:
         to.add("write", written)
         to.size = len(published.part) + len(published.manifest)
         self._check(mine.codec)
-        assert mine.worker.digest == published.digest == mine.worker.recount(), mine.codec
+        assert mine.worker.digest == published.digest == Recount(mine.worker).digest(), mine.codec
 
     def _finders(self) -> dict[str, Callable[[], list[Any]]]:
         old, new = flat(self.old), flat(self.new)

@@ -34,7 +34,9 @@ from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.manifest import BaseRef
 from pulsesync.format.patch import CodecName
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import PatchTransaction
+from pulsesync.state.weights import WeightState
 from pulsesync.testing import AdamUpdates
 
 QUICK = ("--small", "--codecs", "context", "--threads", "1")
@@ -80,7 +82,7 @@ def one_tensor_remembered(times: Any, index: int) -> Any:
     """The history of a tensor before patch index: that of one patch, as if all those before had shared its changes."""
     layout = layouts.make([TensorSpec("w", "BF16", SHAPE)])
     old, new = {"w": times[0]}, {"w": times[1]}
-    sums = HostState(layout, old, {}).sums
+    sums = WeightState(HostBackend(layout, old)).sums
     part = patch.encode(layout, layout.tiles, old, new, sums, codec="history", history=History())
     tile = History().after(part.patches, old).tiles[0]
     rng = np.random.default_rng(SEED)
@@ -100,7 +102,7 @@ def measure(point: Point, what: str, folder: Path) -> dict[str, Any]:
     times = np.load(folder / f"{point.density}.npy")
     names = [f"layer{i:03d}" for i in range(point.weights // times[0].size)]
     layout = layouts.make(TensorSpec(name, "BF16", SHAPE) for name in names)
-    worker = HostState(layout, {name: times[1].copy() for name in names}, {})
+    worker = WeightState(HostBackend(layout, {name: times[1].copy() for name in names}))
     new = {name: times[2].copy() for name in names}
     tile = one_tensor_remembered(times, point.index) if point.codec == "history" else None
     resets = reset_peak()
@@ -140,7 +142,7 @@ def encode(point: Point, worker: Any, new: dict[str, Any], folder: Path) -> dict
 def decode(worker: Any, folder: Path) -> dict[str, Any]:
     """Do what a worker does."""
     manifest = manifests.parse((folder / "manifest").read_bytes())
-    worker.commit(worker.prepare(manifest, [(folder / "part").read_bytes()]))
+    worker.commit(PatchTransaction(worker).prepare(manifest, [(folder / "part").read_bytes()]))
     return {}
 
 

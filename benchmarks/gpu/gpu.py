@@ -43,18 +43,19 @@ from benchmarks.harness.device import (
 from pulsesync import Publisher
 from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
-from pulsesync.device.changes import Changes, block_moves, digest_changes
+from pulsesync.device.changes import block_moves, digest_changes
 from pulsesync.device.encode import code_piles
-from pulsesync.device.state import DeviceState
-from pulsesync.device.tracked import DeviceHistory
+from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.format import layout as layouts
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.baseline import baseline_for
 from pulsesync.publish.commit import next_record, root_record
-from pulsesync.state.live import Transition
+from pulsesync.state.backend import Transition
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.sharding import owner_of, share_of
+from pulsesync.state.weights import Recount, WeightState
 from pulsesync.store import MemoryStore
 
 QUICK = ("--sizes", "0.0000011", "--densities", "10", "--repeats", "1", "--codecs", "context")
@@ -85,7 +86,8 @@ class Bench:
         self.shards = baseline.read(model.new, {})
         layout = layouts.make(self.shards.tensors, self.shards.ties)
         self.share = share_of(layout, owner_of(layout, [self.shards.windows]), 0, self.shards)
-        self.state = DeviceState.attach(model.old, layout)  # the base is the old model itself, and not a third copy
+        # The base is the old model itself, and not a third copy.
+        self.state = WeightState.attach(DeviceBackend, model.old, layout)
         self.last = root_record(None, 0, layout.id, self.state.digest, None, ())
 
     def compare(self) -> DeviceDifference:
@@ -133,17 +135,17 @@ def measure(weights: float, density: float, repeats: int, codecs: Sequence[Codec
         row.gigabytes[f"{codec} decode + apply"] = peak_gb(partial(sync_and_undo, state, manifest, data))
         times, pauses = [], []
         for _ in range(repeats):
-            transition, prepare_ms = timed_ms(partial(state.prepare, manifest, body))
+            transition, prepare_ms = timed_ms(partial(PatchTransaction(state).prepare, manifest, body))
             back, pause_ms = timed_ms(partial(state.commit, transition))
             times.append(prepare_ms + pause_ms)
             pauses.append(pause_ms)
-            assert state.recount() == manifest.digest
+            assert Recount(state).digest() == manifest.digest
             assert large or equal(model.old, model.new), "the decoded weights are not the new ones"
             state.commit(back)
             del transition, back
         row.ms[f"{codec} decode + apply with undo log"] = statistics.median(times)
         row.ms[f"of it the pause, {codec}"] = statistics.median(pauses)
-    row.ms["full digest recount"] = median_ms(state.count, repeats)
+    row.ms["full digest recount"] = median_ms(state.backend.count, repeats)
     return row
 
 
@@ -152,20 +154,21 @@ def digest_of(difference: DeviceDifference) -> object:
     return digest_changes(block_moves(difference.runs))
 
 
-def sync(state: DeviceState, manifest: Manifest, data: bytes) -> Transition[Changes, DeviceHistory]:
+def sync(state: WeightState, manifest: Manifest, data: bytes) -> Transition:
     """Decode and apply; return what undoes it."""
-    return state.commit(state.prepare(manifest, [Body.of(data, state.layout)]))
+    return state.commit(PatchTransaction(state).prepare(manifest, [Body.of(data, state.layout)]))
 
 
-def sync_and_undo(state: DeviceState, manifest: Manifest, data: bytes) -> None:
+def sync_and_undo(state: WeightState, manifest: Manifest, data: bytes) -> None:
     state.commit(sync(state, manifest, data))
 
 
 def hot_share(difference: DeviceDifference) -> float:
     """The share of the weights that `context` codes as decisions."""
     hot = total = 0
+    tensors = backend_of(difference.state).tensors
     for run in difference.runs:
-        coded = code_piles([(run, run.pile.locate(difference.state.tensors))], None, 0)
+        coded = code_piles([(run, run.pile.locate(tensors))], None, 0)
         hot += int(coded.hot[run.pile].counts.sum())
         total += int(run.pile.host_sizes.sum())
     return hot / max(total, 1)

@@ -20,6 +20,7 @@ import argparse
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -46,9 +47,11 @@ from pulsesync import Publisher, Subscriber
 from pulsesync.device import decode
 from pulsesync.device.changes import Changes
 from pulsesync.device.pile import CHUNK
-from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.device.tracked import DeviceHistory
 from pulsesync.format.body import Body
+from pulsesync.state.backend import Transition
+from pulsesync.state.weights import WeightState
 from pulsesync.store import MemoryStore
 
 QUICK = ("--weights", "1100", "--patches", "2", "--groups", "1", "2")
@@ -79,15 +82,19 @@ class CatchUp:
         self.subscriber.sync(self.worker, version=0)
 
     @property
-    def state(self) -> DeviceState:
-        assert isinstance(self.subscriber.state, DeviceState)
+    def state(self) -> WeightState:
+        assert self.subscriber.state is not None
         return self.subscriber.state
 
-    def one_by_one(self) -> tuple[dict[str, Any], list[DeviceTransition], list[Body]]:
+    @property
+    def backend(self) -> DeviceBackend:
+        return backend_of(self.state)
+
+    def one_by_one(self) -> tuple[dict[str, Any], list[Transition], list[Body]]:
         """Sync to the newest version; return the figures, the transitions that were committed, and the first patch."""
-        state, pauses_ms = self.state, list[float]()
-        done, bodies = list[DeviceTransition](), list[Body]()
-        commit, read = state.commit, state.decode
+        state, backend, pauses_ms = self.state, self.backend, list[float]()
+        done, bodies = list[Transition](), list[Body]()
+        commit, read = state.commit, backend.decode
 
         def timed_commit(transition: Any) -> Any:
             back, took_ms, _ = timed(lambda: commit(transition))
@@ -99,7 +106,7 @@ class CatchUp:
             bodies.extend(versions[0] if not bodies else ())
             return read(versions, *rest)
 
-        with mock.patch.object(state, "commit", timed_commit), mock.patch.object(state, "decode", seen):
+        with mock.patch.object(state, "commit", timed_commit), mock.patch.object(backend, "decode", seen):
             report, took_ms, peak = timed(lambda: self.subscriber.sync(self.worker))
         assert equal(self.worker, self.model)
         row = {
@@ -112,13 +119,13 @@ class CatchUp:
         }
         return row, done, bodies
 
-    def one_commit(self, done: list[DeviceTransition]) -> dict[str, Any]:
+    def one_commit(self, done: list[Transition]) -> dict[str, Any]:
         """Undo the sync, and commit all its changes at once."""
         state = self.state
         self.subscriber.sync(self.worker, version=0)
         assert equal(self.worker, self.start)
-        changes, compose_ms, peak = timed(lambda: functools.reduce(state.compose, [one.changes for one in done]))
-        all_at_once = DeviceTransition(changes, done[-1].sums, done[-1].history)
+        changes, compose_ms, peak = timed(lambda: functools.reduce(self.backend.compose, [one.changes for one in done]))
+        all_at_once = replace(done[-1], changes=changes, changed=self.backend.count_changed(changes))
         back, pause_ms, _ = timed(lambda: state.commit(all_at_once))
         assert equal(self.worker, self.model)
         state.commit(back)
@@ -129,14 +136,14 @@ class CatchUp:
             "pause_ms": round(pause_ms, 2),
         }
 
-    def shadow(self, first: DeviceTransition) -> dict[str, Any]:
+    def shadow(self, first: Transition) -> dict[str, Any]:
         """A copy of the weights with the changes of the first patch in it."""
-        state = self.state
-        there = DeviceState(state.layout, {name: torch.zeros_like(flat) for name, flat in state.flats.items()})
+        here = self.backend
+        there = DeviceBackend(here.layout, {name: torch.zeros_like(flat) for name, flat in here.flats.items()})
 
         def copy() -> None:
             for name, flat in there.flats.items():
-                flat.copy_(state.flats[name])
+                flat.copy_(here.flats[name])
             there.write(first.changes)
 
         _, copy_ms, _ = timed(copy)
@@ -150,16 +157,16 @@ class CatchUp:
 
     def groups(self, bodies: list[Body], counts: list[int]) -> dict[str, float]:
         """Milliseconds to decode those tiles of the first patch that depend on the old weights, by number of groups."""
-        state = self.state
+        here, history = self.backend, self.state.history
 
         def decode_in(count: int) -> None:
             for body in bodies:
-                opened = decode.open_part(body.index, body.sections, state.tiles, state.history)
+                opened = decode.open_part(body.index, body.sections, here.tiles, history)
                 for number, coded in opened.coded.items():
-                    pile = state.pile_of(coded.tiles[0].ordinal)
+                    pile = here.pile_of(coded.tiles[0].ordinal)
                     tiles = np.arange(len(coded.tiles))
                     for some in np.array_split(tiles, min(count, len(tiles))):
-                        weights = pile.locate(state.tensors)
+                        weights = pile.locate(here.tensors)
                         decode.decode_coded(pile, coded.part(some), opened.tables[number], weights, DeviceHistory())
 
         out = {}

@@ -12,6 +12,7 @@ from torch.profiler import profile as profiler
 
 from benchmarks.harness.device import timed_ms, wait
 from pulsesync.format.body import Body
+from pulsesync.state.patches import PatchTransaction
 
 if TYPE_CHECKING:
     from benchmarks.gpu.gpu import Bench
@@ -25,8 +26,8 @@ def kernels(bench: "Bench") -> str:
     def all_of_it() -> None:
         encoded = bench.compare().encode(bench.last, "context")
         state = bench.state
-        state.commit(state.commit(state.prepare(manifest, [Body.of(encoded[0].data, state.layout)])))
-        state.count()
+        state.commit(state.commit(PatchTransaction(state).prepare(manifest, [Body.of(encoded[0].data, state.layout)])))
+        state.backend.count()
 
     all_of_it()
     wait()
@@ -70,7 +71,7 @@ def lines(bench: "Bench", codec: "CodecName") -> str:
     if codec == "history":  # measure the second patch of an epoch: the first one has no history
         before = {name: tensor.clone() for name, tensor in bench.model.old.items()}
         manifest, data = bench.record(codec)
-        state.commit(state.prepare(manifest, [Body.of(data, layout)]))
+        state.commit(PatchTransaction(state).prepare(manifest, [Body.of(data, layout)]))
         bench.last = manifest
         bench.shards = bench.baseline.read(before, {})
     manifest, data = bench.record(codec)
@@ -90,7 +91,9 @@ def lines(bench: "Bench", codec: "CodecName") -> str:
             if what == "encode":
                 _, ms = timed_ms(lambda: bench.encode(codec))
             else:
-                back, ms = timed_ms(lambda: state.commit(state.prepare(manifest, [Body.of(data, layout)])))
+                back, ms = timed_ms(
+                    lambda: state.commit(PatchTransaction(state).prepare(manifest, [Body.of(data, layout)]))
+                )
                 state.commit(back)
             walls.append(ms)
         out.append(f"{what}, {codec}: {statistics.median(walls):.2f} ms")

@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
-from pulsesync.testing.backends import host_as_device  # noqa: E402 - after that
+from tests.backends import host_as_device  # noqa: E402 - after that
 
 Model = dict[str, torch.Tensor]
 SPREAD = 0.17  # standard deviation of the weights

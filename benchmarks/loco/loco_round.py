@@ -43,7 +43,7 @@ from pulsesync.loco.outer_step import OwnMomentum, TrainerUpdate, aggregate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
 from pulsesync.loco.vectors import F32, chunks_of
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 
 QUICK = ("--weights", "1e5", "--rounds", "1", "--trainers", "2")
 HOST = torch.device("cpu")

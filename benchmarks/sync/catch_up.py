@@ -30,7 +30,9 @@ from pulsesync import Publisher, Subscriber
 from pulsesync.format import patch
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef, RecordKind
 from pulsesync.run.reader import RunReader
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.views import new_tensors
+from pulsesync.state.weights import Recount
 from pulsesync.store import open_store
 from pulsesync.testing import AdamUpdates
 
@@ -118,7 +120,7 @@ def measure(folder: Path, k: int, way: str, rounds: int) -> dict[str, Any]:
         if squash:
             state = subscriber.state
             assert state is not None
-            transition = state.prepare(squash[0], [squash[1]])
+            transition = PatchTransaction(state).prepare(squash[0], [squash[1]])
             began = time.perf_counter()
             back = state.commit(transition)
             pauses_s = time.perf_counter() - began
@@ -129,10 +131,10 @@ def measure(folder: Path, k: int, way: str, rounds: int) -> dict[str, Any]:
         row["peak_mb"] = (peak() - held) / 1e6
         if not squash:
             subscriber.verify()
-            back = subscriber._undo[-1][2]
+            back = subscriber._follower.local._undo[-1].back
         row["undo_mb"] = sum(c.positions.nbytes + c.old.nbytes + c.new.nbytes for c in back.changes.values()) / 1e6
         assert subscriber.state is not None
-        assert subscriber.state.recount() == worker.record(k).digest
+        assert Recount(subscriber.state).digest() == worker.record(k).digest
         row["history_mb"] = subscriber.state.history.size_bytes / 1e6
         row["mb"] = (len(squash[1]) if squash else patch_bytes) / 1e6
         found.append(row)

@@ -39,7 +39,8 @@ from pulsesync.format.manifest import Manifest
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.costs import AnchorCosts
 from pulsesync.run.spool import Outbox
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
+from pulsesync.state.weights import WeightState
 from pulsesync.store import LocalStore, MemoryStore, Store, ThrottledStore
 
 Codec = Literal["dense", "raw"]
@@ -116,7 +117,7 @@ def hashing_s(size: int) -> tuple[float, float]:
 # -- an anchor on this machine -------------------------------------------------------------------------------------
 
 
-def write_once(state: HostState, store: Store, codec: Codec) -> dict[str, float]:
+def write_once(state: WeightState, store: Store, codec: Codec) -> dict[str, float]:
     """Write an anchor of a state, from a snapshot to the store."""
     record = Manifest("0" * 32, 0, 0, 0, 0, None, state.layout.id, (), state.digest, None, 0)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as executor:
@@ -162,7 +163,7 @@ def rejoined_once(store: Store, shapes: Shapes, *, all_differ: bool = False) -> 
 def measure_here(shapes: Shapes, rounds: int) -> dict[str, Any]:
     weights = new_weights(shapes)
     layout = layouts.make([TensorSpec(name, "BF16", shape) for name, shape in shapes.items()])
-    state = HostState(layout, {name: bits.reshape(-1) for name, bits in weights.items()}, {})
+    state = WeightState(HostBackend(layout, {name: bits.reshape(-1) for name, bits in weights.items()}))
     out: dict[str, Any] = {}
     for codec in CODECS:
         store = published(weights, MemoryStore(), codec)

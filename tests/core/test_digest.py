@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulsesync.core import digest, types
+from pulsesync.core import digest, threads, types
 from pulsesync.core.types import DTYPES, Bits, Sum, TensorSpec
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.testing import mutate, random_bits
-from pulsesync.testing.backends import use_kernels
+from tests.backends import use_kernels
 from tests.helpers import FLOATS, changed_state, count_sums, densities, encode, random_layout, random_state, seeds
 
 MASK = (1 << 64) - 1
@@ -148,9 +148,11 @@ def test_the_weights_of_a_bundle_are_counted_as_the_format_says() -> None:
 def test_a_long_tensor_is_counted_the_same_by_one_thread_and_many(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = random_bits(np.random.default_rng(0), np.uint16, (100_000,))
     (tile,) = layouts.make([TensorSpec("w", "BF16", (100_000,))]).tiles
-    alone = digest.count_tile(tile, bits, threads=1)
+    monkeypatch.setattr(threads, "default_threads", lambda: 1)
+    alone = digest.count_tile(tile, bits)
+    monkeypatch.setattr(threads, "default_threads", lambda: 5)
     monkeypatch.setattr(digest, "_RUN", 999)
-    assert digest.count_tile(tile, bits, threads=5) == alone
+    assert digest.count_tile(tile, bits) == alone
 
 
 BITS = np.array([0x3F80, 0x0000, 0x4000, 0x7FC1, 0x3F80], np.uint16)

@@ -63,7 +63,10 @@ def test_a_listener_that_calls_exit_is_logged_and_called_again(caplog: pytest.Lo
     assert "enough" in caplog.text
 
 
-def test_the_log_of_a_slow_listener_does_not_wait_for_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_of_a_slow_listener_does_not_wait_for_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "QUEUED", 1)
     release, lock = threading.Event(), threading.Lock()
 
     class Locked:
@@ -75,7 +78,7 @@ def test_the_log_of_a_slow_listener_does_not_wait_for_it(caplog: pytest.LogCaptu
             with lock:
                 return "Locked"
 
-    with pulse.listen(Locked(), queued=1):
+    with pulse.listen(Locked()):
         began = time.perf_counter()
         for version in range(5):
             events.emit(recounted(version))
@@ -85,14 +88,17 @@ def test_the_log_of_a_slow_listener_does_not_wait_for_it(caplog: pytest.LogCaptu
     assert "Locked is too slow: dropped 1 events so far" in caplog.text
 
 
-def test_a_slow_listener_keeps_nobody_waiting_and_what_it_misses_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_listener_keeps_nobody_waiting_and_what_it_misses_is_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "QUEUED", 10)
     release, received = threading.Event(), list[events.Event]()
 
     def slow(event: events.Event) -> None:
         release.wait(30)
         received.append(event)
 
-    listening = pulse.listen(slow, queued=10)
+    listening = pulse.listen(slow)
     began = time.perf_counter()
     for version in range(1000):
         events.emit(recounted(version))
@@ -135,25 +141,21 @@ def test_a_listener_that_rests_is_woken_by_the_next_event(monkeypatch: pytest.Mo
             assert arrived.wait(10)
 
 
-def test_events_of_many_threads_are_all_delivered() -> None:
+def test_events_of_many_threads_are_all_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "QUEUED", 10_000)
     received: list[events.Event] = []
 
     def emit_many() -> None:
         for version in range(500):
             events.emit(recounted(version))
 
-    with pulse.listen(received.append, queued=10_000):
+    with pulse.listen(received.append):
         threads = [threading.Thread(target=emit_many) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert len(received) == 4000
-
-
-def test_a_queue_of_no_events_is_refused() -> None:
-    with pytest.raises(ValueError, match="queued must be a number of events, 1 or more; got 0"):
-        pulse.listen(print, queued=0)
 
 
 def end_with_queued_events() -> None:

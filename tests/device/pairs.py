@@ -11,15 +11,17 @@ from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
 from pulsesync.device.memory import DeviceView, to_device, to_host
 from pulsesync.device.pile import Pile, PileAddresses, make_piles
 from pulsesync.device.source import DeviceSource
-from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.state import DeviceBackend
 from pulsesync.format import container, index, patch
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import EncodedPart
 from pulsesync.kernels.spec import SAMPLE_PERIOD, SAMPLE_RUN
+from pulsesync.state.backend import Transition
 from pulsesync.state.sharding import Shards, TileShare, owner_of, share_of
 from pulsesync.state.slices import Window
+from pulsesync.state.weights import WeightState
 from tests.helpers import Writer, classes, near, nudge
 
 SPECS = (
@@ -109,12 +111,13 @@ class Pair:
     def __init__(self, layout: Layout, state: Mapping[str, Bits], device: str, codec: patch.CodecName = "auto") -> None:
         self.codec = codec
         self.writer = Writer(layout, dict(state), codec)
-        self.state = DeviceState(layout, to_flats(state, device), device=place(device))
+        self.backend = DeviceBackend(layout, to_flats(state, device), device=place(device))
+        self.state = WeightState(self.backend)
         self.baseline = DeviceBaseline(place(device), "device")
         self.last = self.writer.root()
 
     def difference(self, new: Mapping[str, Bits]) -> DeviceDifference:
-        flats = to_flats(new, str(self.state.device))
+        flats = to_flats(new, str(self.backend.device))
         layout = self.state.layout
         views = {
             spec.name: DeviceView(spec, flats[spec.name].view(spec.shape), flats[spec.name].dtype)
@@ -123,10 +126,8 @@ class Pair:
         share, shards = all_of(layout, DeviceSource(views, {}))
         return self.baseline.compare(share, self.state, shards, self.codec, self.last)
 
-    def encode(self, new: Mapping[str, Bits]) -> tuple[EncodedPart, DeviceTransition]:
-        part, transition = self.difference(new).encode(self.last, self.codec)
-        assert isinstance(transition, DeviceTransition)
-        return part, transition
+    def encode(self, new: Mapping[str, Bits]) -> tuple[EncodedPart, Transition]:
+        return self.difference(new).encode(self.last, self.codec)
 
     def advance(self, new: Mapping[str, Bits]) -> tuple[Manifest, bytes]:
         """Move both on, and hold what the device makes against what the host makes."""

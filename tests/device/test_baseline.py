@@ -25,7 +25,7 @@ from pulsesync.publish.baseline import Keep
 from pulsesync.run import keys
 from pulsesync.state.sharding import Placed
 from pulsesync.store import MemoryStore
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 from tests.device.pairs import SPECS, Pair, small, trained
 from tests.publish.test_sharded import Group, by_columns, by_rows
 from tests.runs import Watched

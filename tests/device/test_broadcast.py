@@ -18,7 +18,7 @@ from pulsesync.group.broadcast import Broadcast
 from pulsesync.group.cost_model import METHODS, Method
 from pulsesync.kernels import spec
 from pulsesync.state.sharding import Placed
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 from tests.device import interpreter
 from tests.group import test_broadcast as cases
 from tests.processes import Fleet, fleet, group

@@ -18,7 +18,7 @@ from pulsesync.core.types import TensorSpec
 from pulsesync.device import memory, pieces, source
 from pulsesync.device.changes import find_changes
 from pulsesync.device.pile import Pile, place_of
-from pulsesync.device.state import DeviceState
+from pulsesync.device.state import DeviceBackend
 from pulsesync.errors import StateError, VerificationError
 from pulsesync.format import container, index, patch
 from pulsesync.format import layout as layouts
@@ -28,8 +28,10 @@ from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import CodecName
 from pulsesync.kernels import reference
 from pulsesync.publish.baseline import Keep
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.slices import find_places
+from pulsesync.state.weights import WeightState
 from pulsesync.store import MemoryStore
 from tests.device.pairs import piles_of, to_bits, to_flats
 from tests.device.test_baseline import Model, equal, kept, objects, on, read
@@ -112,10 +114,10 @@ def test_a_state_has_one_digest_however_it_is_cut_and_bundled(dtypes: list[str],
     )
     state = random_state(rng, plain)
     owners = {piece.ordinal: piece.ordinal % 3 for piece in cut.pieces}
-    expected = HostState(plain, state).digest
+    expected = WeightState(HostBackend(plain, state)).digest
     for layout in (plain, layouts.bundle(plain), cut, layouts.bundle(cut), layouts.bundle(cut, owners)):
-        assert HostState(layout, state).digest == expected
-        assert DeviceState(layout, to_flats(state, device)).digest == expected
+        assert WeightState(HostBackend(layout, state)).digest == expected
+        assert WeightState(DeviceBackend(layout, to_flats(state, device))).digest == expected
 
 
 @pytest.mark.parametrize(
@@ -270,11 +272,11 @@ def test_a_group_that_does_not_become_what_its_check_says_is_refused(
 ) -> None:
     state, record, data = version
     forged, bad = with_other_check(data, record, LAYOUT)
-    here = DeviceState(LAYOUT, to_flats(state, device))
-    for live in (here, HostState(LAYOUT, {name: bits.copy() for name, bits in state.items()})):
+    here = WeightState(DeviceBackend(LAYOUT, to_flats(state, device)))
+    for live in (here, WeightState(HostBackend(LAYOUT, {name: bits.copy() for name, bits in state.items()}))):
         with pytest.raises(VerificationError, match="group of bundle 0"):
-            live.prepare(forged, [bad])
-    here.commit(here.prepare(record, [data]))
+            PatchTransaction(live).prepare(forged, [bad])
+    here.commit(PatchTransaction(here).prepare(record, [data]))
     assert here.digest == record.digest
 
 
@@ -456,14 +458,13 @@ def test_changes_of_bundles_are_written_where_their_tensors_are(dtype: str, devi
     sizes = {f"layers.{n // 3}.{n}": size for n, size in enumerate((1, 6, 40, 3, 2, 7, 33, 5))}
     layout, _ = bundled_pile(dtype, device, sizes)
     old, new = (random_state(np.random.default_rng(seed), layout) for seed in (1, 2))
-    state = DeviceState(layout, to_flats(old, device))
-    pile = state.piles[0]
+    backend = DeviceBackend(layout, to_flats(old, device))
+    pile = backend.piles[0]
     before, after = (pile.locate(to_flats(some, device)) for some in (old, new))
     found = find_changes(pile, before, after, cast=False)
-    assert state.count() == {n: state.sums[n] for n in state.sums}
-    state.write([found])
-    assert {name: bits.tolist() for name, bits in to_bits(state.flats).items()} == {
+    backend.write([found])
+    assert {name: bits.tolist() for name, bits in to_bits(backend.flats).items()} == {
         name: bits.tolist() for name, bits in new.items()
     }
-    there = HostState(layout, new)
-    assert state.recount() == there.digest
+    there = WeightState(HostBackend(layout, new))
+    assert backend.count() == there.sums

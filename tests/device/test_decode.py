@@ -10,7 +10,7 @@ import pytest
 
 from pulsesync.core.types import Codec, TensorSpec, Tile
 from pulsesync.device import decode
-from pulsesync.device.state import DeviceState
+from pulsesync.device.state import DeviceBackend
 from pulsesync.errors import FormatError, PulseError
 from pulsesync.format import container, index, patch
 from pulsesync.format.codecs import context
@@ -19,8 +19,8 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import CodecName
 from pulsesync.kernels import spec
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState
+from pulsesync.state.patches import PatchTransaction
+from pulsesync.state.weights import WeightState
 from pulsesync.testing import random_bits
 from tests.device.pairs import SPECS, Pair, codecs_of, small, to_bits, to_flats, trained
 from tests.helpers import Writer, apply, reader, same
@@ -32,11 +32,11 @@ Edit = Callable[[bytes], bytes]
 def test_what_the_host_writes_is_decoded_here(codec: CodecName, device: str, many_lanes: None) -> None:
     layout, state = small()
     writer = Writer(layout, state, codec)
-    here = DeviceState(layout, to_flats(state, device))
+    here = WeightState(DeviceBackend(layout, to_flats(state, device)))
     for step in range(2 if codec == "history" else 1):
         state = trained(layout, state, step)
         record, parts = writer.advance(state)
-        done = here.prepare(record, parts)
+        done = PatchTransaction(here).prepare(record, parts)
         here.commit(done)
         assert same(to_bits(here.flats), state)
         assert here.digest == record.digest
@@ -45,14 +45,14 @@ def test_what_the_host_writes_is_decoded_here(codec: CodecName, device: str, man
 def test_an_epoch_remembers_through_a_patch_that_is_coded_without_its_history(device: str, many_lanes: None) -> None:
     layout, state = small(4, (TensorSpec("a", "BF16", (80,)),))
     writer = Writer(layout, state, "history")
-    here = DeviceState(layout, to_flats(state, device))
+    here = WeightState(DeviceBackend(layout, to_flats(state, device)))
     codecs: list[CodecName] = ["history", "context", "history"]
     for step, codec in enumerate(codecs):
         writer.codec = codec
         state = trained(layout, state, step)
         record, parts = writer.advance(state)
         assert codecs_of(parts[0], layout) == {Codec[codec.upper()]}
-        here.commit(here.prepare(record, parts))
+        here.commit(PatchTransaction(here).prepare(record, parts))
         assert here.history.digest() == record.history
         assert same(to_bits(here.flats), state)
 
@@ -61,10 +61,10 @@ def test_tiles_of_a_dtype_may_be_stored_raw_or_coded_by_gaps(device: str) -> Non
     layout, state = small(2, (TensorSpec("a", "I16", (16, 9), column_cuts=(4,)), TensorSpec("g", "I16", (9,))))
     new = {"a": random_bits(np.random.default_rng(2), np.uint16, (144,)), "g": state["g"].copy()}
     new["g"][3] ^= 1
-    here = DeviceState(layout, to_flats(state, device))
+    here = WeightState(DeviceBackend(layout, to_flats(state, device)))
     record, parts = Writer(layout, state, "auto").advance(new)
     assert codecs_of(parts[0], layout) == {Codec.RAW, Codec.GAP}
-    here.commit(here.prepare(record, parts))
+    here.commit(PatchTransaction(here).prepare(record, parts))
     assert same(to_bits(here.flats), new)
 
 
@@ -73,11 +73,11 @@ def test_a_dense_tile_takes_little_memory_beside_its_weights(device: str) -> Non
     layout, state = small(2, (TensorSpec("a", "I16", (1 << 15,)),))
     new = {"a": state["a"].copy()}
     new["a"][7::4000] += 1
-    here = DeviceState(layout, to_flats(state, device))
+    here = WeightState(DeviceBackend(layout, to_flats(state, device)))
     version = Writer(layout, state, "dense").advance(new)
-    here.prepare(*version)  # kernels are compiled at their first launch
+    PatchTransaction(here).prepare(*version)  # kernels are compiled at their first launch
     tracemalloc.start()
-    done = here.prepare(*version)
+    done = PatchTransaction(here).prepare(*version)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     here.commit(done)
@@ -93,7 +93,7 @@ def test_what_is_written_here_is_decoded_by_the_host(device: str, many_lanes: No
         part, transition = pair.encode(state)
         pair.state.commit(transition)
         pair.last, _ = pair.writer.advance(state)
-        there.commit(there.prepare(pair.last, [bytes(part.data)]))
+        there.commit(PatchTransaction(there).prepare(pair.last, [bytes(part.data)]))
         assert same(there.flats, state)
 
 
@@ -160,8 +160,8 @@ ATTACKS = {
 class Attacked:
     """A state here and on the host, and the next patch for both, which is coded with a history."""
 
-    here: DeviceState
-    there: HostState
+    here: WeightState
+    there: WeightState
     version: tuple[Manifest, list[bytes]]
     held: dict[str, Any]
 
@@ -177,11 +177,11 @@ def attacked(device: str) -> Attacked:
             states.append(trained(layout, states[-1], step + 2))
             states[-1]["a"][list(THERE)] = list(THERE.values())
             versions.append(writer.advance(states[-1]))
-    here, there = DeviceState(layout, to_flats(first, device)), reader(layout, first)
-    both: tuple[AnyState, ...] = (here, there)
+    here, there = WeightState(DeviceBackend(layout, to_flats(first, device))), reader(layout, first)
+    both: tuple[WeightState, ...] = (here, there)
     for state in both:
         apply(state, versions[0])
-        state.prepare(*versions[1])  # as it is, it is good
+        PatchTransaction(state).prepare(*versions[1])  # as it is, it is good
     return Attacked(here, there, versions[1], states[1])
 
 
@@ -190,10 +190,10 @@ def test_a_forged_part_is_refused_as_on_the_host_and_changes_nothing(name: str, 
     here = attacked.here
     version = resealed(attacked.version, here.layout, ATTACKS[name])
     with pytest.raises(PulseError) as expected:
-        attacked.there.prepare(*version)
+        PatchTransaction(attacked.there).prepare(*version)
     sums, history = here.sums, here.history.digest()
     with pytest.raises(PulseError) as found:
-        here.prepare(*version)
+        PatchTransaction(here).prepare(*version)
     assert type(found.value) is type(expected.value)
     assert str(found.value) == str(expected.value)
     assert same(to_bits(here.flats), attacked.held)
@@ -210,17 +210,17 @@ def test_for_changes_that_cannot_be_there_no_memory_is_taken(
     version = resealed(attacked.version, attacked.here.layout, edit)
     monkeypatch.setattr(decode, "empty", taken)
     with pytest.raises(FormatError, match=spec.FAULTS[3]):
-        attacked.here.prepare(*version)
+        PatchTransaction(attacked.here).prepare(*version)
 
 
 def test_a_part_for_a_tile_without_weights_is_refused(device: str) -> None:
     layout, state = small(0, (TensorSpec("a", "I16", (4,)), TensorSpec("n", "I16", (0,))))
-    here = DeviceState(layout, to_flats(state, device))
+    here = WeightState(DeviceBackend(layout, to_flats(state, device)))
     record, parts = Writer(layout, state, "gap").advance({**state, "a": state["a"] + 1})
     header, sections = container.open_part(parts[0])
     opened = patch.open_index(header, sections[0], layout)
     entries = [opened.entries[0]._replace(tile=1)]
     name, forged = container.build(layout.id, [[index.build([], entries)], [sections[1]]])
     with pytest.raises(FormatError):
-        here.prepare(replace(record, parts=(PartRef(name, len(forged)),)), [bytes(forged)])
+        PatchTransaction(here).prepare(replace(record, parts=(PartRef(name, len(forged)),)), [bytes(forged)])
     assert same(to_bits(here.flats), state)

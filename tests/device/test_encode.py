@@ -6,11 +6,13 @@ import torch
 
 from pulsesync.core.types import Codec, TensorSpec
 from pulsesync.device import encode, pile
-from pulsesync.device.state import DeviceState
+from pulsesync.device.state import DeviceBackend
 from pulsesync.format import container, index, tables
 from pulsesync.format import layout as layouts
 from pulsesync.format.patch import CodecName
 from pulsesync.format.tables import Contexts
+from pulsesync.state.patches import PatchTransaction
+from pulsesync.state.weights import Recount, WeightState
 from tests.device.launches import counted
 from tests.device.pairs import Pair, codecs_of, small, to_bits, to_flats, trained
 from tests.helpers import FLOATS, same
@@ -48,14 +50,14 @@ def test_piles_of_a_dtype_share_a_table_and_make_the_parts_of_one(
     monkeypatch.setattr(encode, "LISTED_ONCE", 0)
     layout, state = small(7, (*(TensorSpec(name, "BF16", (24,)) for name in "abc"), TensorSpec("d", "F32", (20,))))
     pair = Pair(layout, state, device, codec)
-    worker = DeviceState(layout, to_flats(state, device))
-    assert [len(one.tiles) for one in pair.state.piles] == [1, 1, 1, 1]
+    worker = WeightState(DeviceBackend(layout, to_flats(state, device)))
+    assert [len(one.tiles) for one in pair.backend.piles] == [1, 1, 1, 1]
     for step in range(2):
         state = trained(layout, state, step)
         record, data = pair.advance(state)
-        worker.commit(worker.prepare(record, [data]))
+        worker.commit(PatchTransaction(worker).prepare(record, [data]))
         assert same(to_bits(worker.flats), state)
-        assert worker.recount() == record.digest
+        assert Recount(worker).digest() == record.digest
 
 
 def test_auto_chooses_as_the_host_does(device: str, many_lanes: None) -> None:
@@ -122,7 +124,7 @@ def test_long_steps_that_occur_often_are_listed_as_on_the_host(
     far = sign // 2 + kind.bits.type(5)
     state["a"][1::4] = 0
     pair = Pair(layout, state, device, "history")
-    worker = DeviceState(layout, to_flats(state, device))
+    worker = WeightState(DeviceBackend(layout, to_flats(state, device)))
     for first in (1, 5):
         state = {"a": state["a"].copy()}
         state["a"][first::8] = far
@@ -132,7 +134,7 @@ def test_long_steps_that_occur_often_are_listed_as_on_the_host(
         _, sections = container.open_part(data)
         found, _ = index.parse(sections[0], 1, [len(section) for section in sections])
         assert int(far) in found[0].sizes
-        worker.commit(worker.prepare(record, [data]))
+        worker.commit(PatchTransaction(worker).prepare(record, [data]))
         assert same(to_bits(worker.flats), state)
 
 
@@ -163,7 +165,7 @@ def test_a_difference_is_coded_as_on_the_host_after_the_base_has_moved(device: s
     record, (data,) = pair.writer.advance(then)
     assert bytes(part.data) == bytes(data)
     pair.state.commit(second)
-    assert pair.state.recount() == record.digest
+    assert Recount(pair.state).digest() == record.digest
 
 
 def test_tables_of_any_size_are_counted_by_the_kernels_of_the_first_two_patches(device: str) -> None:

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from pulsesync.core.types import Bits
-from pulsesync.device.state import DeviceState
+from pulsesync.device.state import DeviceBackend
 from pulsesync.format import layout as layouts
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState
+from pulsesync.state.host import HostBackend
 from pulsesync.state.slices import Slice, Slices, windows
+from pulsesync.state.weights import Recount, WeightState
 from tests.device.pairs import Pair, to_bits, to_flats
 from tests.helpers import apply, copied, load, same
 
@@ -51,7 +51,7 @@ def versions(run: Path) -> Iterator[tuple[Manifest, Manifest, list[bytes]]]:
         yield version, *bodies(run, anchors[version.version] if version.base is None else version)
 
 
-def follow(state: AnyState, run: Path, most: int = 1 << 60) -> Iterator[Manifest]:
+def follow(state: WeightState, run: Path, most: int = 1 << 60) -> Iterator[Manifest]:
     for version, record, parts in versions(run):
         if version.version > most:
             return
@@ -63,11 +63,11 @@ def follow(state: AnyState, run: Path, most: int = 1 << 60) -> Iterator[Manifest
 @by_name
 def test_every_version_reads_to_the_expected_weights(run: Path, device: str) -> None:
     layout = layout_of(run)
-    empty = HostState.empty(layout)
-    state = DeviceState(layout, to_flats(empty.flats, device))
+    empty = WeightState(HostBackend.empty(layout))
+    state = WeightState(DeviceBackend(layout, to_flats(empty.flats, device)))
     for version in follow(state, run):
         assert state.digest == version.digest
-    assert state.recount() == version.digest
+    assert Recount(state).digest() == version.digest
     with np.load(run / "expected.npz") as expected:
         assert same(to_bits(state.flats), dict(expected))
 
@@ -78,7 +78,7 @@ def test_every_patch_is_written_again_byte_for_byte(run: Path, device: str, monk
     """Those of one part: a publisher on a GPU writes no others. Which codec was asked for, a record does not say."""
     if run.name == "sections":
         monkeypatch.setattr(patch, "SECTION_BYTES", 1 << 10)  # as when this run was written
-    host = HostState.empty(layout_of(run))
+    host = WeightState(HostBackend.empty(layout_of(run)))
     last, before, history, tried = None, {}, host.history, 0
     for version in follow(host, run):
         if last is not None and version.base is not None and len(version.parts) == 1:
@@ -94,10 +94,10 @@ CODECS: tuple[patch.CodecName, ...] = get_args(patch.CodecName)
 
 
 def _written(
-    then: HostState, before: Mapping[str, Bits], history: History, last: Manifest, codec: patch.CodecName, device: str
+    then: WeightState, before: Mapping[str, Bits], history: History, last: Manifest, codec: patch.CodecName, device: str
 ) -> bytes:
     pair = Pair(then.layout, before, device, codec)
-    pair.state.history, pair.last = pair.state.to_backend(history), last
+    pair.state.history, pair.last = pair.backend.load_history(history), last
     return bytes(pair.encode(then.flats)[0].data)
 
 
@@ -112,8 +112,8 @@ SOME = [
 def test_some_tensors_of_a_run_read_as_on_the_host(name: str, slices: Slices, most: int, device: str) -> None:
     """So few that the interpreter reads them too."""
     layout, run = layout_of(FOLDER / name), FOLDER / name
-    there = HostState(layout, _zeros(layout, slices), {}, slices)
-    here = DeviceState(layout, to_flats(there.flats, device), {}, slices)
+    there = WeightState(HostBackend(layout, _zeros(layout, slices), {}, slices))
+    here = WeightState(DeviceBackend(layout, to_flats(there.flats, device), {}, slices))
     for ours, theirs in zip(follow(here, run, most), follow(there, run, most), strict=True):
         assert ours == theirs
         assert same(to_bits(here.flats), there.flats)

@@ -20,7 +20,7 @@ from pulsesync.group.messages import TRAILER, Bucket, SyncTimes, Table
 from pulsesync.group.peers import LocalModel, RankVersion, ReceiverEnd, SourceEnd
 from pulsesync.kernels import cuda
 from pulsesync.state.sharding import Placed, tensor_parallel
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 from tests.tiers import slow
 
 Model = dict[str, torch.Tensor]

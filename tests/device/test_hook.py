@@ -20,7 +20,7 @@ from pulsesync.publish.baseline import Keep
 from pulsesync.publish.pending import PublishReport
 from pulsesync.run import keys
 from pulsesync.store import MemoryStore
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 from tests.device.test_baseline import Model, equal, kept, objects, on, read
 from tests.publish.test_sharded import Group, by_rows
 from tests.runs import Watched, version, versions
@@ -128,7 +128,7 @@ def test_nothing_of_the_weights_is_kept_between_publishes(trainer: Trainer) -> N
         for _ in range(3):
             assert pub._base is not None
             assert isinstance(pub._base.state, HookState)
-            assert (pub._base.state.flats, pub._base.state.readers) == ({}, [])  # nor of what read them
+            assert (pub._base.state.flats, pub._base.state.memory.readers) == ({}, [])  # nor of what read them
             trainer.publish(pub).result(30)
 
 

@@ -11,12 +11,15 @@ from pulsesync.core.types import Sum, TensorSpec
 from pulsesync.device.baseline import DeviceBaseline
 from pulsesync.device.memory import DeviceView, to_device
 from pulsesync.device.source import DeviceSource
-from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.state import DeviceBackend
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import BaseRef, Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
 from pulsesync.kernels import cuda, reference
+from pulsesync.state.backend import Transition
+from pulsesync.state.patches import PatchTransaction
+from pulsesync.state.weights import Recount, WeightState
 from tests.device.pairs import Pair, all_of, place, small, to_flats, trained
 from tests.helpers import RUN
 
@@ -44,11 +47,11 @@ def launches_for(tensors: int, device: str, launches: list[str]) -> list[str]:
     """The kernels that are launched to compare, encode, decode and apply a version of this many small tensors."""
     layout, state = small(1, tuple(TensorSpec(f"t{i:04}", "BF16", (40,)) for i in range(tensors)))
     pair = Pair(layout, state, device, "history")
-    worker = DeviceState(layout, to_flats(state, device))
+    worker = WeightState(DeviceBackend(layout, to_flats(state, device)))
     new = trained(layout, state, 1, 0.3)
     launches.clear()
     record, data = pair.advance(new)
-    worker.commit(worker.prepare(record, [data]))
+    worker.commit(PatchTransaction(worker).prepare(record, [data]))
     assert worker.digest == record.digest
     return list(launches)
 
@@ -121,7 +124,7 @@ def test_a_tensor_of_more_than_two_to_the_31_weights(codec: Any, device: str) ->
     changed = torch.unique(torch.cat((hot, cold)))
     new = old.clone()
     new[changed] += 1
-    state = DeviceState(layout, {"a": old.clone()}, device=where)
+    state = WeightState(DeviceBackend(layout, {"a": old.clone()}, device=where))
     assert state.sums[0] == sum_by_torch(layout.tensors[0], old)
     share, shards = all_of(layout, DeviceSource({"a": DeviceView(layout.tensors[0], new, torch.uint8)}, {}))
     root = record_of(layout, None, None, state)
@@ -131,12 +134,12 @@ def test_a_tensor_of_more_than_two_to_the_31_weights(codec: Any, device: str) ->
     assert torch.equal(run.old, old[changed])
     assert torch.equal(run.new, new[changed])
     part, after = found.encode(root, codec)
-    assert isinstance(after, DeviceTransition)
+    assert isinstance(after, Transition)
     assert after.sums[0] == sum_by_torch(layout.tensors[0], new)
     record = record_of(layout, state.digest, part, after)
-    worker = DeviceState(layout, {"a": old.clone()}, device=where)
-    back = worker.commit(worker.prepare(record, [part.data]))
+    worker = WeightState(DeviceBackend(layout, {"a": old.clone()}, device=where))
+    back = worker.commit(PatchTransaction(worker).prepare(record, [part.data]))
     assert torch.equal(worker.flats["a"], new)
-    assert worker.recount() == record.digest
+    assert Recount(worker).digest() == record.digest
     worker.commit(back)
     assert torch.equal(worker.flats["a"], old)

@@ -18,7 +18,7 @@ from pulsesync.loco import SGD, GroupExchange, PulseLoCo
 from pulsesync.loco.fragments import FragmentTensors
 from pulsesync.loco.vectors import HOST
 from pulsesync.store import MemoryStore
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 from tests.device import interpreter
 from tests.device.launches import OF_ROUNDS, counted
 from tests.loco.fleet import Trainer, alone, meet, same, together
@@ -48,8 +48,8 @@ def trainer(exchange: Any, who: int, on: str, **options: Any) -> Trainer:
     options = {"watch": False, "shapes": SHAPES, **options}
     with host_as_device(on != "host"):
         made = Trainer(exchange, who, device="cpu" if on == "host" else on, **options)
-    for tensors in made.loco._tensors:
-        assert isinstance(tensors.vectors, DeviceVectors) == (on != "host")
+    for fragment in made.loco._fragments:
+        assert isinstance(fragment.tensors.vectors, DeviceVectors) == (on != "host")
     return made
 
 
@@ -213,12 +213,12 @@ def test_parameters_in_several_places_are_refused(device: str, monkeypatch: pyte
         fragments = [{"there": masters["there"]}, {"here": masters["here"]}]
         optimizer = torch.optim.SGD(list(masters.values()), lr=0.1)
         loco = PulseLoCo(fragments, optimizer, exchange=alone(), sync_every=2)
-        assert isinstance(loco._tensors[0].vectors, DeviceVectors)
-        assert loco._tensors[1].vectors is HOST
+        assert isinstance(loco._fragments[0].tensors.vectors, DeviceVectors)
+        assert loco._fragments[1].tensors.vectors is HOST
         assert [w.device.type for w in loco.shared_weights().values()] == ["cuda", "cpu"]
 
 
-def test_on_round_is_called_where_the_caller_computes_and_not_aside(device: str) -> None:
+def test_on_round_is_called_where_the_caller_computes(device: str) -> None:
     seen: list[Any] = []
     current = torch.cuda.current_stream if device == "cuda" else lambda: None
     with trainer(alone(), 0, device) as one:
@@ -261,14 +261,14 @@ def test_models_of_one_tensor_are_read_in_place(device: str) -> None:
 
 def test_a_step_without_a_round_does_not_wait_for_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[int] = []
-    aside = DeviceVectors.aside
+    in_own_stream = DeviceVectors.in_own_stream
 
     def counted(self: DeviceVectors) -> Any:
         entered.append(1)
-        return aside(self)
+        return in_own_stream(self)
 
     with trainer(alone(), 0, device, sync_every=3) as one:
-        monkeypatch.setattr(DeviceVectors, "aside", counted)
+        monkeypatch.setattr(DeviceVectors, "in_own_stream", counted)
         one.step(2)
         assert not entered
         one.step()

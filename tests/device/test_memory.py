@@ -87,7 +87,7 @@ import torch
 from pulsesync import Publisher, Subscriber
 from pulsesync.errors import StateError
 from pulsesync.store import MemoryStore
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 
 store, weights = MemoryStore(), {"a": torch.zeros(4)}
 with Publisher(store) as pub:

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from pulsesync.core.types import Bits, TensorSpec
-from pulsesync.device.state import DeviceState
+from pulsesync.device.state import DeviceBackend
 from pulsesync.errors import BaseMismatchError, FormatError, StateError, VerificationError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.layout import Layout
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.slices import Slice
+from pulsesync.state.weights import Recount, WeightState
 from pulsesync.testing import mutate
 from tests.device.pairs import SPECS, small, to_bits, to_flats, trained
 from tests.helpers import Writer, apply, load, random_state, same
@@ -26,7 +28,7 @@ class Followed:
         self.layout, first = small(1, specs)
         self.states = [first]
         self.writer = Writer(self.layout, first, codec)
-        self.here = DeviceState(self.layout, to_flats(first, device))
+        self.here = WeightState(DeviceBackend(self.layout, to_flats(first, device)))
 
     def write(self) -> Any:
         self.states.append(trained(self.layout, self.states[-1], len(self.states)))
@@ -61,7 +63,7 @@ def test_a_tied_tensor_with_memory_of_its_own_is_written_too(device: str) -> Non
     state = random_state(np.random.default_rng(1), TIED)
     model = tensors(TIED, state, device)
     model["tied"] = model["a"].clone()
-    here = DeviceState.attach(model, TIED)
+    here = WeightState.attach(DeviceBackend, model, TIED)
     new = {"a": mutate(np.random.default_rng(2), state["a"], 0.3)}
     writer = Writer(TIED, state, "gap")
     apply(here, writer.advance(new))
@@ -71,9 +73,9 @@ def test_a_tied_tensor_with_memory_of_its_own_is_written_too(device: str) -> Non
     assert not here.is_attached_to({**model, "tied": model["tied"].clone()})
     model["tied"].view(torch.int16)[0, 0] ^= 1
     with pytest.raises(VerificationError, match="tied"):
-        here.recount()
+        Recount(here).digest()
     with pytest.raises(BaseMismatchError, match="tied"):
-        here.prepare(*writer.advance(state))
+        PatchTransaction(here).prepare(*writer.advance(state))
     load(here, writer.anchor())
     assert np.array_equal(to_bits({"a": model["tied"].reshape(-1).view(torch.int16)})["a"], state["a"])
 
@@ -82,21 +84,21 @@ def test_a_tied_tensor_in_the_same_memory_is_written_once(device: str) -> None:
     state = random_state(np.random.default_rng(1), TIED)
     model = tensors(TIED, state, device)
     model["tied"] = model["a"]
-    assert DeviceState.attach(model, TIED).copies == {}
+    assert WeightState.attach(DeviceBackend, model, TIED).backend.copies == {}
 
 
 def test_slices_of_whole_tiles_are_followed(device: str, many_lanes: None) -> None:
     layout, state = small(4, (TensorSpec("a", "BF16", (12, 10), row_cuts=(4,), column_cuts=(5,)), *SPECS[1:3]))
     slices = {"a": Slice(rows=(4, 12), columns=(5, 10)), "b": None}
     window = state["a"].reshape(12, 10)[4:, 5:].reshape(-1)
-    here = DeviceState(layout, to_flats({"a": window, "c": state["c"]}, device), {}, slices)
+    here = WeightState(DeviceBackend(layout, to_flats({"a": window, "c": state["c"]}, device), {}, slices))
     writer = Writer(layout, state, "history")
     for step in range(2):
         state = trained(layout, state, step)
         apply(here, writer.advance(state))
         expected = {"a": state["a"].reshape(12, 10)[4:, 5:].reshape(-1), "c": state["c"]}
         assert same(to_bits(here.flats), expected)
-    assert here.find_damage() is None
+    assert Recount(here).find_damage() is None
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -114,26 +116,26 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_tensors_that_do_not_fit_are_refused(why: str, device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (5, 6)), TensorSpec("b", "BF16", (3, 3))])
     model = tensors(layout, random_state(np.random.default_rng(3), layout), device)
-    DeviceState.attach(model, layout)
+    WeightState.attach(DeviceBackend, model, layout)
     with pytest.raises(StateError, match=why):
-        DeviceState.attach(REFUSED[why](model), layout)
+        WeightState.attach(DeviceBackend, REFUSED[why](model), layout)
 
 
 def test_fp32_tensors_for_a_bf16_run_are_refused_and_the_fix_is_named(device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (5, 6))])
     wide = {"a": torch.zeros(5, 6, device=device)}
     with pytest.raises(StateError, match="Pass widen=True"):
-        DeviceState.attach(wide, layout)
+        WeightState.attach(DeviceBackend, wide, layout)
     with pytest.raises(StateError, match="cannot be widened"):
-        DeviceState.attach(wide, layout, widen=True)
-    DeviceState.attach({"a": wide["a"].bfloat16()}, layout, widen=True)
+        WeightState.attach(DeviceBackend, wide, layout, widen=True)
+    WeightState.attach(DeviceBackend, {"a": wide["a"].bfloat16()}, layout, widen=True)
 
 
 def test_a_slice_through_a_tile_is_refused(device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (6, 4), row_cuts=(3,))])
     flats = to_flats({"a": np.zeros(16, np.uint16)}, device)
     with pytest.raises(StateError, match="splits a tile of the run"):
-        DeviceState(layout, flats, {}, {"a": Slice(rows=(0, 4))})
+        WeightState(DeviceBackend(layout, flats, {}, {"a": Slice(rows=(0, 4))}))
 
 
 # Anchors
@@ -149,4 +151,4 @@ def test_anchors_are_loaded_and_bad_ones_refused(device: str) -> None:
     assert same(run.bits, run.states[0])
     load(run.here, (record, parts))
     assert same(run.bits, target)
-    assert run.here.recount() == record.digest
+    assert Recount(run.here).digest() == record.digest

@@ -17,7 +17,6 @@ from pulsesync.device import compare, streamed
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference, LaterDifference
 from pulsesync.device.changes import find_changes
 from pulsesync.device.memory import to_host
-from pulsesync.device.state import DeviceState
 from pulsesync.errors import ClosedError, StateError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
@@ -136,7 +135,6 @@ class Base:
         layout: Layout = layout_from(layout_of([shards.windows], shards.ties, **grid))
         self.share = share_of(layout, owner_of(layout, [shards.windows]), 0, shards)
         state = self.baseline.copy(self.share, shards)
-        assert isinstance(state, DeviceState)
         self.state, self.last = state, root_record(None, 0, layout.id, state.digest, None, ())
 
     def compare(self, new: Model) -> DeviceDifference:
@@ -453,7 +451,7 @@ def test_a_base_is_not_written_while_it_is_read(device: str, gate: Gate) -> None
     base.compare_later(weights)
 
     def write() -> None:
-        with base.state.exclusive():
+        with base.state.backend.exclusive():
             written.set()
 
     thread = threading.Thread(target=write)

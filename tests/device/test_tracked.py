@@ -52,7 +52,7 @@ def test_an_empty_history_is_like_none(device: str) -> None:
 
 
 def test_weights_are_hot_below_the_cuts_of_their_tiles(pair: Pair) -> None:
-    pile, bits = pair.state.piles[0], pair.writer.state["a"]
+    pile, bits = pair.backend.piles[0], pair.writer.state["a"]
     hot = find_hot(pile, pile.locate(pair.state.flats), np.array([5, 0]), DeviceHistory())()
     marked = np.unpackbits(to_host(hot.bitmap)[0].view(np.uint8), bitorder="little").reshape(2, -1)
     assert np.array_equal(np.flatnonzero(marked[0]), np.flatnonzero((bits[:40] & 0x7FFF) >> 7 < 5))
@@ -61,7 +61,7 @@ def test_weights_are_hot_below_the_cuts_of_their_tiles(pair: Pair) -> None:
 
 
 def test_weights_that_somebody_else_wrote_are_not_those_that_are_remembered(pair: Pair, device: str) -> None:
-    pile, state = pair.state.piles[0], pair.writer.state
+    pile, state = pair.backend.piles[0], pair.writer.state
     flats = to_flats({**state, "a": np.zeros_like(state["a"])}, device)
     cuts = np.array([pair.state.history.cut(tile.ordinal) for tile in pile.tiles])
     with pytest.raises(VerificationError, match="something other than a sync wrote them"):
@@ -70,7 +70,7 @@ def test_weights_that_somebody_else_wrote_are_not_those_that_are_remembered(pair
 
 def test_only_the_position_in_the_epoch_decides_which_kernels_find_hot_weights(pair: Pair) -> None:
     """What is tracked, and whether changes are counted, depends on the data: neither may cause a compilation."""
-    pile, history = pair.state.piles[0], pair.state.history
+    pile, history = pair.backend.piles[0], pair.state.history
     weights, cuts = pile.locate(pair.state.flats), history.cuts(pile)
     nothing = find_changes(pile, weights, weights, cast=False)
     with counted() as compiled:

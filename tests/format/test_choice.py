@@ -67,7 +67,7 @@ def finished(
     weights = FlatWeights(old)
     looks: list[str] = []
     diffs = patch.find_diff(LAYOUT.tiles, old, new, codec)
-    shared, coded = code_against_old(diffs, weights, None, None)
+    shared, coded = code_against_old(diffs, weights, None)
     if views:
         coded = {ordinal: one._replace(pieces=in_views(one.body)) for ordinal, one in coded.items()}
     dear = [Elsewhere(diff, looks) for diff in diffs]

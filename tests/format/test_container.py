@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulsesync.core import threads
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import container
 
@@ -37,22 +38,27 @@ def test_sections_in_pieces_give_the_same_file(sections: list[list[bytes]]) -> N
     assert container.build(LAYOUT, views) == container.build(LAYOUT, sections) == joined
 
 
-def test_a_large_part_is_the_same_from_any_number_of_threads_and_cannot_be_written() -> None:
+def test_a_large_part_is_the_same_from_any_number_of_threads_and_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pieces = [[bytes([n]) * container.ALONE, b"end"] for n in range(5)]
-    alone, together = (container.build(LAYOUT, pieces, threads) for threads in (1, 4))
-    assert alone == together
-    assert together[1].readonly
-    for threads in (1, 4):
-        assert container.open_part(together[1], together[0], threads)[1] == [b"".join(some) for some in pieces]
+    parts = []
+    for cores in (1, 4):
+        monkeypatch.setattr(threads, "default_threads", lambda cores=cores: cores)
+        parts.append(container.build(LAYOUT, pieces))
+        assert container.open_part(parts[0][1], parts[0][0])[1] == [b"".join(some) for some in pieces]
+    assert parts[0] == parts[1]
+    assert parts[1][1].readonly
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_damage_in_a_large_part_is_found_by_any_number_of_threads(threads: int) -> None:
+@pytest.mark.parametrize("cores", [1, 4])
+def test_damage_in_a_large_part_is_found_by_any_number_of_threads(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "default_threads", lambda: cores)
     id_, data = container.build(LAYOUT, [[bytes(container.ALONE)] for _ in range(5)])
     damaged = bytearray(data)
     damaged[-container.ALONE - 1] ^= 1
     with pytest.raises(ChecksumError) as caught:
-        container.open_part(bytes(damaged), id_, threads)
+        container.open_part(bytes(damaged), id_)
     assert caught.value.section == 3
 
 

@@ -20,10 +20,11 @@ from pulsesync.format.manifest import Manifest, PartRef, RecordKind
 from pulsesync.format.pointer import Pointer
 from pulsesync.run import keys, planner
 from pulsesync.run.planner import Position
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
 from pulsesync.state.views import new_tensors
+from pulsesync.state.weights import Recount, WeightState
 from pulsesync.store import LocalStore
-from pulsesync.testing.backends import use_kernels
+from tests.backends import use_kernels
 from tests.distributions import ROOT, pins
 from tests.golden import make_golden
 from tests.helpers import apply, load
@@ -67,9 +68,9 @@ def part_of(run: Path, ref: PartRef) -> bytes:
     return (run / "parts" / ref.id).read_bytes() if ref.data is None else ref.data
 
 
-def replay(run: Path, last: int | None = None) -> HostState:
+def replay(run: Path, last: int | None = None) -> WeightState:
     """Every version in turn, or up to one: roots by their anchors, the others by their patches."""
-    state = HostState.empty(layout_of(run))
+    state = WeightState(HostBackend.empty(layout_of(run)))
     anchors = {anchor.version: anchor for anchor in records(run, "anchors")}
     held = None
     for version in records(run, "manifests")[: None if last is None else last + 1]:
@@ -171,7 +172,7 @@ def test_every_version_reads_to_the_expected_weights(run: Path, kernel: str) -> 
     with use_kernels(kernel):
         state = replay(run)
         promised = state.digest
-        assert state.recount() == promised
+        assert Recount(state).digest() == promised
     assert_expected(run, state.flats)
 
 
@@ -183,7 +184,7 @@ def test_a_squash_is_its_patches_in_one(run: Path) -> None:
         state = replay(run, squash.base.version)
         planner.accept(Position.of(versions[squash.base.version]), squash)
         apply(state, bodies(run, squash))
-        assert state.recount() == squash.digest == versions[squash.version].digest
+        assert Recount(state).digest() == squash.digest == versions[squash.version].digest
 
 
 def test_squashes_lead_over_one_epoch_and_over_two() -> None:

@@ -14,7 +14,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.testing.backends import use_kernels
+from tests.backends import use_kernels
 from tests.helpers import (
     FLOATS,
     applied,

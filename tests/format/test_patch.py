@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pulsesync.core import threads
 from pulsesync.core.types import BLOCK, DTYPES, Bits, Codec, Remembered, Sum, TensorSpec
 from pulsesync.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 from pulsesync.format import choice, container, index, patch, tables
@@ -13,8 +14,8 @@ from pulsesync.format.history import History
 from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout
 from pulsesync.testing import AdamUpdates, load_recorded, mutate, random_bits
-from pulsesync.testing.backends import use_kernels
 from pulsesync_lab.demo.replay import RECORDED
+from tests.backends import use_kernels
 from tests.helpers import (
     FLOATS,
     applied,
@@ -171,13 +172,16 @@ def test_a_patch_without_changes_is_small_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_the_number_of_threads_does_not_change_a_byte(codec: patch.CodecName) -> None:
+def test_the_number_of_threads_does_not_change_a_byte(codec: patch.CodecName, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     layout = layouts.make([TensorSpec(f"t{i}", dtype, (300, 40), (100,), (7,)) for i, dtype in enumerate(DTYPES)])
     old = random_state(rng, layout)
     new = changed_state(rng, old, 0.05, small=True)
-    alone, together = (encode(layout, old, new, codec=codec, history=History(), threads=n) for n in (1, 7))
-    assert alone.data == together.data
+    parts = []
+    for cores in (1, 7):
+        monkeypatch.setattr(threads, "default_threads", lambda cores=cores: cores)
+        parts.append(encode(layout, old, new, codec=codec, history=History()))
+    assert parts[0].data == parts[1].data
 
 
 @pytest.mark.parametrize("codec", CODECS)

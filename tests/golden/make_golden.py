@@ -28,7 +28,9 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
 from pulsesync.run.bodies import inline_share, put_body
-from pulsesync.state.host import HostState, HostTransition
+from pulsesync.state.backend import Transition
+from pulsesync.state.host import HostBackend
+from pulsesync.state.weights import WeightState
 from pulsesync.store import LocalStore
 from tests import records
 
@@ -75,7 +77,7 @@ class Run:
 
     def publish_root(self, flats: Mapping[str, Bits], pieces: int = 1) -> None:
         """Publish a state without a base, as the root of a new epoch, and an anchor for it."""
-        self.state = HostState(self.layout, {name: flat.copy() for name, flat in flats.items()}, {})
+        self.state = WeightState(HostBackend(self.layout, {name: flat.copy() for name, flat in flats.items()}))
         self._add((), 0 if self.last is None else self.last.epoch + 1, 0, base=None)
         self.publish_anchor(pieces)
 
@@ -107,7 +109,8 @@ class Run:
         ]
         patches = tuple(one for part in parts for one in part.patches)
         sums = {**state.sums, **{tile: total for part in parts for tile, total in part.sums.items()}}
-        state.commit(HostTransition(by_block(patches), sums, history.after(patches, state.flats)))
+        changed = sum(one.changed for one in patches)
+        state.commit(Transition(by_block(patches), sums, history.after(patches, state.flats), changed))
         assert all(np.array_equal(state.flats[name], flat) for name, flat in new.items())
         self._add(parts, epoch, index, BaseRef(last.version, last.digest))
 
@@ -122,7 +125,7 @@ class Run:
         """Publish one patch from an epoch's start to this one."""
         last = self.last
         assert last is not None
-        sums = HostState(self.layout, flats).sums
+        sums = WeightState(HostBackend(self.layout, flats)).sums
         parts = [patch.encode(self.layout, tiles, flats, self.state.flats, sums) for tiles in self._share(pieces)]
         record = replace(
             last,

@@ -35,7 +35,8 @@ from pulsesync.format.manifest import BaseRef, Manifest, RecordKind
 from pulsesync.format.signature import SigningKey
 from pulsesync.run.reporting import SyncReport
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
+from pulsesync.state.weights import WeightState
 from pulsesync.store.base import ObjectEntry, ReadOnlyStore
 from tests import records
 
@@ -521,7 +522,7 @@ class Run:
 
     def __init__(self, specs: list[TensorSpec], ties: dict[str, str], key: SigningKey | None = None) -> None:
         self.layout, self.key = layouts.make(specs, ties), key
-        self.state = HostState(self.layout, start(specs, 0), {})
+        self.state = WeightState(HostBackend(self.layout, start(specs, 0)))
         self.manifest = Manifest(
             run=RUN,
             version=0,
@@ -570,14 +571,14 @@ class Run:
         found = [patch.decode(p.write(), self.layout, self.state.flats, history=self.state.history) for p in parts]
         history = self.state.history.after([one for part in found for one in part.patches], self.state.flats)
         self.manifest = replace(self.manifest, history=history.digest() if history.tiles else None)
-        self.state = HostState(self.layout, new, {})
+        self.state = WeightState(HostBackend(self.layout, new))
         self.state.history = history
         self.latest = self._version(f"manifests/{self.manifest.version:016d}", self.manifest, parts)
         return self.latest
 
     def squash(self, base: Manifest, flats: Flats) -> Version:
         """One patch from an epoch's start to the version published last, signed by a delegate if the run is signed."""
-        old = HostState(self.layout, flats, {})
+        old = WeightState(HostBackend(self.layout, flats))
         with mock.patch.object(tables, "choose_cuts", low_cuts), mock.patch.object(tables, "lanes_for", many_lanes):
             made = patch.encode(self.layout, self.layout.tiles, old.flats, self.state.flats, old.sums, codec="context")
         record = replace(self.manifest, kind=RecordKind.SQUASH, base=BaseRef(base.version, base.digest), history=None)
@@ -743,8 +744,8 @@ class Victim:
         with suppress(NothingPublishedError):  # of an anchor's sample nothing is published before it
             self.subscriber.sync(self.tensors)
         assert self.memory.tobytes() == self.held
-        self.state = self.subscriber._state
-        self.kept = (self.state.sums, self.state.history, self.subscriber._position) if self.state else None
+        self.state = self.subscriber.state
+        self.kept = (self.state.sums, self.state.history, self.subscriber.position) if self.state else None
         self.remembered = self._remembered()
 
     def refresh(self) -> None:
@@ -756,19 +757,19 @@ class Victim:
 
     def take_back(self) -> None:
         """The same at once, after a version was accepted."""
-        if self.kept is None or self.state is None or self.subscriber._state is not self.state:
+        if self.kept is None or self.state is None or self.subscriber.state is not self.state:
             self.reset()
             return
         self.memory[:] = np.frombuffer(self.held, np.uint8)
-        self.state.sums, self.state.history, self.subscriber._position = self.kept
-        self.subscriber._undo.clear()
+        self.state.sums, self.state.history, self.state.position = self.kept
+        self.subscriber._follower.local._undo.clear()
 
     def _remembered(self) -> Any:
-        state = self.subscriber._state
+        state = self.subscriber.state
         if state is None:
             return None
         known = [(k, t.cut, [b.last.tobytes() for b in t.blocks]) for k, t in sorted(state.history.tiles.items())]
-        return dict(state.sums), state.history.index, known, self.subscriber._position
+        return dict(state.sums), state.history.index, known, self.subscriber.position
 
     def feed(self, objects: dict[str, bytes]) -> PulseError | None:
         """Sync with these objects in the store. Return the error, or None if they were accepted."""
@@ -784,13 +785,13 @@ class Victim:
     @property
     def forgot(self) -> bool:
         """Whether the reader no longer knows which version its weights are, although it did before."""
-        return self.kept is not None and self.subscriber._position is None
+        return self.kept is not None and self.subscriber.position is None
 
     @property
     def untouched(self) -> bool:
         """Whether no weight has changed, and no sum or byte of history either, unless it forgot its version."""
         same = self.memory.tobytes() == self.held
-        return same and (self.subscriber._position is None or self._remembered() == self.remembered)
+        return same and (self.subscriber.position is None or self._remembered() == self.remembered)
 
     def accepted_the_right_state(self) -> bool:
         """Whether the weights are the published ones, and match the sums that the reader keeps."""
@@ -801,6 +802,6 @@ class Victim:
         return self.memory.tobytes() == self.right
 
     def history_is_right(self) -> bool:
-        assert self.subscriber._state is not None
-        local, target = self.subscriber._state.history, self.target.history
+        assert self.subscriber.state is not None
+        local, target = self.subscriber.state.history, self.target.history
         return bool(local.tiles.keys() == target.tiles.keys() and local.digest() == target.digest())

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # a script does not find `tests` by itself
 
-from pulsesync.testing.backends import use_kernels  # noqa: E402
+from tests.backends import use_kernels  # noqa: E402
 from tests.hostile import forge, mutations  # noqa: E402
 
 HANG_S = 10

@@ -51,11 +51,12 @@ from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.kernels import reference, spec
 from pulsesync.maintain.squash import Squasher
 from pulsesync.maintain.verify import RunVerifier
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
 from pulsesync.state.views import new_tensors
+from pulsesync.state.weights import WeightState
 from pulsesync.store.local import LocalStore
-from pulsesync.testing.backends import use_kernels
 from tests import records
+from tests.backends import use_kernels
 from tests.forked import Forked
 from tests.hostile import forge
 from tests.hostile.forge import Dense, Gap, Part, Plane, Version, numbers
@@ -2316,7 +2317,7 @@ def test_an_anchor_that_says_it_is_large_and_is_not_is_refused_before_memory_is_
 def test_a_tensor_for_which_there_is_no_memory_is_an_error_with_its_name() -> None:
     layout = layouts.make([TensorSpec("w", "F64", (1 << 46,))])
     with pytest.raises(LimitError, match="'w' needs 562949953421312 bytes"):
-        HostState.empty(layout)
+        WeightState(HostBackend.empty(layout))
     with pytest.raises(LimitError, match="'w' needs 562949953421312 bytes"):
         new_tensors(layout.tensors)
 
@@ -2346,7 +2347,6 @@ from pulsesync.format import layout, patch
 from pulsesync.format.history import History
 from pulsesync.core.types import TensorSpec
 from pulsesync.maintain.squash import Squasher
-from pulsesync.state.host import HostState
 
 size = 1 << 20
 old = np.full(size, 0x3F80, np.uint16)
@@ -2355,7 +2355,7 @@ new = old.copy()
 new[100:2100:2] += 1
 newer = new.copy()
 newer[100:2100:2] += 1
-state = HostState(layout.make([TensorSpec("w", "BF16", (size,))]), {"w": old}, {})
+state = WeightState(layout.make([TensorSpec("w", "BF16", (size,))]), {"w": old}, {})
 run = state.layout, state.layout.tiles
 first = patch.encode(*run, {"w": old}, {"w": new}, state.sums, codec="history", history=History())
 history = History().after(first.patches, {"w": old})

@@ -149,10 +149,14 @@ def test_folders_of_a_trainer_become_a_run_bit_for_bit(tmp_path: Path, encoding:
 
 
 @pytest.mark.parametrize(("encoding", "checksum"), PAIRS)
-def test_a_run_becomes_folders_that_an_engine_reads_bit_for_bit(tmp_path: Path, encoding: Any, checksum: Any) -> None:
+def test_a_run_becomes_folders_that_an_engine_reads_bit_for_bit(
+    tmp_path: Path, encoding: Any, checksum: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("state.checkpoint_files", "integrations.delta_folder.deltas"):
+        monkeypatch.setattr(f"pulsesync.{module}.SHARD_BYTES", 100)
     states = make_states(6)
     run = publish(tmp_path / "run", states)
-    done = give(run, tmp_path / "out", encoding=encoding, checksum=checksum, shard_bytes=100)
+    done = give(run, tmp_path / "out", encoding=encoding, checksum=checksum)
     assert [one.is_delta for one in done] == [False, True, True, True, True, True]
     engine = EngineCheckpoint(tmp_path / "out" / "weight_v000000")
     for version in range(1, 6):

@@ -565,9 +565,12 @@ def test_a_follower_that_is_killed_at_any_moment_leaves_a_whole_version(tmp_path
     assert pulse("verify", run, place).code == 0
 
 
-def test_a_run_of_an_adapter_is_a_folder_as_peft_and_vllm_look_for_it(store: MemoryStore, tmp_path: Path) -> None:
+def test_a_run_of_an_adapter_is_a_folder_as_peft_and_vllm_look_for_it(
+    store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulsesync.state.checkpoint_files.SHARD_BYTES", 1)
     trainer = Trainer(store, files={"adapter_config.json": b"{}"})
-    with HuggingFaceFolder(store, tmp_path / "f", shard_bytes=1) as folder:
+    with HuggingFaceFolder(store, tmp_path / "f") as folder:
         for _ in range(3):
             state = trainer.publish()
             flip = folder.update()

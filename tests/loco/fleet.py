@@ -344,8 +344,12 @@ def settle(trainers: Iterable[Trainer], tolerance: float = TOLERANCE) -> None:
 
 
 def meet(store: Store | str, name: str, trainers: int, **options: Any) -> StoreExchange:
+    """An exchange through a store. Options may have a `clock` and a `sleep` of its own."""
     options = {"deadline_s": 20.0, "patience_s": 20.0, "poll_s": 0.0005, **options}
-    return StoreExchange(store, name, trainers=trainers, **options)
+    replaced = {f"_{key}": options.pop(key) for key in ("clock", "sleep") if key in options}
+    exchange = StoreExchange(store, name, trainers=trainers, **options)
+    vars(exchange).update(replaced)
+    return exchange
 
 
 def alone(**options: Any) -> StoreExchange:

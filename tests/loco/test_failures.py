@@ -108,11 +108,11 @@ def test_after_eight_attempts_at_a_round_the_last_update_is_repeated_and_does_no
         for _ in range(30):
             with pytest.raises(RoundError):
                 t.step(2)
-        assert len(t.loco._pending[0].by_payload) == 8
+        assert len(t.loco._fragments[0].pending.by_payload) == 8
         t.loco.discard()
         with pytest.raises(RoundError):
             t.step(2)
-        assert len(t.loco._pending[0].by_payload) == 9  # what was discarded is not sent again
+        assert len(t.loco._fragments[0].pending.by_payload) == 9  # what was discarded is not sent again
 
 
 def test_what_is_no_tensor_and_a_buffer_inside_a_parameter_stay_what_they_are() -> None:

@@ -350,7 +350,7 @@ def test_one_whose_update_is_not_finite_leaves_nobody_waiting_and_the_next_round
 def without_memory(rank: int, every: bool) -> list[Any]:
     """Rank 1 lacks memory at one point of a round: before it sends anything, or between two messages."""
     out: list[Any] = []
-    points = {"pulsesync.loco.group.aggregate": RoundError, "pulsesync.loco.rounds.describe": MemoryError}
+    points = {"pulsesync.loco.group.aggregate": RoundError, "pulsesync.loco.round_exchange.describe": MemoryError}
     for reduce in REDUCES:
         for point, error in points.items():
             with Trainer(GroupExchange(reduce=reduce), rank, sync_every=1) as trainer:

@@ -182,7 +182,7 @@ def test_ctrl_c_at_any_line_of_a_round_loses_nothing(then: str, every: int) -> N
 def test_an_interrupt_while_a_delayed_round_is_awaited_leaves_it_on_its_way() -> None:
     with Trainer(alone(), 0, sync_every=2, delay=1) as t:
         t.step(3)
-        flight = t.loco._flying
+        flight = t.loco._round_in_background
         assert flight is not None
         plain = flight.wait
 
@@ -684,3 +684,13 @@ def test_rounds_are_published_and_a_workers_weights_are_the_bf16_view_of_theta(t
     with Publisher(place, cast="BF16") as publisher:
         together(lambda: train(0, publisher), lambda: train(1, None))
     assert seen == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_an_unknown_argument_is_named_and_the_exchange_is_required(kind: Any) -> None:
+    model = Weights()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sync_evry'"):
+        kind(model, optimizer, exchange=alone(), sync_evry=4)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'exchange'"):
+        kind(model, optimizer)

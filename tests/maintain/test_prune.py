@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -278,9 +279,10 @@ def test_a_prune_that_trusts_a_key_does_not_let_others_pin_or_free_versions(shor
     assert versions(store) == list(range(12))
 
 
-def test_heartbeats_go_after_a_week_and_verify_does_not_look_at_them() -> None:
+def test_heartbeats_go_after_a_week_and_verify_does_not_look_at_them(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1e9]
-    store = MemoryStore(clock=lambda: clock[0])
+    monkeypatch.setattr("pulsesync.store.memory.time", SimpleNamespace(time=lambda: clock[0]))
+    store = MemoryStore()
     publish_steps(store, 2)
     store.put("heartbeats/gone", b"\x00 not JSON")
     clock[0] += 3 * 24 * 3600

@@ -14,9 +14,10 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.patch import CodecName
 from pulsesync.publish.baseline import baseline_for
 from pulsesync.publish.commit import root_record
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Placed, Shards, TileShare, layout_of, owner_of, shards_of, share_of
 from pulsesync.state.slices import find_places
+from pulsesync.state.weights import WeightState
 from pulsesync.store import MemoryStore
 
 Arrays = dict[str, Any]
@@ -71,7 +72,7 @@ def test_the_share_of_a_complete_model_gives_the_bytes_and_the_digest_of_its_sta
     old, new = model(), trained(model())
     baseline, (share, shards) = baseline_for(old, None), share_of_all(old)
     state = baseline.copy(share, shards)
-    alone = HostState(share.layout, {name: bits.copy() for name, bits in flat(old).items()})
+    alone = WeightState(HostBackend(share.layout, {name: bits.copy() for name, bits in flat(old).items()}))
     assert (state.whole, state.digest) == (True, alone.digest)
     root = root_record(None, 0, share.layout.id, state.digest, None, ())
     part, transition = baseline.compare(share, state, baseline.read(new, {}), codec, root).encode(root, codec)
@@ -81,7 +82,7 @@ def test_the_share_of_a_complete_model_gives_the_bytes_and_the_digest_of_its_sta
     )
     assert bytes(part.data) == bytes(wanted.data)
     state.commit(transition)
-    assert state.digest == HostState(share.layout, flat(new)).digest
+    assert state.digest == WeightState(HostBackend(share.layout, flat(new))).digest
 
 
 def test_what_is_rebuilt_of_a_complete_model_is_the_source_in_its_full_shapes() -> None:
@@ -117,7 +118,7 @@ def test_what_is_rebuilt_of_a_share_is_the_source_in_the_windows_of_the_share() 
     rebuilt = baseline_for(weights, None).rebuild(share, shards[1])
     assert rebuilt is not None
     assert equal(rebuilt, {"cut": weights["cut"][:, 12:]})
-    assert HostState.attach(rebuilt, layout, share.slices).flats.keys() == {"cut"}
+    assert WeightState.attach(HostBackend, rebuilt, layout, share.slices).flats.keys() == {"cut"}
 
 
 def test_the_shares_of_all_ranks_have_together_the_sums_of_the_model() -> None:
@@ -129,7 +130,7 @@ def test_the_shares_of_all_ranks_have_together_the_sums_of_the_model() -> None:
         share = share_of(layout, owners, rank, mine)
         state = baseline.copy(share, mine)
         sums |= {tile.ordinal: state.sums[tile.ordinal] for tile in share.tiles}
-    alone = HostState(layout, flat(weights))
+    alone = WeightState(HostBackend(layout, flat(weights)))
     assert sums == {n: total for n, total in alone.sums.items() if layout.tiles[n].size}
 
 

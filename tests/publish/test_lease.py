@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -543,9 +544,12 @@ def test_a_team_has_one_lease_and_all_its_ranks_are_refused_together(
 # Another host
 
 
-def test_a_lease_of_another_host_ends_by_the_stores_clock_whatever_the_clock_here(quick: None) -> None:
-    stores_s = [1e9]
-    store = Shared(MemoryStore(clock=lambda: stores_s[0]))  # another time than this machine's
+def test_a_lease_of_another_host_ends_by_the_stores_clock_whatever_the_clock_here(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores_s = [1e9]  # another time than this machine's
+    monkeypatch.setattr("pulsesync.store.memory.time", SimpleNamespace(time=lambda: stores_s[0]))
+    store = Shared()
     store.put(LEASE, stranger().build())
     stores_s[0] += lease.LEASE_S - 0.2
     began = time.monotonic()

@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from pulsesync.core.process_guard import ProcessGuard
 from pulsesync.errors import ClosedError, GroupError, StoreError
 from pulsesync.publish.lifecycle import MOVES, SendQueue, Stage
 from pulsesync.publish.pending import PendingVersion, PublishReport
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 REPORT = PublishReport(1, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)
+
+
+def new_queue(alone: bool) -> SendQueue:
+    return SendQueue(4, alone, ProcessGuard("Publisher", forked="", closed="is closed"))
 
 
 def put(queue: SendQueue, step: int = 0, alone: bool = False) -> PendingVersion:
@@ -33,7 +38,7 @@ def test_every_stage_is_reached_and_left() -> None:
 
 
 def test_a_version_goes_through_its_stages() -> None:
-    queue = SendQueue(longest=4, alone=True)
+    queue = new_queue(alone=True)
     first, stages = put(queue), [queue.stage]
     assert queue.take() is first
     stages.append(queue.stage)
@@ -52,7 +57,7 @@ def test_a_version_goes_through_its_stages() -> None:
 
 
 def test_no_other_move_is_made() -> None:
-    queue = SendQueue(longest=4, alone=True)
+    queue = new_queue(alone=True)
     with pytest.raises(AssertionError):
         queue.sent()
     put(queue)
@@ -62,7 +67,7 @@ def test_no_other_move_is_made() -> None:
 
 
 def test_a_version_that_waits_is_replaced_and_its_future_gets_the_report_of_the_next() -> None:
-    queue = SendQueue(longest=4, alone=True)
+    queue = new_queue(alone=True)
     versions = [put(queue, step) for step in range(3)]
     taken = queue.take()
     assert taken is versions[2]
@@ -74,7 +79,7 @@ def test_a_version_that_waits_is_replaced_and_its_future_gets_the_report_of_the_
 
 
 def test_a_rank_that_is_behind_merges_its_calls_up_to_the_one_that_was_agreed_on() -> None:
-    queue = SendQueue(longest=4, alone=False)
+    queue = new_queue(alone=False)
     put(queue, step=1)
     taken, fixed = queue.take(), list[PendingVersion]()
     assert taken is not None
@@ -88,7 +93,7 @@ def test_a_rank_that_is_behind_merges_its_calls_up_to_the_one_that_was_agreed_on
 
 
 def test_a_call_waits_while_the_ranks_agree() -> None:
-    queue = SendQueue(longest=4, alone=False)
+    queue = new_queue(alone=False)
     put(queue)
     taken, made = queue.take(), threading.Event()
     assert taken is not None
@@ -107,7 +112,7 @@ def test_a_call_waits_while_the_ranks_agree() -> None:
 
 
 def test_a_call_that_does_not_come_fails_the_version() -> None:
-    queue = SendQueue(longest=4, alone=False)
+    queue = new_queue(alone=False)
     taken = (put(queue), queue.take())[1]
     assert taken is not None
     with pytest.raises(
@@ -119,7 +124,7 @@ def test_a_call_that_does_not_come_fails_the_version() -> None:
 
 
 def test_ranks_that_lost_each_other_publish_nothing_more() -> None:
-    queue = SendQueue(longest=4, alone=False)
+    queue = new_queue(alone=False)
     taken = (put(queue), queue.take())[1]
     assert taken is not None
     queue.fix(taken, 1, 1.0, resumes=False)
@@ -140,7 +145,7 @@ def fail(queue: SendQueue, error: Exception) -> PendingVersion:
 
 
 def test_a_failure_of_a_team_is_raised_by_the_call_that_was_agreed_on_and_not_before() -> None:
-    queue = SendQueue(longest=4, alone=False)
+    queue = new_queue(alone=False)
     fail(queue, StoreError("no"))
     unread = [queue.failures.has_unread]
     queue.raise_failure("publish")
@@ -155,13 +160,13 @@ def test_a_failure_of_a_team_is_raised_by_the_call_that_was_agreed_on_and_not_be
 
 
 def test_a_failed_version_gives_up_its_memory() -> None:
-    queue = SendQueue(longest=4, alone=True)
+    queue = new_queue(alone=True)
     version = fail(queue, StoreError("no"))
     assert (version.difference, version.shards, version.source) == (None, None, None)
 
 
 def test_after_closing_no_call_is_accepted() -> None:
-    queue = SendQueue(longest=4, alone=True)
+    queue = new_queue(alone=True)
     assert queue.close()
     assert not queue.close()
     with pytest.raises(ClosedError, match="closed"):

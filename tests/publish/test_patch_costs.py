@@ -22,7 +22,7 @@ from pulsesync.publish.costs import (
     try_step,
 )
 from pulsesync.run import keys
-from pulsesync.store import CachedStore, LocalStore, MemoryStore, RetryStore, Store, ThrottledStore
+from pulsesync.store import CachedStore, LocalStore, MemoryStore, RetryStore, Store, ThrottledStore, throttle
 from pulsesync.store.base import is_local
 from tests.publish.test_sharded import Group
 from tests.runs import Watched, codecs_of, equal
@@ -239,9 +239,9 @@ class Waiting:
 @pytest.mark.usefixtures("small")
 def test_versions_over_a_slow_network_stay_as_small_as_possible(monkeypatch: pytest.MonkeyPatch) -> None:
     store, waiting = Watched(), Waiting()
-    for module in (anchors, writer):
+    for module in (anchors, writer, throttle):
         monkeypatch.setattr(module, "time", waiting)
-    reports = run(ThrottledStore(store, 1e3, clock=waiting.perf_counter, sleep=waiting.sleep), 6)
+    reports = run(ThrottledStore(store, 1e3), 6)
     assert {report.codec for report in reports[1:]} == {"smallest"}
     assert "bits a change over a link of" in reports[3].reason
     assert all(codecs_of(store, keys.manifest_key(version)) == {Codec.HISTORY} for version in range(2, 6))

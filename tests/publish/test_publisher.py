@@ -50,7 +50,7 @@ from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import HostDifference
 from pulsesync.run import keys
 from pulsesync.run.spool import Outbox
-from pulsesync.state.host import HostState
+from pulsesync.state.weights import WeightState
 from pulsesync.store import LocalStore, MemoryStore, Store
 from pulsesync.testing import random_bits
 from tests.examples import ROOT, python_path
@@ -1026,7 +1026,7 @@ def test_a_trainer_interrupted_while_it_waits_goes_on_from_there(monkeypatch: py
     assert equal(synced(store), training.weights)
 
 
-@pytest.mark.parametrize(("room", "verb"), [(HostState, "commit"), (HostDifference, "after")])
+@pytest.mark.parametrize(("room", "verb"), [(WeightState, "commit"), (HostDifference, "after")])
 def test_a_base_that_failed_to_move_to_a_committed_version_is_moved_by_the_next(
     room: type, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

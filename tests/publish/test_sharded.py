@@ -41,6 +41,7 @@ from pulsesync.run import keys
 from pulsesync.run.reader import RunReader
 from pulsesync.state.sharding import Placed, tensor_parallel
 from pulsesync.state.slices import Slice
+from pulsesync.state.weights import Recount
 from pulsesync.store import MemoryStore, Store
 from pulsesync.testing import FaultyStore, random_bits
 from tests.publish.test_publisher import FullDisk
@@ -1220,7 +1221,7 @@ def test_a_base_that_would_not_be_the_last_version_is_not_taken_up(monkeypatch: 
         state = plain(self, last, share, shards)
         if state is not None and self._rounds.team.rank == 1:
             next(iter(state.flats.values()))[0] ^= 1
-            state.recount()
+            Recount(state).digest()
         return state
 
     monkeypatch.setattr(RunResumer, "_rebuild", damaged)

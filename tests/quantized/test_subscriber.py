@@ -15,9 +15,9 @@ torch = pytest.importorskip("torch")
 from pulsesync import ClosedError, Publisher, StateError, Subscriber, VerificationError  # noqa: E402
 from pulsesync.quantized import RECIPES, QuantizedSubscriber, quantize  # noqa: E402
 from pulsesync.quantized.changes import FlatChanges  # noqa: E402
-from pulsesync.state.host import HostState  # noqa: E402
+from pulsesync.state.host import HostBackend  # noqa: E402
 from pulsesync.store import MemoryStore  # noqa: E402
-from pulsesync.testing.backends import host_as_device  # noqa: E402
+from tests.backends import host_as_device  # noqa: E402
 from tests.conftest import GPU  # noqa: E402
 
 Tensors = dict[str, Any]
@@ -242,7 +242,7 @@ def test_a_failed_commit_leaves_the_old_version_whole(
         before, digest = place.tensors(worker), sub.digest
         trainer.nudge(0.2)
         assert sub._derived is not None
-        state = sub._derived.state
+        state = sub._derived.state.backend
         write, calls = type(state).write, []
 
         def failing(self: Any, changes: Any) -> None:
@@ -538,7 +538,7 @@ def test_a_mirror_that_fails_halfway_leaves_the_tensors_whole(monkeypatch: pytes
         sub.sync(worker)
         before = HOST.tensors(worker)
         with monkeypatch.context() as patched:
-            patched.setattr(HostState, "write_blocks", lambda self, blocks: 1 / 0)
+            patched.setattr(HostBackend, "write_blocks", lambda self, blocks: 1 / 0)
             with pytest.raises(VerificationError, match="the worker's tensors are unchanged: sync again") as raised:
                 sub.sync(worker, version=0)
         assert not raised.value.torn
@@ -547,7 +547,7 @@ def test_a_mirror_that_fails_halfway_leaves_the_tensors_whole(monkeypatch: pytes
         assert_same(worker, trainer.expected(BLOCK))
 
 
-def test_what_is_closed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_closed_says_so_after_the_sync_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(HOST)
     worker = trainer.worker(BLOCK)
     sub = QuantizedSubscriber(trainer.store, BLOCK)
@@ -558,10 +558,11 @@ def test_what_is_closed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         return get(self, *args)
 
     monkeypatch.setattr(MemoryStore, "get", closing)
-    for _ in range(2):
-        with pytest.raises(ClosedError, match="closed"):
-            sub.sync(worker)
+    sub.sync(worker)
+    assert_same(worker, trainer.expected(BLOCK))
     assert (sub.version, sub.digest) == (None, None)
+    with pytest.raises(ClosedError, match="closed"):
+        sub.sync(worker)
 
 
 def test_threads_take_turns() -> None:

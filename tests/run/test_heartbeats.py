@@ -228,9 +228,17 @@ def test_a_store_without_heartbeats_has_none() -> None:
 # Writing
 
 
-def test_the_first_event_is_written_at_once_and_later_ones_soon() -> None:
+def set_intervals(
+    monkeypatch: pytest.MonkeyPatch, *, every_s: float = heartbeats.EVERY_S, soonest_s: float = heartbeats.SOONEST_S
+) -> None:
+    monkeypatch.setattr(heartbeats, "EVERY_S", every_s)
+    monkeypatch.setattr(heartbeats, "SOONEST_S", soonest_s)
+
+
+def test_the_first_event_is_written_at_once_and_later_ones_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_intervals(monkeypatch, soonest_s=0.05)
     store = CountingStore()
-    with closing(HeartbeatWriter(store, "rollout-3", soonest_s=0.05)) as writer:
+    with closing(HeartbeatWriter(store, "rollout-3")) as writer:
         writer.synced(4, 40, newest=4, pause_s=0.01, fetched_bytes=100)
         wait_until(lambda: store.puts == 1)
         first = store.heartbeat()
@@ -241,9 +249,10 @@ def test_the_first_event_is_written_at_once_and_later_ones_soon() -> None:
         assert (store.heartbeat().newest, store.heartbeat().fetched_bytes) == (9, 200)
 
 
-def test_events_within_the_shortest_time_are_one_record() -> None:
+def test_events_within_the_shortest_time_are_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_intervals(monkeypatch, soonest_s=0.1)
     store = CountingStore()
-    with closing(HeartbeatWriter(store, "rollout-3", soonest_s=0.1)) as writer:
+    with closing(HeartbeatWriter(store, "rollout-3")) as writer:
         began = time.monotonic()
         for version in range(100):
             writer.synced(version, 40, newest=version, pause_s=0.01, fetched_bytes=100)
@@ -252,9 +261,10 @@ def test_events_within_the_shortest_time_are_one_record() -> None:
         assert store.puts <= 2 + (time.monotonic() - began) / 0.1
 
 
-def test_looks_that_find_nothing_new_are_written_at_the_long_interval_alone() -> None:
+def test_looks_that_find_nothing_new_are_written_at_the_long_interval_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_intervals(monkeypatch, every_s=0.1, soonest_s=0.0)
     store = CountingStore()
-    with closing(HeartbeatWriter(store, "rollout-3", soonest_s=0.0, every_s=0.1)) as writer:
+    with closing(HeartbeatWriter(store, "rollout-3")) as writer:
         began = time.monotonic()
         writer.synced(4, 40, newest=4, pause_s=0.01, fetched_bytes=100)
         for _ in range(60):
@@ -264,9 +274,10 @@ def test_looks_that_find_nothing_new_are_written_at_the_long_interval_alone() ->
         assert store.heartbeat().pause_s == 0.01  # of the sync that wrote
 
 
-def test_a_worker_that_does_nothing_is_seen_all_the_same() -> None:
+def test_a_worker_that_does_nothing_is_seen_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_intervals(monkeypatch, every_s=0.05, soonest_s=0.05)
     store = CountingStore()
-    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.05, soonest_s=0.05)) as writer:
+    with closing(HeartbeatWriter(store, "rollout-3")) as writer:
         writer.start(newest=7)
         wait_until(lambda: store.puts >= 3)
         assert (store.heartbeat().version, store.heartbeat().newest) == (None, 7)
@@ -331,9 +342,10 @@ def test_a_process_that_was_forked_before_the_first_sync_is_shown(tmp_path: Path
     assert parse(store.get("heartbeats/rollout-3"), "rollout-3").pid == child
 
 
-def test_a_handler_that_closes_in_the_middle_of_a_sync_ends_the_heartbeat() -> None:
+def test_a_handler_that_closes_in_the_middle_of_a_sync_ends_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_intervals(monkeypatch, soonest_s=0.01)
     store = CountingStore()
-    writer = HeartbeatWriter(store, "rollout-3", soonest_s=0.01)
+    writer = HeartbeatWriter(store, "rollout-3")
     writer.synced(4, 40, newest=4)
     wait_until(lambda: store.puts == 1)
 
@@ -351,10 +363,11 @@ def test_a_handler_that_closes_in_the_middle_of_a_sync_ends_the_heartbeat() -> N
     assert store.heartbeat().ended
 
 
-def test_nothing_is_written_where_there_is_no_run() -> None:
+def test_nothing_is_written_where_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_intervals(monkeypatch, every_s=0.05, soonest_s=0.0)
     store = CountingStore()
     store.delete("head")
-    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.05, soonest_s=0.0)) as writer:
+    with closing(HeartbeatWriter(store, "rollout-3")) as writer:
         writer.failed(NothingPublishedError("there is no run", location="typo"), None)
         wait_until(lambda: store.gets >= 3)
         assert store.puts == 0
@@ -363,9 +376,10 @@ def test_nothing_is_written_where_there_is_no_run() -> None:
         assert store.heartbeat().error == "there is no run"
 
 
-def test_a_closed_worker_says_so_and_writes_nothing_more() -> None:
+def test_a_closed_worker_says_so_and_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_intervals(monkeypatch, soonest_s=60.0)
     store = CountingStore()
-    writer = HeartbeatWriter(store, "rollout-3", soonest_s=60.0)
+    writer = HeartbeatWriter(store, "rollout-3")
     writer.synced(4, 40, newest=4, pause_s=0.01, fetched_bytes=100)
     wait_until(lambda: store.puts == 1)
     writer.synced(5, 40, newest=5, pause_s=0.01, fetched_bytes=100)
@@ -377,10 +391,11 @@ def test_a_closed_worker_says_so_and_writes_nothing_more() -> None:
     assert (writer.record.version, store.puts) == (5, 2)
 
 
-def test_a_store_that_refuses_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_refuses_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_intervals(monkeypatch, every_s=0.01)
     store = CountingStore()
     store.refuses = True
-    with caplog.at_level(logging.WARNING), closing(HeartbeatWriter(store, "rollout-3", every_s=0.01)) as writer:
+    with caplog.at_level(logging.WARNING), closing(HeartbeatWriter(store, "rollout-3")) as writer:
         writer.synced(4, 40, newest=4, pause_s=0.01, fetched_bytes=100)
         wait_until(lambda: store.puts >= 3)
     assert [record.message for record in caplog.records if "heartbeat of rollout-3" in record.message] == [
@@ -394,10 +409,13 @@ def is_rival_noticed(store: CountingStore, since: int) -> bool:
     return any(parse(data, "rollout-3").rival == "process 8 on host other" for data in store.written[since:])
 
 
-def test_two_workers_of_one_name_notice_each_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_workers_of_one_name_notice_each_other(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_intervals(monkeypatch, every_s=0.02, soonest_s=0.02)
     store = CountingStore()
     other = replace(RECORD, host="other", pid=8)
-    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.02, soonest_s=0.02)) as writer:
+    with closing(HeartbeatWriter(store, "rollout-3")) as writer:
         writer.synced(4, 40, newest=4)
         wait_until(lambda: store.puts == 1)
         for _ in range(3):  # each writes over the other's
@@ -415,9 +433,10 @@ def test_two_workers_of_one_name_notice_each_other(caplog: pytest.LogCaptureFixt
 
 
 def test_a_name_that_a_server_keeps_for_another_process_is_logged_when_it_stays_so(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that was killed and restarted waits for a minute; that is no reason for a warning."""
+    set_intervals(monkeypatch, every_s=0.02)
 
     logged = []  # before each put
 
@@ -430,7 +449,7 @@ def test_a_name_that_a_server_keeps_for_another_process_is_logged_when_it_stays_
             MemoryStore.put(self, key, data)
 
     store = Kept()
-    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.02)) as writer:
+    with closing(HeartbeatWriter(store, "rollout-3")) as writer:
         writer.synced(4, 40, newest=4)
         wait_until(lambda: store.puts >= 5)
     assert logged[:5] == [0, 0, 0, 0, 1]
@@ -454,10 +473,11 @@ def test_close_returns_when_the_last_record_is_written() -> None:
     assert has_ended(store)
 
 
-def test_a_worker_is_seen_soon_after_its_store_was_away() -> None:
+def test_a_worker_is_seen_soon_after_its_store_was_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_intervals(monkeypatch, every_s=0.05)
     store = CountingStore()
     store.is_away = True
-    with closing(HeartbeatWriter(store, "rollout-3", every_s=0.05)) as writer:
+    with closing(HeartbeatWriter(store, "rollout-3")) as writer:
         writer.synced(4, 40, newest=4)
         wait_until(lambda: store.puts >= 9)  # to wait twice as long after each would now be 25 s
         store.is_away = False

@@ -28,7 +28,7 @@ from pulsesync.format.patch import EncodedPart
 from pulsesync.publish import anchors
 from pulsesync.run import bodies, keys, spool
 from pulsesync.run.spool import AnchorSpool, Outbox
-from pulsesync.state.host import HostState
+from pulsesync.state.anchors import AnchorLoader
 from pulsesync.testing import random_bits
 from tests.helpers import RUN, count_sums
 from tests.processes import Fleet, fleet, told
@@ -386,17 +386,17 @@ def test_a_patch_that_stays_bad_is_read_twice_and_no_other_patch_again() -> None
 
 def flip_behind(monkeypatch: pytest.MonkeyPatch, step: str, path: Callable[[], Path]) -> None:
     """Have another writer of the folder flip a bit of a part just before a step of loading an anchor."""
-    run = getattr(HostState, step)
+    run = getattr(AnchorLoader, step)
 
-    def meddled(state: HostState, *given: Any) -> Any:
+    def meddled(loader: AnchorLoader, *given: Any) -> Any:
         with path().open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             last = file.read(1)[0]
             file.seek(-1, os.SEEK_END)
             file.write(bytes([last ^ 1]))
-        return run(state, *given)
+        return run(loader, *given)
 
-    monkeypatch.setattr(HostState, step, meddled)
+    monkeypatch.setattr(AnchorLoader, step, meddled)
 
 
 def synced_and_damaged(store: Watched, cache: Path) -> tuple[Subscriber, dict[str, Any]]:

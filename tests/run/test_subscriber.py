@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -43,10 +43,13 @@ from pulsesync.errors import (
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch, replay
 from pulsesync.format.epochs import EPOCH_PATCHES
+from pulsesync.format.patch import WholeBlock
 from pulsesync.publish import anchors
 from pulsesync.run import bodies, fetcher, keys, planner, reader
-from pulsesync.state.host import HostState
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.host import HostBackend
 from pulsesync.state.staging import StagedBlocks
+from pulsesync.state.weights import WeightState
 from pulsesync.store import LocalStore, MemoryStore
 from pulsesync.testing import random_bits
 from tests.helpers import nudge
@@ -319,12 +322,12 @@ def test_bodies_are_fetched_ahead_and_not_without_bound(monkeypatch: pytest.Monk
                 fetched += 1
                 ahead = max(ahead, fetched - decoded)
 
-    decode = HostState.decode
+    decode = HostBackend.decode
 
-    def decoding(state: HostState, versions: Any, *rest: Any) -> Any:
+    def decoding(backend: HostBackend, versions: Any, *rest: Any) -> Any:
         nonlocal decoded
         time.sleep(0.002)
-        made = decode(state, versions, *rest)
+        made = decode(backend, versions, *rest)
         with lock:
             decoded += len(versions)
         return made
@@ -332,26 +335,11 @@ def test_bodies_are_fetched_ahead_and_not_without_bound(monkeypatch: pytest.Monk
     sub, held = Subscriber(store), worker()
     sub.sync(held, version=0)
     store.before, store.after = count, uncount
-    monkeypatch.setattr(HostState, "decode", decoding)
+    monkeypatch.setattr(HostBackend, "decode", decoding)
     sub.sync(held)
     assert 1 < most <= fetcher.AHEAD
     assert fetcher.TOGETHER < ahead <= fetcher.TOGETHER + fetcher.AHEAD + 2
     assert equal(held, states[29])
-
-
-def test_an_executor_that_was_given_is_used_and_left_running() -> None:
-    store, states = run_of(5)
-    held = worker()
-    with ThreadPoolExecutor(1, thread_name_prefix="mine") as pool:
-        names = set()
-        store.before = lambda verb, key: names.add(threading.current_thread().name) if "parts/" in key else None
-        sub = Subscriber(store, executor=pool)
-        sub.sync(held, version=0)
-        names.clear()
-        sub.sync(held)
-        assert all(name.startswith("mine") for name in names)
-        assert pool.submit(int, "7").result() == 7
-    assert equal(held, states[4])
 
 
 def test_one_sync_over_many_versions_is_as_many_syncs() -> None:
@@ -395,15 +383,15 @@ def test_patches_that_were_prepared_before_a_bad_one_are_not_reported_twice(shor
 
 def test_a_sync_over_many_versions_pauses_once(monkeypatch: pytest.MonkeyPatch) -> None:
     store, states = run_of(10)
-    commit, commits = HostState.commit, []
+    commit, commits = WeightState.commit, []
 
-    def counted(state: HostState, transition: Any) -> Any:
+    def counted(state: WeightState, transition: Any) -> Any:
         commits.append(transition)
         return commit(state, transition)
 
     sub, held = Subscriber(store), worker()
     sub.sync(held, version=1)
-    monkeypatch.setattr(HostState, "commit", counted)
+    monkeypatch.setattr(WeightState, "commit", counted)
     sub.sync(held)
     assert len(commits) == 1
     assert equal(held, states[9])
@@ -413,13 +401,13 @@ def test_until_the_pause_the_weights_are_what_they_were(monkeypatch: pytest.Monk
     store, states = run_of(6)
     sub, held = Subscriber(store), worker()
     sub.sync(held, version=1)
-    commit = HostState.commit
+    commit = WeightState.commit
 
-    def looked_at(state: HostState, transition: Any) -> Any:
+    def looked_at(state: WeightState, transition: Any) -> Any:
         assert equal(held, states[1])
         return commit(state, transition)
 
-    monkeypatch.setattr(HostState, "commit", looked_at)
+    monkeypatch.setattr(WeightState, "commit", looked_at)
     sub.sync(held)
     assert equal(held, states[5])
 
@@ -731,18 +719,18 @@ def damage(held: dict[str, Any]) -> None:
 @pytest.mark.parametrize("early", [False, True], ids=["in the middle", "at the very beginning"])
 def test_an_interrupt_while_an_anchor_is_loaded_lets_it_finish(monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
     store, states = run_of(1)
-    load = HostState.load_whole
+    load = AnchorLoader.load_whole
     sub, held = Subscriber(store), worker()
     sub.sync(held)
     damage(held)
 
-    def interrupted(state: HostState, *args: Any) -> None:
+    def interrupted(loader: AnchorLoader, *args: Any) -> None:
         time.sleep(0.0 if early else 0.05)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.05)
-        load(state, *args)
+        load(loader, *args)
 
-    monkeypatch.setattr(HostState, "load_whole", interrupted)
+    monkeypatch.setattr(AnchorLoader, "load_whole", interrupted)
     try:
         with pytest.raises(KeyboardInterrupt):
             sub.sync(held, verify=True)
@@ -763,14 +751,15 @@ def test_a_worker_that_dies_while_it_loads_goes_on_from_its_spool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many_parts: None
 ) -> None:
     store, states = run_of(3)
+    write_blocks = HostBackend.write_blocks
 
-    def half(state: HostState, staged: StagedBlocks, sums: Any) -> None:
-        state.write_blocks(staged.blocks[:1])
+    def half(backend: HostBackend, blocks: Sequence[WholeBlock]) -> None:
+        write_blocks(backend, blocks[:1])
         raise MemoryError
 
-    monkeypatch.setattr(HostState, "load_whole", half)
+    monkeypatch.setattr(HostBackend, "write_blocks", half)
     held = worker()
-    with pytest.raises(MemoryError):
+    with pytest.raises(VerificationError, match="halfway"):
         Subscriber(store, cache=tmp_path).sync(held)
     monkeypatch.undo()
     store.gets.clear()
@@ -784,13 +773,14 @@ def test_a_worker_whose_load_failed_does_not_believe_its_weights(
 ) -> None:
     store, states = run_of(3)
     sub, held = Subscriber(store), worker()
+    write_blocks = HostBackend.write_blocks
 
-    def half(state: HostState, staged: StagedBlocks, sums: Any) -> None:
-        state.write_blocks(staged.blocks[:1])
+    def half(backend: HostBackend, blocks: Sequence[WholeBlock]) -> None:
+        write_blocks(backend, blocks[:1])
         raise MemoryError
 
-    monkeypatch.setattr(HostState, "load_whole", half)
-    with pytest.raises(MemoryError):
+    monkeypatch.setattr(HostBackend, "write_blocks", half)
+    with pytest.raises(VerificationError, match="halfway"):
         sub.sync(held)
     monkeypatch.undo()
     assert sub.version is None
@@ -807,14 +797,14 @@ def test_a_load_that_fails_halfway_is_reported_as_weights_between_two_versions(
     sub, held = Subscriber(store, cache=tmp_path), worker()
     sub.sync(held)
     damage(held)
-    load = HostState.load_whole
+    load = AnchorLoader.load_whole
 
-    def cut_short(state: HostState, staged: StagedBlocks, sums: Any) -> None:
+    def cut_short(loader: AnchorLoader, staged: StagedBlocks, sums: Any) -> None:
         assert staged._file is not None
         os.truncate(staged._file.fileno(), 10)
-        load(state, staged, sums)
+        load(loader, staged, sums)
 
-    monkeypatch.setattr(HostState, "load_whole", cut_short)
+    monkeypatch.setattr(AnchorLoader, "load_whole", cut_short)
     watching = sub.watch(held, verify=True, interval_s=0.001)
     with pytest.raises(VerificationError, match="between two versions") as caught:
         sub.sync(held, verify=True, wait_s=30) if how == "sync" else next(watching)
@@ -862,13 +852,13 @@ def test_weights_that_are_repaired_are_counted_once_before_the_anchor(monkeypatc
     sub, held = Subscriber(store), worker()
     sub.sync(held)
     damage(held)
-    counted, count = [], HostState.count
+    counted, count = [], HostBackend.count
 
-    def watched(state: HostState) -> dict[int, Sum]:
-        counted.append(state)
-        return count(state)
+    def watched(backend: HostBackend) -> dict[int, Sum]:
+        counted.append(backend)
+        return count(backend)
 
-    monkeypatch.setattr(HostState, "count", watched)
+    monkeypatch.setattr(HostBackend, "count", watched)
     assert sub.sync(held, verify=True).path == ("anchor",)
     assert len(counted) == 1
 
@@ -969,8 +959,9 @@ def test_a_spool_keeps_the_last_anchor_only(tmp_path: Path, short_epochs: int) -
 
 
 def saved(sub: Subscriber) -> bytes:
-    assert isinstance(sub.state, HostState)
-    return sub.state.history.to_bytes()
+    assert sub.state is not None
+    history: bytes = sub.state.history.to_bytes()
+    return history
 
 
 def test_a_worker_goes_on_from_weights_and_history_that_were_saved() -> None:
@@ -1025,14 +1016,14 @@ def test_what_does_not_belong_together_is_not_resumed(what: str) -> None:
 
 def cut_after_commit(patches: pytest.MonkeyPatch, sub: Subscriber, held: dict[str, Any], **options: Any) -> None:
     """A sync that is interrupted right after its first commit."""
-    commit = HostState.commit
+    commit = WeightState.commit
 
-    def cut(state: HostState, transition: Any) -> None:
+    def cut(state: WeightState, transition: Any) -> None:
         commit(state, transition)
         raise KeyboardInterrupt
 
     with patches.context() as patched:
-        patched.setattr(HostState, "commit", cut)
+        patched.setattr(WeightState, "commit", cut)
         with pytest.raises(KeyboardInterrupt):
             sub.sync(held, **options)
 
@@ -1068,11 +1059,11 @@ def test_a_way_back_that_cannot_be_joined_is_not_missed_by_an_older_one(monkeypa
     sub.sync(held, version=0)
     sub.sync(held, version=1)
 
-    def fail(_: HostState, __: Any, ___: Any) -> None:
+    def fail(_: WeightState, __: Any, ___: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(HostState, "overlays", False)
-    monkeypatch.setattr(HostState, "join", fail)
+    monkeypatch.setattr(HostBackend, "overlays", False)
+    monkeypatch.setattr(WeightState, "join", fail)
     with pytest.raises(MemoryError):
         sub.sync(held)
     monkeypatch.undo()
@@ -1089,10 +1080,10 @@ def test_after_a_commit_that_changed_nothing_the_ways_back_are_still_there(monke
     sub.sync(held, version=0)
     sub.sync(held, version=1)
 
-    def fail(_: HostState, __: Any) -> None:
+    def fail(_: WeightState, __: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(HostState, "commit", fail)
+    monkeypatch.setattr(WeightState, "commit", fail)
     with pytest.raises(MemoryError):
         sub.sync(held)
     monkeypatch.undo()
@@ -1127,10 +1118,10 @@ def test_a_worker_interrupted_before_an_empty_patch_is_committed_can_repeat_it(
         sub.sync(held)
         pub.publish(training.weights)  # nothing changed: the digest is the same, the place in the epoch is not
 
-        def cut(_: HostState, __: Any) -> None:
+        def cut(_: WeightState, __: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(HostState, "commit", cut)
+        monkeypatch.setattr(WeightState, "commit", cut)
         with pytest.raises(KeyboardInterrupt):
             sub.sync(held)
         monkeypatch.undo()
@@ -1536,7 +1527,7 @@ def test_watch_backs_off_while_nothing_is_new_and_begins_again_after_a_version(m
                 pub.publish(training.weights)
             return False
 
-        monkeypatch.setattr(sub._closed, "wait", waited)
+        monkeypatch.setattr(sub._gate.guard.closed, "wait", waited)
         reports = sub.watch(held, interval_s=0.5, max_interval_s=3.0)
         assert next(reports).version == 0
         assert next(reports).version == 1

@@ -845,13 +845,16 @@ def test_a_bad_copy_in_a_chain_of_relays_is_fetched_anew_when_a_reader_says_so(t
 
 
 @pytest.mark.parametrize("size", [len(TWO_PIECES), *(slow(size) for size in (len(SMALL), len(LARGE)))])
-def test_what_a_relay_receives_damaged_it_does_not_keep(upstream: Upstream, tmp_path: Path, size: int) -> None:
+def test_what_a_relay_receives_damaged_it_does_not_keep(
+    upstream: Upstream, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulsesync.store.retry.sleep", lambda _: None)
     data = LARGE[:size]
     key = f"files/{hashlib.sha256(data).hexdigest()}"
     upstream.objects[key] = data
     upstream.damaged[key] = (size - 5, 2)
     with running("relay", upstream.url, cache=tmp_path) as relay, closing(HttpStore(relay.url)) as store:
-        assert RetryStore(store, sleep=lambda _: None).get(key) == data
+        assert RetryStore(store).get(key) == data
         assert store.get(key) == data
         assert relay.stop() == 0
         assert "damaged in transit" in relay.printed()

@@ -14,8 +14,9 @@ from pulsesync.format.layout import Layout
 from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
 from pulsesync.state.views import view_bits
+from pulsesync.state.weights import WeightState
 from pulsesync.testing.updates import random_bits
 from tests.simulator.executors import QueuedExecutor
 from tests.simulator.line import StoreLink
@@ -72,7 +73,7 @@ class TensorSet:
 
     def digest(self, content: Content, layout: Layout) -> str:
         """The digest of weights in a layout: bundles count, cuts do not."""
-        return HostState.attach(self.new(content, "absent"), layout).digest
+        return WeightState.attach(HostBackend, self.new(content, "absent"), layout).digest
 
 
 def bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

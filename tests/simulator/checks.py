@@ -16,7 +16,10 @@ from pulsesync.run import keys
 from pulsesync.run.bodies import fetch_body
 from pulsesync.run.reporting import SyncReport
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.host import HostState
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import PatchTransaction
+from pulsesync.state.weights import WeightState
 from tests.simulator.actors import SimulatedTrainer, SimulatedWorker
 from tests.simulator.invariants import Invariant
 from tests.simulator.line import BODIES, Crash, bodies_of
@@ -145,15 +148,16 @@ def _replay(world: World, key: str, record: Manifest) -> History | None:
     arrays = world.model.new(world.book.contents[record.base.version] if record.base else None, "absent")
     try:
         layout = layouts.parse(world.truth.get(keys.layout_key(record.layout)), record.layout)
-        state = HostState.attach(arrays, layout)
+        state = WeightState.attach(HostBackend, arrays, layout)
         state.history = history
         parts = [fetch_body(world.truth, part, layout, None)[0] for part in record.parts]
         if record.base is None:
-            state.join_whole(record, parts)
+            AnchorLoader(state).join_whole(record, parts)
         else:
-            state.commit(state.prepare(record, parts))
+            state.commit(PatchTransaction(state).prepare(record, parts))
     except PulseError as e:
         world.fail(invariant, f"{key} cannot be applied: {type(e).__name__}: {e}")
     if world.model.content(arrays) != world.book.contents[record.version]:
         world.fail(invariant, f"{key} does not lead to version {record.version}")
-    return state.history
+    after: History = state.history
+    return after

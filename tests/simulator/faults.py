@@ -38,13 +38,16 @@ from pulsesync.publish.pending import PendingVersion
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.publish.writer import Draft, RunWriter
 from pulsesync.run import keys, planner
+from pulsesync.run.follower import RunFollower
+from pulsesync.run.goals import GoalFinder
 from pulsesync.run.planner import Look, Position
-from pulsesync.run.pointers import FollowTarget, list_moves
+from pulsesync.run.pointers import list_moves
 from pulsesync.run.reader import RunReader
 from pulsesync.state import sharding
-from pulsesync.state.host import HostState, HostTransition
-from pulsesync.state.live import AnyState, AnyTransition, LiveState, Snapshot
+from pulsesync.state.backend import Transition
+from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Shards, TileShare
+from pulsesync.state.weights import Snapshot, WeightState
 from pulsesync.store import ObjectEntry, Store, WrappedStore
 from tests.simulator import (
     TEAMS,
@@ -214,21 +217,21 @@ def other_ranks_with(store: Callable[[Store], Store]) -> dict[str, Any]:
 
 # Mistakes in the library
 
-RESUME, STATE_COMMIT, DECODE, SPAN_THEN = Subscriber.resume, HostState.commit, HostState.decode, _Span.then
+RESUME, STATE_COMMIT, DECODE, SPAN_THEN = RunFollower.resume, WeightState.commit, HostBackend.decode, _Span.then
 ENCODE = HostDifference.encode
 NEXT_RECORD = commit.next_record
-CREATE_MOVE, FOLLOW = pointing._create, FollowTarget.find
+CREATE_MOVE, FOLLOW = pointing._create, GoalFinder._find_followed
 
 
 def advance_the_base_before_the_commit(
     self: HostDifference, last: Manifest, codec: CodecName
-) -> tuple[EncodedPart, AnyTransition]:
+) -> tuple[EncodedPart, Transition]:
     part, transition = ENCODE(self, last, codec)
     self.state.commit(transition)
     return part, transition
 
 
-def forget_that_what_waits_was_compared_with_the_last_base(self: HostDifference, done: AnyTransition) -> HostDifference:
+def forget_that_what_waits_was_compared_with_the_last_base(self: HostDifference, done: Transition) -> HostDifference:
     return self
 
 
@@ -246,20 +249,20 @@ def begin_an_epoch_too_early(
     return replace(record, epoch=last.epoch + 1, index=1)
 
 
-def take_what_was_rolled_back_for_committed(self: AnyState, transition: AnyTransition) -> AnyTransition:
+def take_what_was_rolled_back_for_committed(self: WeightState, transition: Transition) -> Transition:
     try:
         return STATE_COMMIT(self, transition)
     except BaseException:
-        self.sums, self.history = transition.sums, transition.history
+        self.sums, self.history, self.position = transition.sums, transition.history, transition.position
         raise
 
 
-def resume_from_any_weights(self: Subscriber, source: Any, version: int, history: bytes | None) -> bool:
+def resume_from_any_weights(self: RunFollower, source: Any, version: int, history: bytes | None) -> bool:
     record = RunReader(self.store, self.trust).version(version)
     if record is None:
         return False
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(LiveState, "digest", record.digest)  # whatever the weights are
+        patches.setattr(WeightState, "digest", record.digest)  # whatever the weights are
         return RESUME(self, source, version, history)
 
 
@@ -270,26 +273,25 @@ def take_a_pruned_run_for_another(
         raise RunRolledBackError("the local version is gone", version=version, run=run)
 
 
-def write_before_the_path_was_checked(self: HostState, versions: Any, after: Any, history: Any) -> Any:
+def write_before_the_path_was_checked(self: HostBackend, versions: Any, after: Any, history: Any) -> Any:
     found = DECODE(self, versions, after, history)
     self.write(found.changes)
     return found
 
 
-def commit_without_rollback(self: HostState, transition: AnyTransition) -> AnyTransition:
-    back = HostTransition({}, self.sums, self.history)
-    for (ordinal, _), change in transition.changes.items():
-        self.write_change(ordinal, change)
-    self.sums, self.history = transition.sums, transition.history
+def commit_without_rollback(self: WeightState, transition: Transition) -> Transition:
+    back = Transition({}, self.sums, self.history, 0, self.position)
+    self.backend.write(transition.changes)
+    self.sums, self.history, self.position = transition.sums, transition.history, transition.position
     return back
 
 
-def commit_all_but_the_last_block(self: HostState, transition: AnyTransition) -> AnyTransition:
+def commit_all_but_the_last_block(self: WeightState, transition: Transition) -> Transition:
     changes = dict(list(transition.changes.items())[:-1])
-    return STATE_COMMIT(self, HostTransition(changes, transition.sums, transition.history))
+    return STATE_COMMIT(self, replace(transition, changes=changes))
 
 
-def write_one_of_two_tied_tensors(self: HostState, ordinal: int, change: BlockChange) -> None:
+def write_one_of_two_tied_tensors(self: HostBackend, ordinal: int, change: BlockChange) -> None:
     self.places[ordinal].write({name: (flat,) for name, flat in self.flats.items()}, change)
 
 
@@ -354,12 +356,12 @@ def believe_the_hint_at_a_pointer(self: RunReader, name: str, after: int = -1) -
     return self.move(name, max(self._hint(keys.pointer_hint(name)), after))
 
 
-def never_follow_a_pointer_back(self: FollowTarget, records: RunReader, local: int | None) -> Manifest | None:
+def never_follow_a_pointer_back(self: GoalFinder, records: RunReader, local: int | None) -> Manifest | None:
     found = FOLLOW(self, records, local)
-    if self.name is None:
+    if self.pointer is None:
         return found
-    numbers = list_moves(records.store)[self.name]
-    return records.version(max(move.version for number in numbers if (move := records.move(self.name, number))))
+    numbers = list_moves(records.store)[self.pointer]
+    return records.version(max(move.version for number in numbers if (move := records.move(self.pointer, number))))
 
 
 # Of teams: each is a mistake about what several ranks make together, whichever function makes it
@@ -370,7 +372,7 @@ TABLES_AFTER, SHARE_OF = VersionTables.after, sharding.share_of
 
 def advance_a_rank_whatever_becomes_of_the_version(
     self: HostDifference, last: Manifest, codec: CodecName
-) -> tuple[EncodedPart, AnyTransition]:
+) -> tuple[EncodedPart, Transition]:
     part, transition = ENCODE(self, last, codec)
     if threading.current_thread().name == "rank 1":
         self.state.commit(transition)
@@ -419,7 +421,7 @@ FAULTS = [
     replacing(pointing, "_create", move_a_pointer_by_overwriting, Invariant.IMMUTABLE_OBJECTS, 1, 8),
     replacing(pointing, "_create", move_a_pointer_beyond_the_next_number, Invariant.POINTER, 1, 8),
     replacing(RunReader, "pointer", believe_the_hint_at_a_pointer, Invariant.POINTER, 8, 8),
-    replacing(FollowTarget, "find", never_follow_a_pointer_back, Invariant.POINTER, 1, 8),
+    replacing(GoalFinder, "_find_followed", never_follow_a_pointer_back, Invariant.POINTER, 1, 8),
     replacing(HostDifference, "encode", advance_the_base_before_the_commit, Invariant.PATCH_CONTENT, 49, 38),
     using("write_the_record_before_the_body", publisher_with(WithoutParts), Invariant.BODIES_FIRST, 0, 8),
     using("take_no_answer_for_a_commit", publisher_with(TakesNoAnswerForACommit), Invariant.PUBLISH_REPORT, 12, 1),
@@ -434,18 +436,18 @@ FAULTS = [
     ),
     replacing(writer, "next_record", begin_an_epoch_too_early, Invariant.VERSION_ORDER, 1, 8),
     using("put_what_must_be_created", publisher_with(PutsWhatMustBeCreated), Invariant.IMMUTABLE_OBJECTS, 1, 1),
-    replacing(LiveState, "commit", take_what_was_rolled_back_for_committed, Invariant.WORKER_WEIGHTS, 23, 40),
+    replacing(WeightState, "commit", take_what_was_rolled_back_for_committed, Invariant.WORKER_WEIGHTS, 23, 40),
     using("verify_without_counting", {"subscriber": VerifiesWithoutCounting}, Invariant.VERIFIED_WEIGHTS, 18, 8),
-    replacing(Subscriber, "resume", resume_from_any_weights, Invariant.WORKER_WEIGHTS, 23, 28),
+    replacing(RunFollower, "resume", resume_from_any_weights, Invariant.WORKER_WEIGHTS, 23, 28),
     using(
         "go_to_the_newest_version_instead", {"subscriber": GoesToTheNewestVersionInstead}, Invariant.SYNC_REPORT, 21, 7
     ),
     replacing(RunReader, "check_run", take_a_pruned_run_for_another, Invariant.SAME_RUN, 2, 8),
     replacing(RunReader, "newest", believe_the_head, Invariant.PROGRESS, 1, 8),
-    replacing(HostState, "decode", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS, 64, 34),
-    replacing(LiveState, "commit", commit_without_rollback, Invariant.WORKER_WEIGHTS, 8, 8),
-    replacing(LiveState, "commit", commit_all_but_the_last_block, Invariant.PUBLISHED_STATE, 1, 8),
-    replacing(HostState, "write_change", write_one_of_two_tied_tensors, Invariant.TIED_TENSORS, 0, 8),
+    replacing(HostBackend, "decode", write_before_the_path_was_checked, Invariant.WORKER_WEIGHTS, 64, 34),
+    replacing(WeightState, "commit", commit_without_rollback, Invariant.WORKER_WEIGHTS, 8, 8),
+    replacing(WeightState, "commit", commit_all_but_the_last_block, Invariant.PUBLISHED_STATE, 1, 8),
+    replacing(HostBackend, "write_change", write_one_of_two_tied_tensors, Invariant.TIED_TENSORS, 0, 8),
     replacing(Snapshot, "block", read_the_live_state, Invariant.ANCHOR_AND_SQUASH_CONTENT, 4, 8),
     replacing(planner, "_squash", use_no_squash, Invariant.JOIN_COST, 1, 8),
     replacing(pruning, "_first_kept", keep_the_newest_version_alone, Invariant.PATH_TO_NEWEST, 3, 8),

@@ -10,11 +10,11 @@ import numpy as np
 
 from pulsesync.errors import VerificationError
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
+from pulsesync.state.weights import WeightState
 from pulsesync.testing.updates import random_bits
 from tests.simulator.actors import Arrays, Content, SimulatedWorker, bits
 from tests.simulator.checks import check_followed, check_synced, check_verified, moves_of
-from tests.simulator.executors import InlineExecutor
 from tests.simulator.invariants import Invariant
 from tests.simulator.world import Interrupted, World
 
@@ -39,7 +39,6 @@ def open_subscriber(world: World, worker: SimulatedWorker) -> Subscriber:
             cache=worker.cache,
             undo=world.rng.choice([0, 1, 3]),
             follow=worker.follow,
-            executor=InlineExecutor(),
             epoch_patches=world.epoch_patches,
         )
     return worker.subscriber
@@ -207,10 +206,10 @@ def on_leave(world: World) -> str:
 @contextmanager
 def _interrupted_commit(weights: Arrays, number: int) -> Iterator[None]:
     """Interrupt the n-th write of a commit to these weights, once."""
-    commit, write = HostState.commit, HostState.write_change
+    commit, write = WeightState.commit, HostBackend.write_change
     left: list[int] = []
 
-    def commit_(state: HostState, transition: Any) -> Any:
+    def commit_(state: WeightState, transition: Any) -> Any:
         if state.is_attached_to(weights):
             left.append(number)
         try:
@@ -218,12 +217,12 @@ def _interrupted_commit(weights: Arrays, number: int) -> Iterator[None]:
         finally:
             left.clear()
 
-    def write_(state: HostState, ordinal: int, change: Any) -> None:
-        write(state, ordinal, change)
+    def write_(backend: HostBackend, ordinal: int, change: Any) -> None:
+        write(backend, ordinal, change)
         if left and left[0] == 0:
             left.clear()
             raise Interrupted
         left[:] = [count - 1 for count in left]
 
-    with mock.patch.object(HostState, "commit", commit_), mock.patch.object(HostState, "write_change", write_):
+    with mock.patch.object(WeightState, "commit", commit_), mock.patch.object(HostBackend, "write_change", write_):
         yield

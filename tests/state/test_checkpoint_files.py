@@ -186,9 +186,10 @@ def test_files_that_are_made_hold_every_dtype_and_load_with_safetensors(tmp_path
     assert same_bits(loaded, folder.arrays)
 
 
-def test_large_layouts_are_cut_into_shards_with_an_index(tmp_path: Path) -> None:
+def test_large_layouts_are_cut_into_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SHARD_BYTES", 400)
     layout = layouts.make(TensorSpec(f"t{n}", "BF16", (100,)) for n in range(5))
-    plan = plan_files(layout, shard_bytes=400)
+    plan = plan_files(layout)
     assert [shard.name for shard in plan.shards] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     assert plan.index
     assert json.loads(plan.index)["metadata"] == {"total_size": 1000}
@@ -269,9 +270,10 @@ def loaded(folder: Path) -> Any:
 @pytest.mark.parametrize("shard_bytes", [files.SHARD_BYTES, 4000])
 @pytest.mark.parametrize("from_disk", [True, False])
 def test_a_model_goes_through_a_run_and_is_loaded_by_transformers(
-    llama: Any, tmp_path: Path, shard_bytes: int, from_disk: bool
+    llama: Any, tmp_path: Path, shard_bytes: int, from_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with HuggingFaceFolder(str(tmp_path / "run"), tmp_path / "weights", shard_bytes=shard_bytes) as folder:
+    monkeypatch.setattr(files, "SHARD_BYTES", shard_bytes)
+    with HuggingFaceFolder(str(tmp_path / "run"), tmp_path / "weights") as folder:
         for step in range(3):
             with torch.no_grad():
                 llama.model.embed_tokens.weight[step] += 1

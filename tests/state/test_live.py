@@ -23,10 +23,13 @@ from pulsesync.format.body import Body
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef, RecordKind
 from pulsesync.format.patch import CodecName
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyTransition, Snapshot
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.backend import Transition
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.slices import Slice, Slices
 from pulsesync.state.staging import StagedBlocks
+from pulsesync.state.weights import Recount, Snapshot, WeightState
 from tests.helpers import (
     Writer,
     apply,
@@ -51,7 +54,7 @@ SPECS = [
 ]
 
 
-def start() -> tuple[Writer, HostState, np.random.Generator]:
+def start() -> tuple[Writer, WeightState, np.random.Generator]:
     """A writer and a reader at the second version of a run, with a history."""
     rng, layout = np.random.default_rng(0), layouts.make(SPECS)
     state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in SPECS}
@@ -63,16 +66,15 @@ def start() -> tuple[Writer, HostState, np.random.Generator]:
     return writer, held, rng
 
 
-def remembered(state: HostState) -> tuple[Any, ...]:
-    copies = {name: [bits.copy() for bits in some] for name, some in state.copies.items()}
+def remembered(state: WeightState) -> tuple[Any, ...]:
+    copies = {name: [bits.copy() for bits in some] for name, some in state.backend.copies.items()}
     return copied(state.flats), copies, dict(state.sums), state.history.digest(), state.digest
 
 
-def assert_untouched(state: HostState, before: tuple[Any, ...]) -> None:
+def assert_untouched(state: WeightState, before: tuple[Any, ...]) -> None:
     assert same(state.flats, before[0])
-    assert all(
-        np.array_equal(a, b) for name in before[1] for a, b in zip(state.copies[name], before[1][name], strict=True)
-    )
+    copies = state.backend.copies
+    assert all(np.array_equal(a, b) for name in before[1] for a, b in zip(copies[name], before[1][name], strict=True))
     assert (state.sums, state.history.digest(), state.digest) == before[2:]
 
 
@@ -87,7 +89,7 @@ def test_a_reader_follows_a_writer_bit_for_bit(seed: int, codecs: list[patch.Cod
         writer.codec = codec
         apply(held, writer.advance(changed_state(rng, writer.state, 0.05, small=bool(rng.integers(0, 2)))))
         assert same(held.flats, writer.state)
-        assert held.digest == writer.digest == held.recount()
+        assert held.digest == writer.digest == Recount(held).digest()
         assert held.history.digest() == writer.history.digest()
 
 
@@ -164,7 +166,7 @@ def test_after_a_refusal_nothing_changed_and_the_good_version_applies(
     good = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
     before = remembered(held)
     with pytest.raises(error):
-        held.prepare(*spoil(good))
+        PatchTransaction(held).prepare(*spoil(good))
     assert_untouched(held, before)
     apply(held, good)
     assert same(held.flats, writer.state)
@@ -179,7 +181,7 @@ def test_a_tile_that_would_not_be_the_publishers_is_named() -> None:
     assert manifest.base is not None
     fitting = replace(manifest, base=replace(manifest.base, digest=held.digest))
     with pytest.raises(VerificationError, match="digest mismatch: the decoded tensor 'c' differs") as caught:
-        held.prepare(fitting, parts)
+        PatchTransaction(held).prepare(fitting, parts)
     assert caught.value.tensor == "c"
 
 
@@ -199,9 +201,9 @@ class Moody(np.ndarray[Any, Any]):
 def test_an_array_that_fails_in_the_middle_of_a_write_is_put_back() -> None:
     writer, held, rng = start()
     version = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
-    transition, before = held.prepare(*version), remembered(held)
+    transition, before = PatchTransaction(held).prepare(*version), remembered(held)
     held.flats["b"] = held.flats["b"].view(Moody)
-    held.__dict__.pop("memory")  # which is made of the flats, once
+    held.backend.__dict__.pop("memory")  # which is made of the flats, once
     Moody.tired = True
     with pytest.raises(MemoryError):
         held.commit(transition)
@@ -231,7 +233,7 @@ def test_a_recount_finds_a_foreign_write() -> None:
     before = held.digest
     held.flats["a"][7] ^= 1
     assert held.digest == before
-    assert held.recount() != before
+    assert Recount(held).digest() != before
 
 
 # -- several versions, and back ------------------------------------------------------------------------------------
@@ -254,25 +256,25 @@ def test_prepared_one_over_the_other_is_one_after_the_other(seed: int, codecs: l
     at_once, one_by_one = reader(layout, writer.state), reader(layout, writer.state)
     before, transition = remembered(at_once), None
     for version in versions(writer, rng, codecs):
-        transition = at_once.prepare(*version, after=transition)
+        transition = PatchTransaction(at_once).prepare(*version, after=transition)
         apply(one_by_one, version)
     assert_untouched(at_once, before)
     assert transition is not None
     at_once.commit(transition)
     assert same(at_once.flats, writer.state)
     assert_untouched(at_once, remembered(one_by_one))
-    assert at_once.digest == at_once.recount() == writer.digest
+    assert at_once.digest == Recount(at_once).digest() == writer.digest
 
 
 def test_a_version_prepared_over_another_is_for_the_state_after_it() -> None:
     writer, held, rng = start()
     first, second = versions(writer, rng, ["history", "history"])
-    over = held.prepare(*first)
+    over = PatchTransaction(held).prepare(*first)
     with pytest.raises(BaseMismatchError):
-        held.prepare(*second)
+        PatchTransaction(held).prepare(*second)
     with pytest.raises(BaseMismatchError):
-        held.prepare(*first, after=over)
-    held.commit(held.prepare(*second, after=over))
+        PatchTransaction(held).prepare(*first, after=over)
+    held.commit(PatchTransaction(held).prepare(*second, after=over))
     assert same(held.flats, writer.state)
 
 
@@ -281,9 +283,9 @@ def test_what_a_second_version_takes_back_is_no_change() -> None:
     here = copied(held.flats)
     first = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
     second = writer.advance(here)
-    over = held.prepare(*first)
+    over = PatchTransaction(held).prepare(*first)
     assert over.changed > 0
-    both = held.prepare(*second, after=over)
+    both = PatchTransaction(held).prepare(*second, after=over)
     assert (both.changed, both.changes) == (0, {})
 
 
@@ -309,7 +311,7 @@ def test_a_commit_returns_the_way_back(seed: int, codecs: list[patch.CodecName])
     assert same(held.flats, writer.state)
 
 
-def read(taken: "Snapshot | HostState") -> dict[str, Bits]:
+def read(taken: "Snapshot | WeightState") -> dict[str, Bits]:
     """All of a state, block by block."""
     out = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in taken.layout.tensors}
     for tile in taken.layout.tiles:
@@ -325,7 +327,7 @@ def test_a_snapshot_stays_as_it_was_while_commits_go_on(seed: int, actions: list
     writer = Writer(layout, random_state(rng, layout), "gap")
     held = reader(layout, writer.state)
     taken: list[tuple[Snapshot, dict[str, Bits], dict[int, Sum]]] = []
-    undo: list[AnyTransition] = []
+    undo: list[Transition] = []
     for action in actions:
         if action == "snapshot":
             taken.append((held.snapshot(), copied(held.flats), dict(held.sums)))
@@ -391,7 +393,7 @@ def test_a_squashed_patch_takes_one_state_to_a_later_one(
     versions(writer, rng, codecs)
     apply(held, writer.squash(since, codec))
     assert same(held.flats, writer.state)
-    assert held.digest == held.recount() == writer.digest
+    assert held.digest == Recount(held).digest() == writer.digest
     assert (held.history.index, held.history.tiles) == (0, {})
     apply(held, writer.advance(changed_state(rng, writer.state, 0.1, small=True), new_epoch=True))
     assert same(held.flats, writer.state)
@@ -406,7 +408,7 @@ def test_a_squashed_patch_and_patches_prepare_over_each_other() -> None:
     first = writer.advance(changed_state(rng, writer.state, 0.1, small=True), new_epoch=True)
     transition = None
     for version in (last, squash, first):
-        transition = held.prepare(*version, after=transition)
+        transition = PatchTransaction(held).prepare(*version, after=transition)
     assert transition is not None
     held.commit(transition)
     assert same(held.flats, writer.state)
@@ -420,7 +422,7 @@ def test_a_squashed_patch_with_a_history_payload_is_refused() -> None:
     record, parts = writer.advance(changed_state(rng, writer.state, 0.1, small=True))
     before = remembered(held)
     with pytest.raises(FormatError):
-        held.prepare(replace(record, kind=RecordKind.SQUASH, history=None), parts)
+        PatchTransaction(held).prepare(replace(record, kind=RecordKind.SQUASH, history=None), parts)
     assert_untouched(held, before)
 
 
@@ -430,7 +432,7 @@ def test_a_squashed_patch_for_another_state_is_refused() -> None:
     since = writer.mark()
     versions(writer, rng, ["gap"])
     with pytest.raises(BaseMismatchError):
-        held.prepare(*writer.squash(since))
+        PatchTransaction(held).prepare(*writer.squash(since))
 
 
 # -- anchors -------------------------------------------------------------------------------------------------------
@@ -475,7 +477,7 @@ def test_an_anchor_that_is_not_a_whole_state_is_refused(
     record, _ = writer.anchor()
     before = remembered(held)
     with pytest.raises(error):
-        held.check_whole(record, spoil(held.layout, writer))
+        AnchorLoader(held).check_whole(record, spoil(held.layout, writer))
     assert_untouched(held, before)
 
 
@@ -484,7 +486,7 @@ def test_an_anchor_of_another_digest_is_refused() -> None:
     record, parts = writer.anchor()
     bodies, before = opened(held.layout, (record, parts)), remembered(held)
     with pytest.raises(VerificationError):
-        held.check_whole(replace(record, digest="00" * 32), bodies)
+        AnchorLoader(held).check_whole(replace(record, digest="00" * 32), bodies)
     assert_untouched(held, before)
 
 
@@ -496,11 +498,11 @@ def test_an_anchor_in_several_parts_takes_any_state_to_its_own(seed: int, pieces
     before = remembered(held)
     bodies = opened(layout, anchor)
     with StagedBlocks() as staged:
-        sums = held.check_whole(anchor[0], bodies, staged)
+        sums = AnchorLoader(held).check_whole(anchor[0], bodies, staged)
         assert_untouched(held, before)
-        held.load_whole(staged, sums)
+        AnchorLoader(held).load_whole(staged, sums)
     assert same(held.flats, writer.state)
-    assert held.digest == held.recount() == writer.digest
+    assert held.digest == Recount(held).digest() == writer.digest
 
 
 # -- slices --------------------------------------------------------------------------------------------------------
@@ -542,7 +544,7 @@ def test_a_slice_of_whole_tiles_follows_every_codec(
     rng, layout = np.random.default_rng(3), layouts.make(GRID)
     state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in GRID}
     writer = Writer(layout, state)
-    held = HostState(layout, sliced(layout, random_state(rng, layout), slices), slices=slices)
+    held = WeightState(HostBackend(layout, sliced(layout, random_state(rng, layout), slices), slices=slices))
     assert not held.whole
     load(held, writer.anchor())
     assert same(held.flats, sliced(layout, writer.state, slices))
@@ -551,12 +553,12 @@ def test_a_slice_of_whole_tiles_follows_every_codec(
         (version,) = versions(writer, rng, [codec])
         back.append(apply(held, version))
         assert same(held.flats, sliced(layout, writer.state, slices))
-        assert held.digest == held.recount()
+        assert held.digest == Recount(held).digest()
     for way in reversed(back):
         held.commit(way)
     assert same(held.flats, at_start)
     held.flats["b"][5] ^= 1
-    found = held.find_damage()
+    found = Recount(held).find_damage()
     assert found is not None
     assert found.tensor.name == "b"
 
@@ -582,12 +584,12 @@ def test_any_rectangle_follows_what_needs_no_old_weights_but_those_it_changes(
     seed, slices = window
     rng, layout = np.random.default_rng(seed), random_layout(seed)
     writer = Writer(layout, random_state(rng, layout))
-    held = HostState(layout, sliced(layout, random_state(rng, layout), slices), slices=slices)
+    held = WeightState(HostBackend(layout, sliced(layout, random_state(rng, layout), slices), slices=slices))
     load(held, writer.anchor())
     assert same(held.flats, sliced(layout, writer.state, slices))
     at_start, transition = copied(held.flats), None
     for version in versions(writer, rng, codecs):
-        transition = held.prepare(*version, after=transition)
+        transition = PatchTransaction(held).prepare(*version, after=transition)
     assert transition is not None
     assert same(held.flats, at_start)
     back = held.commit(transition)
@@ -605,11 +607,11 @@ def test_a_slice_that_cuts_through_a_tile_is_refused_what_needs_all_old_weights(
     state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in GRID}
     writer = Writer(layout, state)
     slices = {"a": Slice(rows=(10, 60))}
-    held = HostState(layout, sliced(layout, state, slices), slices=slices)
+    held = WeightState(HostBackend(layout, sliced(layout, state, slices), slices=slices))
     before = remembered(held)
     (version,) = versions(writer, rng, [codec])
     with pytest.raises(StateError, match=r"'a'.*borders") as caught:
-        held.prepare(*version)
+        PatchTransaction(held).prepare(*version)
     assert caught.value.tensor == "a"
     assert_untouched(held, before)
 
@@ -626,7 +628,7 @@ def test_a_slice_that_cuts_through_a_tile_is_refused_what_needs_all_old_weights(
 def test_a_slice_that_a_tensor_does_not_have_is_refused(slices: Slices) -> None:
     source = {spec.name: np.zeros(spec.shape, spec.kind.bits) for spec in GRID}
     with pytest.raises(StateError, match="has no slice"):
-        HostState.attach(source, layouts.make(GRID), slices)
+        WeightState.attach(HostBackend, source, layouts.make(GRID), slices)
 
 
 def test_a_worker_attaches_tensors_of_its_slices_shape() -> None:
@@ -634,7 +636,7 @@ def test_a_worker_attaches_tensors_of_its_slices_shape() -> None:
     slices = {"x": Slice(rows=(2, 5)), "y": None}
     source = {"x": np.zeros((3, 2, 4), np.int32), "z": np.zeros((), np.int32)}
     writer = Writer(layout, {"x": np.zeros(48, np.uint32), "y": np.zeros(8, np.uint32), "z": np.zeros(1, np.uint32)})
-    state = HostState.attach(source, layout, slices)
+    state = WeightState.attach(HostBackend, source, layout, slices)
     new = {"x": np.arange(48, dtype=np.uint32), "y": np.ones(8, np.uint32), "z": np.ones(1, np.uint32)}
     writer.codec = "gap"
     apply(state, writer.advance(new))
@@ -642,9 +644,9 @@ def test_a_worker_attaches_tensors_of_its_slices_shape() -> None:
     assert source["z"] == 1
     for wrong in ({**source, "y": np.zeros(8, np.int32)}, {**source, "x": np.zeros((6, 2, 4), np.int32)}):
         with pytest.raises(StateError):
-            HostState.attach(wrong, layout, slices)
+            WeightState.attach(HostBackend, wrong, layout, slices)
     flat = {"x": np.zeros((3, 5), np.int32), "z": source["z"]}
-    assert HostState.attach(flat, layout, {"x": Slice((2, 5), (1, 6)), "y": None}).flats["x"].size == 15
+    assert WeightState.attach(HostBackend, flat, layout, {"x": Slice((2, 5), (1, 6)), "y": None}).flats["x"].size == 15
 
 
 # -- taking hold of tensors ----------------------------------------------------------------------------------------
@@ -666,7 +668,7 @@ def test_a_tied_tensor_follows_the_one_it_is_tied_to(how: str) -> None:
     source = arrays()
     if how != "absent":
         source["z"] = source["a"] if how == "shared" else np.zeros(4, np.float32)
-    apply(HostState.attach(source, TIED), tied_writer()[1])
+    apply(WeightState.attach(HostBackend, source, TIED), tied_writer()[1])
     assert all(source[name].view(np.uint32).tolist() == [0, 1, 2, 3] for name in source if name != "b")
 
 
@@ -676,7 +678,7 @@ def test_aliases_may_share_memory_apart_from_the_tensor_they_are_tied_to() -> No
     source = arrays(y=both, z=both)
     writer = Writer(layout, {"a": np.zeros(4, np.uint32), "b": np.zeros(3, np.uint32)})
     apply(
-        HostState.attach(source, layout),
+        WeightState.attach(HostBackend, source, layout),
         writer.advance({"a": np.arange(4, dtype=np.uint32), "b": np.zeros(3, np.uint32)}),
     )
     assert both.view(np.uint32).tolist() == [0, 1, 2, 3]
@@ -685,13 +687,13 @@ def test_aliases_may_share_memory_apart_from_the_tensor_they_are_tied_to() -> No
 def test_a_tied_tensor_that_overlaps_the_one_it_is_tied_to_is_refused() -> None:
     memory = np.zeros(6, np.float32)
     with pytest.raises(StateError):
-        HostState.attach(arrays(a=memory[:4], z=memory[2:]), TIED)
+        WeightState.attach(HostBackend, arrays(a=memory[:4], z=memory[2:]), TIED)
 
 
 def test_an_anchor_makes_tied_tensors_with_memory_of_their_own_equal() -> None:
     source = arrays(a=np.full(4, 5, np.float32), z=np.full(4, 7, np.float32))
     writer = Writer(TIED, {"a": np.arange(4, dtype=np.uint32), "b": np.ones(3, np.uint32)})
-    load(HostState.attach(source, TIED), writer.anchor())
+    load(WeightState.attach(HostBackend, source, TIED), writer.anchor())
     assert source["z"].view(np.uint32).tolist() == source["a"].view(np.uint32).tolist() == [0, 1, 2, 3]
 
 
@@ -701,7 +703,7 @@ def test_two_tensors_of_the_run_in_the_same_memory_are_refused(overlap: str) -> 
     memory = np.zeros(6, np.float32)
     source = {"a": memory[:4], "b": memory[:4] if overlap == "whole" else memory[2:]}
     with pytest.raises(StateError):
-        HostState.attach(source, layout)
+        WeightState.attach(HostBackend, source, layout)
 
 
 def read_only() -> np.ndarray[Any, Any]:
@@ -728,13 +730,13 @@ def read_only() -> np.ndarray[Any, Any]:
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(name: str, source: dict[str, Any]) -> None:
     with pytest.raises(StateError, match=repr(name)) as caught:
-        HostState.attach(source, TIED)
+        WeightState.attach(HostBackend, source, TIED)
     assert caught.value.tensor == name
 
 
 def test_holds_knows_its_own_memory_again() -> None:
     source = arrays()
-    state = HostState.attach(source, TIED)
+    state = WeightState.attach(HostBackend, source, TIED)
     assert state.is_attached_to(dict(source))
     assert not state.is_attached_to({**source, "b": source["b"].copy()})
 
@@ -742,14 +744,16 @@ def test_holds_knows_its_own_memory_again() -> None:
 def test_holds_sees_that_two_tensors_changed_places() -> None:
     layout = layouts.make([TensorSpec("a", "F32", (4,)), TensorSpec("b", "F32", (4,))])
     a, b = np.zeros(4, np.float32), np.zeros(4, np.float32)
-    assert not HostState.attach({"a": a, "b": b}, layout).is_attached_to({"a": b, "b": a})
+    assert not WeightState.attach(HostBackend, {"a": a, "b": b}, layout).is_attached_to({"a": b, "b": a})
 
 
 def test_holds_does_not_mind_empty_tensors() -> None:
     torch = pytest.importorskip("torch")
     layout = layouts.make([TensorSpec("a", "F32", (4,)), TensorSpec("e", "F32", (0,)), TensorSpec("f", "F32", (0, 3))])
     source = {"a": torch.zeros(4), "e": torch.zeros(0), "f": torch.zeros(0, 3)}
-    assert HostState.attach(source, layout).is_attached_to({name: tensor.detach() for name, tensor in source.items()})
+    assert WeightState.attach(HostBackend, source, layout).is_attached_to(
+        {name: tensor.detach() for name, tensor in source.items()}
+    )
 
 
 def empty_layout() -> Layout:
@@ -768,7 +772,7 @@ def test_weights_at_odd_addresses_are_followed() -> None:
     buffer = np.zeros(601, np.uint8)
     weights: Bits = buffer[1:].view(np.uint16)
     writer = Writer(layout, {"w": weights.copy()}, "history")
-    held = HostState(layout, {"w": weights}, {})
+    held = WeightState(HostBackend(layout, {"w": weights}))
     for _ in range(2):
         apply(held, writer.advance({"w": nudge(rng, writer.state["w"], 0.3)}))
     assert np.array_equal(weights, writer.state["w"])

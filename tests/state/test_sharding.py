@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulsesync.errors import FormatError, StateError
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import (
     Placed,
     Shards,
@@ -21,6 +21,7 @@ from pulsesync.state.sharding import (
     windows_from,
     windows_to,
 )
+from pulsesync.state.weights import WeightState
 
 FULL = {
     "a": np.arange(60, dtype=np.uint16).reshape(10, 6),
@@ -78,7 +79,7 @@ def test_a_state_of_shards_holds_their_tiles_whole() -> None:
     mine = shards_of({"a": columns("a", 0, 3), "n": FULL["n"]})
     rest = shards_of({"a": columns("a", 3, 6), "s": FULL["s"]})
     layout = layout_of(told(mine, rest))
-    state = HostState(layout, {n: v.flat for n, v in mine.published.views.items()}, slices=mine.slices())
+    state = WeightState(HostBackend(layout, {n: v.flat for n, v in mine.published.views.items()}, slices=mine.slices()))
     assert all(place.whole for place in state.places.values())
     assert {layout.tiles[n].tensor.name for n in state.places} == {"a", "n"}
 
@@ -136,7 +137,7 @@ def test_names_with_pattern_signs_stand_for_themselves() -> None:
     odd = {"layers[0].*": np.zeros(3, np.uint16), "layers0.x": np.zeros(4, np.uint16)}
     mine = shards_of({"layers[0].*": odd["layers[0].*"]})
     layout = layout_of(told(shards_of(odd)))
-    state = HostState(layout, {"layers[0].*": odd["layers[0].*"]}, slices=mine.slices())
+    state = WeightState(HostBackend(layout, {"layers[0].*": odd["layers[0].*"]}, slices=mine.slices()))
     assert {layout.tiles[n].tensor.name for n in state.places} == {"layers[0].*"}
 
 

@@ -17,11 +17,13 @@ from pulsesync.format.body import Body
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import WholeBlock
 from pulsesync.kernels import spec as kernel_spec
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState, LiveState, Snapshot
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.staging import StagedBlocks
+from pulsesync.state.weights import Recount, Snapshot, WeightState
 from pulsesync.store import MemoryStore
-from pulsesync.testing.backends import host_as_device
+from tests.backends import host_as_device
 from tests.helpers import Writer, apply, copied, load, near, nudge, same
 
 LAYOUT = layouts.make(
@@ -30,21 +32,21 @@ LAYOUT = layouts.make(
 )
 
 
-class HostBackend:
+class OnHost:
     """States in host memory."""
 
-    single_write: tuple[type, str] = (HostState, "write_change")
+    single_write: tuple[type, str] = (HostBackend, "write_change")
 
-    def make(self, layout: Layout, bits: Mapping[str, Bits], tied: Bits | None = None) -> AnyState:
-        return HostState(layout, copied(bits), {} if tied is None else {"b": [tied.copy()]})
+    def make(self, layout: Layout, bits: Mapping[str, Bits], tied: Bits | None = None) -> WeightState:
+        return WeightState(HostBackend(layout, copied(bits), {} if tied is None else {"b": [tied.copy()]}))
 
-    def bits(self, state: AnyState) -> dict[str, Bits]:
+    def bits(self, state: WeightState) -> dict[str, Bits]:
         """All tensors of a state, those that are tied under their number."""
-        copies = {f"tied {n}": flat for others in state.copies.values() for n, flat in enumerate(others)}
+        copies = {f"tied {n}": flat for others in state.backend.copies.values() for n, flat in enumerate(others)}
         return copied({**state.flats, **copies})
 
 
-class DeviceBackend(HostBackend):
+class OnDevice(OnHost):
     """States on a GPU, or in Triton's interpreter."""
 
     def __init__(self, device: str) -> None:
@@ -56,22 +58,22 @@ class DeviceBackend(HostBackend):
         interpreter.mend()
         self.device, self.pairs, self.single_write = device, pairs, (PileChanges, "write")
 
-    def make(self, layout: Layout, bits: Mapping[str, Bits], tied: Bits | None = None) -> AnyState:
-        from pulsesync.device.state import DeviceState
+    def make(self, layout: Layout, bits: Mapping[str, Bits], tied: Bits | None = None) -> WeightState:
+        from pulsesync.device.state import DeviceBackend
 
         flats = self.pairs.to_flats(bits, self.device)
         copies = {} if tied is None else {"b": list(self.pairs.to_flats({"b": tied}, self.device).values())}
-        return DeviceState(layout, flats, copies)
+        return WeightState(DeviceBackend(layout, flats, copies))
 
-    def bits(self, state: AnyState) -> dict[str, Bits]:
-        copies = {f"tied {n}": flat for others in state.copies.values() for n, flat in enumerate(others)}
+    def bits(self, state: WeightState) -> dict[str, Bits]:
+        copies = {f"tied {n}": flat for others in state.backend.copies.values() for n, flat in enumerate(others)}
         return self.pairs.to_bits({**state.flats, **copies})
 
 
 class Run:
     """A writer, and a live state that follows it."""
 
-    def __init__(self, backend: HostBackend, codec: patch.CodecName = "gap", tied: bool = False) -> None:
+    def __init__(self, backend: OnHost, codec: patch.CodecName = "gap", tied: bool = False) -> None:
         rng = np.random.default_rng(1)
         first = {spec.name: near(rng, spec.dtype, (spec.size,), 4) for spec in LAYOUT.tensors}
         self.backend, self.writer, self.states = backend, Writer(LAYOUT, first, codec), [first]
@@ -93,14 +95,14 @@ class Run:
         bits = self.backend.bits(self.live)
         assert same({name: bits[name] for name in self.states[0]}, self.states[number])
         assert all(np.array_equal(flat, bits["b"]) for name, flat in bits.items() if name.startswith("tied"))
-        assert self.live.count() == self.live.sums
+        assert self.live.backend.count() == self.live.sums
         assert facts is None or self.facts == facts
 
 
 @pytest.fixture(params=["host", "device"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HostBackend:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> OnHost:
     monkeypatch.setattr(kernel_spec, "LANE_DECISIONS", 2)  # many lanes in small blocks, which the interpreter likes
-    return HostBackend() if request.param == "host" else DeviceBackend(request.getfixturevalue("device"))
+    return OnHost() if request.param == "host" else OnDevice(request.getfixturevalue("device"))
 
 
 def read(taken: Snapshot) -> dict[str, Bits]:
@@ -115,7 +117,7 @@ def read(taken: Snapshot) -> dict[str, Bits]:
 class FailingWrites:
     """Counts the single writes of commits, and has one of them fail, before it writes or after it."""
 
-    def __init__(self, backend: HostBackend, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    def __init__(self, backend: OnHost, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
         owner, name = backend.single_write
         write = getattr(owner, name)
         self.count, self.fails_at, self.writes_first = 0, -1, False
@@ -134,15 +136,15 @@ class FailingWrites:
         self.count, self.fails_at, self.writes_first = 0, at, writes_first
 
 
-def test_preparing_touches_nothing(backend: HostBackend) -> None:
+def test_preparing_touches_nothing(backend: OnHost) -> None:
     run = Run(backend, "history")
     apply(run.live, run.write())
     before = run.facts
-    run.live.prepare(*run.write())
+    PatchTransaction(run.live).prepare(*run.write())
     run.assert_at(1, before)
 
 
-def test_a_commit_is_undone_by_the_transition_that_it_returns(backend: HostBackend) -> None:
+def test_a_commit_is_undone_by_the_transition_that_it_returns(backend: OnHost) -> None:
     run = Run(backend, "history")
     apply(run.live, run.write())
     first = run.facts
@@ -155,7 +157,7 @@ def test_a_commit_is_undone_by_the_transition_that_it_returns(backend: HostBacke
     run.assert_at(2, second)
 
 
-def test_two_transitions_back_are_joined_to_one(backend: HostBackend) -> None:
+def test_two_transitions_back_are_joined_to_one(backend: OnHost) -> None:
     run = Run(backend)
     before = run.facts
     first, second = apply(run.live, run.write()), apply(run.live, run.write())
@@ -165,10 +167,10 @@ def test_two_transitions_back_are_joined_to_one(backend: HostBackend) -> None:
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_a_commit_that_fails_at_any_write_is_rolled_back(
-    backend: HostBackend, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    backend: OnHost, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(backend, tied=True)
-    prepared, before, taken = run.live.prepare(*run.write()), run.facts, run.live.snapshot()
+    prepared, before, taken = PatchTransaction(run.live).prepare(*run.write()), run.facts, run.live.snapshot()
     writes = FailingWrites(backend, monkeypatch, error)
     run.live.commit(run.live.commit(prepared))
     commits = writes.count // 2
@@ -186,16 +188,16 @@ def test_a_commit_that_fails_at_any_write_is_rolled_back(
 
 
 def test_a_commit_that_fails_after_its_last_write_is_rolled_back(
-    backend: HostBackend, monkeypatch: pytest.MonkeyPatch
+    backend: OnHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(backend)
-    prepared, before, taken = run.live.prepare(*run.write()), run.facts, run.live.snapshot()
+    prepared, before, taken = PatchTransaction(run.live).prepare(*run.write()), run.facts, run.live.snapshot()
 
     def fail(*_: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(run.live), "compose", fail)  # what keeps the snapshot readable
+        patched.setattr(type(run.live.backend), "compose", fail)  # what keeps the snapshot readable
         with pytest.raises(MemoryError):
             run.live.commit(prepared)
     run.assert_at(0, before)
@@ -204,7 +206,7 @@ def test_a_commit_that_fails_after_its_last_write_is_rolled_back(
     run.assert_at(1)
 
 
-def test_a_snapshot_stays_readable_while_versions_are_committed_and_undone(backend: HostBackend) -> None:
+def test_a_snapshot_stays_readable_while_versions_are_committed_and_undone(backend: OnHost) -> None:
     run = Run(backend)
     first = run.live.snapshot()
     apply(run.live, run.write())
@@ -219,22 +221,22 @@ def test_a_snapshot_stays_readable_while_versions_are_committed_and_undone(backe
     assert first.sums == Writer(LAYOUT, run.states[0]).sums
 
 
-def test_a_patch_for_another_state_is_refused(backend: HostBackend) -> None:
+def test_a_patch_for_another_state_is_refused(backend: OnHost) -> None:
     run = Run(backend)
     first, second = run.write(), run.write()
     before = run.facts
     with pytest.raises(BaseMismatchError):
-        run.live.prepare(*second)
+        PatchTransaction(run.live).prepare(*second)
     with pytest.raises(BaseMismatchError, match="has the layout 000000000000, and the local weights have"):
-        run.live.prepare(replace(first[0], layout="00" * 32), first[1])
+        PatchTransaction(run.live).prepare(replace(first[0], layout="00" * 32), first[1])
     run.assert_at(0, before)
     apply(run.live, first)
     with pytest.raises(BaseMismatchError):
-        run.live.prepare(*first)
+        PatchTransaction(run.live).prepare(*first)
     run.assert_at(1)
 
 
-def test_a_patch_that_leads_to_other_weights_is_refused(backend: HostBackend) -> None:
+def test_a_patch_that_leads_to_other_weights_is_refused(backend: OnHost) -> None:
     """The writer's weights are not the local ones, though the digest that it says it starts from is."""
     run = Run(backend)
     other, before = copied(run.states[0]), run.facts
@@ -242,37 +244,37 @@ def test_a_patch_that_leads_to_other_weights_is_refused(backend: HostBackend) ->
     part = patch.encode(LAYOUT, LAYOUT.tiles, other, run.states[0], run.writer.sums, codec="gap")
     record = run.writer._manifest(run.writer.mark().base, [part], 1)
     with pytest.raises(VerificationError, match="decoded tensor 'c' differs"):
-        run.live.prepare(record, [bytes(part.data)])
+        PatchTransaction(run.live).prepare(record, [bytes(part.data)])
     run.assert_at(0, before)
 
 
 @pytest.mark.parametrize("field", ["digest", "history"])
-def test_a_patch_that_promises_another_digest_is_refused(backend: HostBackend, field: str) -> None:
+def test_a_patch_that_promises_another_digest_is_refused(backend: OnHost, field: str) -> None:
     run = Run(backend, "history")
     (record, parts), before = run.write(), run.facts
     other = replace(record, digest="00" * 32) if field == "digest" else replace(record, history="00" * 32)
     with pytest.raises(VerificationError, match="differ"):
-        run.live.prepare(other, parts)
+        PatchTransaction(run.live).prepare(other, parts)
     run.assert_at(0, before)
 
 
-def test_two_parts_that_change_the_same_tile_are_refused(backend: HostBackend) -> None:
+def test_two_parts_that_change_the_same_tile_are_refused(backend: OnHost) -> None:
     run = Run(backend)
     record, parts = run.write()
     with pytest.raises(FormatError, match="two parts"):
-        run.live.prepare(replace(record, parts=record.parts * 2), parts * 2)
+        PatchTransaction(run.live).prepare(replace(record, parts=record.parts * 2), parts * 2)
     run.assert_at(0)
 
 
 def test_an_anchor_that_cannot_be_written_to_the_end_leaves_torn_weights(
-    backend: HostBackend, monkeypatch: pytest.MonkeyPatch
+    backend: OnHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(backend)
     run.write()
     record, parts = run.writer.anchor(pieces=2)
     bodies = [Body.of(data, LAYOUT, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
     staged, decode, calls = StagedBlocks(), WholeBlock.decode, []
-    sums = run.live.check_whole(record, bodies, staged)
+    sums = AnchorLoader(run.live).check_whole(record, bodies, staged)
 
     def fail(*args: Any) -> Bits:
         calls.append(args)
@@ -283,7 +285,7 @@ def test_an_anchor_that_cannot_be_written_to_the_end_leaves_torn_weights(
     with monkeypatch.context() as patched:
         patched.setattr(WholeBlock, "decode", fail)
         with pytest.raises(MemoryError):
-            run.live.load_whole(staged, sums)
+            AnchorLoader(run.live).load_whole(staged, sums)
     staged.close()
     torn = run.live.torn
     load(run.live, (record, parts))
@@ -291,41 +293,41 @@ def test_an_anchor_that_cannot_be_written_to_the_end_leaves_torn_weights(
     run.assert_at(1)
 
 
-def test_only_blocks_of_an_anchor_that_differ_from_the_weights_are_staged_and_written(backend: HostBackend) -> None:
+def test_only_blocks_of_an_anchor_that_differ_from_the_weights_are_staged_and_written(backend: OnHost) -> None:
     run = Run(backend, tied=True)
     record, parts = run.writer.anchor(pieces=2)
     bodies = [Body.of(data, LAYOUT, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
-    for damaged in (run.live.flats["a"], run.live.copies["b"][0]):
+    for damaged in (run.live.flats["a"], run.live.backend.copies["b"][0]):
         damaged[7] ^= 1
     with StagedBlocks() as staged:
-        sums = run.live.check_whole(record, bodies, staged)
+        sums = AnchorLoader(run.live).check_whole(record, bodies, staged)
         assert {block.tile.tensor.name for block in staged.blocks} == {"a", "b"}
-        run.live.load_whole(staged, sums)
-    assert run.live.recount() == record.digest
+        AnchorLoader(run.live).load_whole(staged, sums)
+    assert Recount(run.live).digest() == record.digest
     run.assert_at(0)
 
 
 @pytest.mark.usefixtures("no_spare_memory")
 def test_weights_that_changed_on_disk_after_they_were_checked_are_not_taken_for_a_version(
-    backend: HostBackend,
+    backend: OnHost,
 ) -> None:
     run = Run(backend)
     run.write()
     record, parts = run.writer.anchor()
     bodies = [Body.of(data, LAYOUT, ref.id) for ref, data in zip(record.parts, parts, strict=True)]
     with StagedBlocks() as staged:
-        sums = run.live.check_whole(record, bodies, staged)
+        sums = AnchorLoader(run.live).check_whole(record, bodies, staged)
         assert staged._file is not None
         (byte,) = os.pread(staged._file.fileno(), 1, 0)
         os.pwrite(staged._file.fileno(), bytes([byte ^ 1]), 0)
         with pytest.raises(VerificationError, match="weights in a temporary file"):
-            run.live.load_whole(staged, sums)
+            AnchorLoader(run.live).load_whole(staged, sums)
     assert run.live.torn
     load(run.live, (record, parts))
     run.assert_at(1)
 
 
-def test_an_anchor_that_is_not_its_version_is_refused(backend: HostBackend) -> None:
+def test_an_anchor_that_is_not_its_version_is_refused(backend: OnHost) -> None:
     run = Run(backend)
     before = run.facts
     target = {name: nudge(np.random.default_rng(9), bits, 0.4) for name, bits in run.states[0].items()}
@@ -333,28 +335,28 @@ def test_an_anchor_that_is_not_its_version_is_refused(backend: HostBackend) -> N
     _, others = run.writer.anchor(pieces=2)
     bodies = [Body.of(data, LAYOUT) for data in others]
     with pytest.raises(VerificationError, match="decoded anchor differs from the manifest"):
-        run.live.check_whole(record, bodies)
+        AnchorLoader(run.live).check_whole(record, bodies)
     run.assert_at(0, before)
 
 
 @pytest.mark.parametrize("where", ["flat", "copy"])
-def test_a_write_by_another_program_is_found_and_its_tensor_named(backend: HostBackend, where: str) -> None:
+def test_a_write_by_another_program_is_found_and_its_tensor_named(backend: OnHost, where: str) -> None:
     run = Run(backend, tied=True)
-    assert run.live.find_damage() is None
-    assert run.live.find_damaged() == []
-    (run.live.flats["b"] if where == "flat" else run.live.copies["b"][0])[7] ^= 1
-    damaged = run.live.find_damage()
+    assert Recount(run.live).find_damage() is None
+    assert Recount(run.live).find_damaged() == []
+    (run.live.flats["b"] if where == "flat" else run.live.backend.copies["b"][0])[7] ^= 1
+    damaged = Recount(run.live).find_damage()
     assert damaged is not None
     assert damaged.tensor.name == "b"
-    assert run.live.find_damaged() == ["b"]
+    assert Recount(run.live).find_damaged() == ["b"]
     with pytest.raises(VerificationError, match="'b'"):
-        run.live.recount()
+        Recount(run.live).digest()
 
 
 @pytest.fixture
-def worker(backend: HostBackend) -> Iterator[dict[str, Any]]:
+def worker(backend: OnHost) -> Iterator[dict[str, Any]]:
     """Tensors of a worker: those of the device are torch's."""
-    if isinstance(backend, DeviceBackend):
+    if isinstance(backend, OnDevice):
         import torch
 
         with host_as_device():
@@ -377,16 +379,16 @@ def test_several_versions_of_one_sync_are_as_few_commits_as_the_state_allows_and
             publisher.publish(weights)
     subscriber = Subscriber(store)
     subscriber.sync(worker, version=0)
-    first, commit, commits = subscriber.state and subscriber.state.digest, LiveState.commit, []
+    first, commit, commits = subscriber.state and subscriber.state.digest, WeightState.commit, []
 
-    def counted(state: AnyState, transition: Any) -> Any:
+    def counted(state: WeightState, transition: Any) -> Any:
         commits.append(transition)
         return commit(state, transition)
 
-    monkeypatch.setattr(LiveState, "commit", counted)
+    monkeypatch.setattr(WeightState, "commit", counted)
     report = subscriber.sync(worker)
     assert subscriber.state is not None
-    assert (report.path, len(commits)) == (("patch",) * 3, 1 if subscriber.state.overlays else 3)
+    assert (report.path, len(commits)) == (("patch",) * 3, 1 if subscriber.state.backend.overlays else 3)
     commits.clear()
     assert subscriber.sync(worker, version=0).path == ("undo",)
     assert len(commits) == 1

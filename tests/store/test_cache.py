@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -555,19 +556,23 @@ def test_a_process_killed_while_it_fetches_does_not_hold_up_the_others(tmp_path:
 
 
 def test_a_process_that_is_stopped_while_it_fetches_does_not_hold_up_the_others(
-    upstream: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    upstream: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pulsesync.store.host_lock.PATIENCE_S", 0.3)
     with fetching(tmp_path, 60) as stuck:
         stuck.send_signal(signal.SIGSTOP)
         begin = time.monotonic()
-        assert CachedStore(upstream, tmp_path, patience_s=0.3).get("parts/a") == LARGE
+        assert CachedStore(upstream, tmp_path).get("parts/a") == LARGE
         assert 0.3 <= time.monotonic() - begin < 5
     assert "makes no progress" in caplog.text
 
 
-def test_a_process_that_fetches_slowly_and_is_alive_is_waited_for(upstream: Counting, tmp_path: Path) -> None:
+def test_a_process_that_fetches_slowly_and_is_alive_is_waited_for(
+    upstream: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulsesync.store.host_lock.PATIENCE_S", 0.8)
     with fetching(tmp_path, 1.0):  # longer than the patience: a sign of life comes twenty times a second
-        assert CachedStore(upstream, tmp_path, patience_s=0.8).get("parts/a") == b"1"
+        assert CachedStore(upstream, tmp_path).get("parts/a") == b"1"
     assert upstream.gets == []
 
 
@@ -623,8 +628,9 @@ def test_there_is_a_limit_unless_there_is_to_be_none() -> None:
     assert CachedStore(MemoryStore(), "cache").max_bytes == 1 << 34
 
 
-def test_listings_and_creations_are_the_store_s_own(tmp_path: Path) -> None:
-    store: Store = CachedStore(MemoryStore(clock=lambda: 7.0), tmp_path)
+def test_listings_and_creations_are_the_store_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulsesync.store.memory.time", SimpleNamespace(time=lambda: 7.0))
+    store: Store = CachedStore(MemoryStore(), tmp_path)
     store.create("parts/a", b"1")
     assert list(store.list("parts/")) == [ObjectEntry("parts/a", 1, 7.0)]
 

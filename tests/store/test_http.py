@@ -567,11 +567,12 @@ def test_a_listing_that_does_not_end_is_given_up_by_entries_bytes_and_time(monke
             assert len(place.requests) == 10
     monkeypatch.setattr("pulsesync.store.http.ENDLESS_TIMEOUTS", 2)
     attempts: list[float] = []
+    monkeypatch.setattr("pulsesync.store.retry.sleep", attempts.append)
     with (
         asking(endless, timeout_s=0.25, min_bytes_per_s=1) as (store, place),
         pytest.raises(LimitError, match=r"within the limit of 0\.5 s"),
     ):
-        list(RetryStore(store, sleep=attempts.append).list("parts/"))
+        list(RetryStore(store).list("parts/"))
     assert attempts == []  # it is not tried again
 
 

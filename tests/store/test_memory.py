@@ -1,6 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 
-from pulsesync.store import MemoryStore, open_store
+from pulsesync.store import MemoryStore, memory, open_store
 from pulsesync.testing.stores import StoreTests
 
 
@@ -10,11 +12,11 @@ class TestMemoryStore(StoreTests):
         return MemoryStore()
 
 
-def test_objects_are_dated_by_the_clock_given() -> None:
-    now = 100.0
-    store = MemoryStore(clock=lambda: now)
+def test_objects_are_dated_when_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    monkeypatch.setattr(memory, "time", SimpleNamespace(time=lambda: 100.0))
     store.put("x/a", b"")
-    now = 200.0
+    monkeypatch.setattr(memory, "time", SimpleNamespace(time=lambda: 200.0))
     store.create("x/b", b"")
     assert [entry.modified_s for entry in store.list("x/")] == [100.0, 200.0]
 

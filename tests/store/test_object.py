@@ -313,6 +313,7 @@ def test_a_listing_whose_pages_do_not_end_is_given_up_by_entries_and_by_time(mon
         store_at(endpoint).list("parts/")
     monkeypatch.setattr("pulsesync.store.object._LISTING_S", 0.3)
     attempts: list[float] = []
+    monkeypatch.setattr("pulsesync.store.retry.sleep", attempts.append)
     with broken_server(pages(0)) as endpoint, pytest.raises(LimitError, match=r"limit of 0\.3 s"):
-        list(RetryStore(store_at(endpoint), sleep=attempts.append).list("parts/"))
+        list(RetryStore(store_at(endpoint)).list("parts/"))
     assert attempts == []  # it is not tried again

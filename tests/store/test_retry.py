@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 
 from pulsesync.errors import ConflictError, LimitError, NotFoundError, StoreError
-from pulsesync.store import MemoryStore, ObjectEntry, RetryStore, Store
+from pulsesync.store import MemoryStore, ObjectEntry, RetryStore, retry
 from pulsesync.testing.faults import FaultyStore
 from pulsesync.testing.stores import StoreTests
 
@@ -18,9 +18,10 @@ class TestRetryStore(StoreTests):
 
 class TestRetryStoreOverAFaultyOne(StoreTests):
     @pytest.fixture
-    def store(self) -> RetryStore:
-        faulty = FaultyStore(MemoryStore(), random.Random(3), lost=0.2, unanswered=0.2, doubled=0.2)
-        return RetryStore(faulty, attempts=30, sleep=lambda _: None)
+    def store(self, monkeypatch: pytest.MonkeyPatch) -> RetryStore:
+        monkeypatch.setattr(retry, "ATTEMPTS", 30)
+        monkeypatch.setattr(retry, "sleep", lambda _: None)
+        return RetryStore(FaultyStore(MemoryStore(), random.Random(3), lost=0.2, unanswered=0.2, doubled=0.2))
 
 
 class Failing(MemoryStore):
@@ -48,72 +49,79 @@ class Failing(MemoryStore):
             raise self.error("on purpose", key=key, retryable=self.error is StoreError)
 
 
-def retried(store: Store, waits: list[float], **options: float) -> RetryStore:
-    return RetryStore(store, sleep=waits.append, random=lambda: 1.0, **options)  # type: ignore[arg-type]
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What was waited, always for as long as it may be."""
+    waited: list[float] = []
+    monkeypatch.setattr(retry, "sleep", waited.append)
+    monkeypatch.setattr(retry, "random", lambda: 1.0)
+    return waited
 
 
-def test_waits_double_up_to_the_longest() -> None:
-    waits: list[float] = []
-    store = Failing(6)
+def test_waits_double_up_to_the_longest(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "ATTEMPTS", 9)
+    store = Failing(8)
     store.put("a", b"1")
-    assert retried(store, waits, attempts=7, first_wait_s=0.5, longest_wait_s=3.0).get("a") == b"1"
-    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0, 3.0]
+    assert RetryStore(store).get("a") == b"1"
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 
 
-def test_waits_are_spread_from_nothing_to_all_of_it() -> None:
-    waits: list[float] = []
+def test_waits_are_spread_from_nothing_to_all_of_it(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     draws = iter([0.0, 0.25, 0.75])
+    monkeypatch.setattr(retry, "random", lambda: next(draws))
     store = Failing(3)
     store.put("a", b"1")
-    RetryStore(store, first_wait_s=1.0, sleep=waits.append, random=lambda: next(draws)).get("a")
-    assert waits == [0.0, 0.5, 3.0]
+    RetryStore(store).get("a")
+    assert waits == pytest.approx([0.0, 0.05, 0.3])
 
 
-def test_after_the_last_attempt_its_error_is_raised() -> None:
-    waits: list[float] = []
+def test_after_the_last_attempt_its_error_is_raised(waits: list[float]) -> None:
     store = Failing(99)
     with pytest.raises(StoreError, match="on purpose"):
-        retried(store, waits, attempts=4).get("a")
-    assert (store.calls, len(waits)) == (4, 3)
+        RetryStore(store).get("a")
+    assert (store.calls, len(waits)) == (5, 4)
 
 
 @pytest.mark.parametrize("error", [NotFoundError, ConflictError])
-def test_what_will_not_change_is_not_tried_again(error: type[StoreError]) -> None:
-    waits: list[float] = []
+def test_what_will_not_change_is_not_tried_again(error: type[StoreError], waits: list[float]) -> None:
     store = Failing(1, error=error)
     with pytest.raises(error):
-        retried(store, waits).get("a")
+        RetryStore(store).get("a")
     assert (store.calls, waits) == (1, [])
 
 
+@pytest.mark.usefixtures("waits")
 def test_a_create_that_arrived_without_an_answer_succeeds() -> None:
     store = Failing(1, after=True)
-    retried(store, []).create("manifests/0", b"mine")
+    RetryStore(store).create("manifests/0", b"mine")
     assert store.get("manifests/0") == b"mine"
 
 
+@pytest.mark.usefixtures("waits")
 def test_a_create_that_somebody_else_won_meanwhile_is_a_conflict() -> None:
     store = Failing(1)
     MemoryStore.create(store, "manifests/0", b"theirs")
     with pytest.raises(ConflictError):
-        retried(store, []).create("manifests/0", b"mine")
+        RetryStore(store).create("manifests/0", b"mine")
 
 
+@pytest.mark.usefixtures("waits")
 @pytest.mark.parametrize("theirs", [b"min", b"mine and more"])
 def test_an_object_that_only_begins_the_same_is_a_conflict(theirs: bytes) -> None:
     store = Failing(1)
     MemoryStore.create(store, "manifests/0", theirs)
     with pytest.raises(ConflictError):
-        retried(store, []).create("manifests/0", b"mine")
+        RetryStore(store).create("manifests/0", b"mine")
 
 
 def test_the_same_bytes_by_somebody_else_are_a_conflict_at_the_first_attempt() -> None:
     store = MemoryStore()
     store.create("manifests/0", b"mine")
     with pytest.raises(ConflictError):
-        retried(store, []).create("manifests/0", b"mine")
+        RetryStore(store).create("manifests/0", b"mine")
 
 
+@pytest.mark.usefixtures("waits")
 def test_an_object_that_came_and_went_is_a_conflict() -> None:
     class Vanishing(Failing):
         def create(self, key: str, data: bytes) -> None:
@@ -121,16 +129,11 @@ def test_an_object_that_came_and_went_is_a_conflict() -> None:
             raise ConflictError("there it was", key=key)
 
     with pytest.raises(ConflictError):
-        retried(Vanishing(1), []).create("manifests/0", b"mine")
-
-
-def test_at_least_one_attempt_is_made() -> None:
-    with pytest.raises(ValueError, match="attempts"):
-        RetryStore(MemoryStore(), attempts=0)
+        RetryStore(Vanishing(1)).create("manifests/0", b"mine")
 
 
 def test_a_listing_that_breaks_off_continues_after_the_last_key_and_does_not_grow_without_end(
-    monkeypatch: pytest.MonkeyPatch,
+    waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Breaking(MemoryStore):
         """Each listing breaks off after three more objects than the one before."""
@@ -142,17 +145,17 @@ def test_a_listing_that_breaks_off_continues_after_the_last_key_and_does_not_gro
             yield from islice(super().list(prefix), 3 * self.listings)
             raise StoreError("on purpose", key=prefix, retryable=self.listings < 4)
 
-    store, waits = Breaking(), list[float]()
+    store = Breaking()
     for i in range(20):
         store.put(f"parts/{i:02d}", b"")
     with pytest.raises(StoreError, match="on purpose"):
-        list(retried(store, waits).list("parts/"))
+        list(RetryStore(store).list("parts/"))
     assert len(waits) == 3
     store.listings = 0
-    entries = retried(store, waits).list("parts/")
+    entries = RetryStore(store).list("parts/")
     assert [next(entries).key for _ in range(12)] == [f"parts/{i:02d}" for i in range(12)]
     assert store.listings == 4
     monkeypatch.setattr("pulsesync.store.retry.MAX_ENTRIES", 7)
     store.listings = 0
     with pytest.raises(LimitError, match="more than 7 objects"):
-        list(retried(store, waits).list("parts/"))
+        list(RetryStore(store).list("parts/"))

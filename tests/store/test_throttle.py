@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from pulsesync.store import MemoryStore, ThrottledStore
+from pulsesync.store import MemoryStore, ThrottledStore, throttle
 from pulsesync.testing.stores import StoreTests, in_threads
 
 
@@ -18,20 +18,22 @@ class Time:
     def __init__(self) -> None:
         self.now = 1000.0
 
-    def clock(self) -> float:
+    def perf_counter(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
 
-def throttled(bytes_per_s: float, latency_s: float = 0.0) -> tuple[ThrottledStore, Time]:
-    time = Time()
-    return ThrottledStore(MemoryStore(), bytes_per_s, latency_s, clock=time.clock, sleep=time.sleep), time
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    found = Time()
+    monkeypatch.setattr(throttle, "time", found)
+    return found
 
 
-def test_reads_and_writes_take_their_time() -> None:
-    store, time = throttled(100.0)
+def test_reads_and_writes_take_their_time(time: Time) -> None:
+    store = ThrottledStore(MemoryStore(), 100.0)
     store.put("a", bytes(200))
     assert time.now == 1002.0
     store.get("a")
@@ -42,16 +44,16 @@ def test_reads_and_writes_take_their_time() -> None:
     assert time.now == 1005.5
 
 
-def test_an_idle_link_saves_nothing_up() -> None:
-    store, time = throttled(100.0)
+def test_an_idle_link_saves_nothing_up(time: Time) -> None:
+    store = ThrottledStore(MemoryStore(), 100.0)
     store.put("a", bytes(100))
     time.now += 60.0
     store.put("a", bytes(100))
     assert time.now == 1062.0
 
 
-def test_every_call_has_the_latency() -> None:
-    store, time = throttled(100.0, latency_s=0.25)
+def test_every_call_has_the_latency(time: Time) -> None:
+    store = ThrottledStore(MemoryStore(), 100.0, latency_s=0.25)
     store.put("x/a", bytes(100))
     assert time.now == 1001.25
     list(store.list("x/"))
@@ -59,7 +61,7 @@ def test_every_call_has_the_latency() -> None:
     assert time.now == 1001.75
 
 
-def test_threads_share_the_link() -> None:
+def test_threads_share_the_link(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     lock = threading.Lock()
 
@@ -67,7 +69,8 @@ def test_threads_share_the_link() -> None:
         with lock:
             waits.append(seconds)
 
-    store = ThrottledStore(MemoryStore(), 100.0, clock=lambda: 0.0, sleep=sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
+    store = ThrottledStore(MemoryStore(), 100.0)
     in_threads(8, lambda name: store.put(f"x/{name}", bytes(100)))
     assert sorted(waits) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
 

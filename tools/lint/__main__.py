@@ -1,10 +1,10 @@
-"""`python -m tools.lint` checks what no type checker knows: words, pages, layout, public names, monitoring."""
+"""`python -m tools.lint` checks what no type checker knows: words, pages, layout, names, monitoring."""
 
 import sys
 
-from tools.lint import arguments, layout, monitoring, pages, public_names, words
+from tools.lint import arguments, layout, monitoring, pages, privacy, public_names, words
 
-CHECKS = [arguments, layout, monitoring, pages, public_names, words]
+CHECKS = [arguments, layout, monitoring, pages, privacy, public_names, words]
 
 
 def main() -> int:

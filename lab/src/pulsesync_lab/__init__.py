@@ -3,4 +3,4 @@
 A distribution of its own, `pulsesync-lab`, of the same version as the pulsesync that it needs.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

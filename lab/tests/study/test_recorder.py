@@ -13,12 +13,12 @@ import torch
 from lab.tests.study import oracle
 from pulsesync.errors import FormatError, PulseError, StateError
 from pulsesync.state.sharding import Placed
-from pulsesync.testing.backends import use_kernels
 from pulsesync_lab.study import Recorder, Recording
 from pulsesync_lab.study.measure import choosing, counting_torch
 from pulsesync_lab.study.measure.buffers import TorchBuffers
 from pulsesync_lab.study.measure.holdings import FLOATS
 from pulsesync_lab.study.recording import Step
+from tests.backends import use_kernels
 from tests.forked import Forked
 from tests.processes import Fleet, fleet, group
 from tests.tiers import slow

@@ -48,7 +48,7 @@ def _units_each(bits: Bits) -> int:
     return max(bits.itemsize // 2, 1)
 
 
-def count_tile(tile: Tile, flat: Bits, threads: int | None = None) -> Sum:
+def count_tile(tile: Tile, flat: Bits) -> Sum:
     """Count the digest of a tile that is not a bundle from all its weights; flat is the whole tensor."""
     assert not tile.pieces
     some = max(_RUN // _units_each(flat), 1)
@@ -56,7 +56,7 @@ def count_tile(tile: Tile, flat: Bits, threads: int | None = None) -> Sum:
     def part(first: int) -> Sum:
         return _count(flat, first, min(some, tile.size - first), tile.piece_table, in_place=True)
 
-    return sum_up(spread(part, range(0, tile.size, some), threads))
+    return sum_up(spread(part, range(0, tile.size, some)))
 
 
 def count_block(tile: Tile, number: int, bits: Bits) -> Sum:

@@ -22,7 +22,7 @@ from collections import deque
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, Self
 
-from pulsesync.core.arguments import shown, whole
+from pulsesync.core.arguments import shown
 from pulsesync.core.location import without_credentials
 from pulsesync.core.threads import SignalSafeFlag
 
@@ -268,11 +268,10 @@ class Listening:
     only if it found none for `REST_S` seconds, and by `flush` and `close`.
     """
 
-    def __init__(self, listener: Listener, queued: int) -> None:
+    def __init__(self, listener: Listener) -> None:
         self._listener = listener
         # For the log. Not its repr, which may wait for a lock that the listener holds, raise, or print a model.
         self._name = str(getattr(listener, "__qualname__", type(listener).__qualname__))
-        self._limit = queued
         self._events: deque[Event | threading.Event] = deque()  # append and popleft are atomic: no lock
         self._woken = SignalSafeFlag()
         self._rests = False  # whether the thread waits without end
@@ -282,8 +281,9 @@ class Listening:
         self._thread = threading.Thread(target=self._run, name="pulse-events", daemon=True)
         self._thread.start()
 
-    def _offer(self, event: Event) -> None:
-        if len(self._events) < self._limit:
+    def receive(self, event: Event) -> None:
+        """Queue an event for the listener, or count it as dropped. It neither waits nor raises."""
+        if len(self._events) < QUEUED:
             self._events.append(event)
             if self._rests:
                 self._woken.set()
@@ -345,18 +345,17 @@ _listening: tuple[Listening, ...] = ()  # replaced, never changed, so that emit 
 _lock = threading.Lock()
 
 
-def listen(listener: Listener, *, queued: int = QUEUED) -> Listening:
+def listen(listener: Listener) -> Listening:
     """Deliver every event of this process to a listener from now on, until the returned object is closed.
 
     Args:
-        listener: Called with each event, on a thread of its own.
-        queued: How many events may wait for it. Later ones are dropped; `Listening.dropped` counts them.
+        listener: Called with each event, on a thread of its own. While 1,024 events wait for it, later ones are
+            dropped; `Listening.dropped` counts them.
     """
     global _listening
-    queued = whole("queued", queued, 1, what="a number of events")
     if not callable(listener):
         raise TypeError(f"listener must be a function that is called with each event; got {shown(listener)}")
-    added = Listening(listener, queued)
+    added = Listening(listener)
     with _lock:
         _listening = (*_listening, added)
     return added
@@ -365,7 +364,7 @@ def listen(listener: Listener, *, queued: int = QUEUED) -> Listening:
 def emit(event: Event) -> None:
     """Deliver an event to all listeners. It neither waits nor raises."""
     for one in _listening:
-        one._offer(event)
+        one.receive(event)
 
 
 def has_listeners() -> bool:

@@ -33,16 +33,17 @@ from pulsesync.device.memory import (
 from pulsesync.device.parts import encode_changes
 from pulsesync.device.pile import Pile, PileAddresses, make_piles, place_of, rectangle
 from pulsesync.device.source import DeviceSource, SourceReader
-from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.device.streamed import BaseStream
 from pulsesync.device.tracked import DeviceHistory
 from pulsesync.errors import StateError
 from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName, EncodedPart
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.backend import Transition
 from pulsesync.state.sharding import Shards, TileShare
 from pulsesync.state.slices import Window
 from pulsesync.state.views import CASTS
+from pulsesync.state.weights import WeightState
 
 
 class DeviceBaseline:
@@ -59,12 +60,12 @@ class DeviceBaseline:
         self._reader = SourceReader(device)
         self._base_stream = BaseStream(device)
         self._over: ThreadPoint | None = None  # the end of the last comparison in a thread
-        self._pairs: tuple[TileShare, DeviceState, Mapping[str, str], Sequence[PilePair]] | None = None
+        self._pairs: tuple[TileShare, DeviceBackend, Mapping[str, str], Sequence[PilePair]] | None = None
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         return self._reader.read(source, cast)
 
-    def copy(self, share: TileShare, shards: Shards) -> AnyState:
+    def copy(self, share: TileShare, shards: Shards) -> WeightState:
         flats, workers = {}, {}
         for name, window in share.tensors.items():
             if name in share.windows:
@@ -78,7 +79,12 @@ class DeviceBaseline:
             with on(pile.device):
                 for name, run in _bundles(pile, tensors).items():
                     flats[name], workers[name] = self._own(run), pile.device
-        return DeviceState(share.layout, flats, places=share.copy_places, device=self.device, workers=workers)
+        return WeightState(self._backend(share, flats, workers))
+
+    def _backend(
+        self, share: TileShare, flats: Mapping[str, torch.Tensor], workers: Mapping[str, torch.device]
+    ) -> DeviceBackend:
+        return DeviceBackend(share.layout, flats, places=share.copy_places, device=self.device, workers=workers)
 
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
         """A flat copy of weights in the memory of the base."""
@@ -100,29 +106,29 @@ class DeviceBaseline:
             out[name] = self._clone(_weights_in(window, shards)).view(dtype).view(window.local.shape)
         return out
 
-    def adopt(self, share: TileShare, state: AnyState) -> AnyState:
+    def adopt(self, share: TileShare, state: WeightState) -> WeightState:
         if share.whole and self.keep == "device" and not share.layout.bundles:
             return state
         flats: dict[str, Any] = {name: flat for name, flat in state.flats.items() if name in share.tensors}
-        if isinstance(state, DeviceState):  # a state of the host, if the share has no tiles
-            for pile in state.piles:
+        if isinstance(state.backend, DeviceBackend):  # in host memory, if the share has no tiles
+            for pile in state.backend.piles:
                 with on(pile.device):
-                    flats |= _bundles(pile, state.tensors)
+                    flats |= _bundles(pile, state.backend.tensors)
         workers = {name: worker_of(flat, self.device) for name, flat in flats.items()}
         if self.keep == "host":
             flats = {name: self._own(flat) for name, flat in flats.items()}
-        kept = DeviceState(share.layout, flats, places=share.copy_places, device=self.device, workers=workers)
-        kept.history = kept.to_backend(state.history)
+        kept = WeightState(self._backend(share, flats, workers))
+        kept.history = kept.backend.load_history(state.history)
         return kept
 
     def compare(
-        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference":
-        assert isinstance(state, DeviceState)
+        base = backend_of(state)
         self.wait()
-        pairs, stream = self._pairs_of(share, state, shards.published.dtypes), self._stream_of(state)
-        found = self._find(pairs, state, stream, shards.published, lambda one, new: find_at_once(one, new, state))
-        state.readers.append(found.found)
+        pairs, stream = self._pairs_of(share, base, shards.published.dtypes), self._stream_of(base)
+        found = self._find(pairs, state, stream, shards.published, lambda one, new: find_at_once(one, new, base))
+        base.readers.append(found.found)
         if self._reader.in_host_memory:  # the caller may write host memory at once: no stream delays that
             found.found.wait()
         return found
@@ -132,24 +138,24 @@ class DeviceBaseline:
             self._over.wait()
 
     def compare_later(
-        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "DeviceDifference | LaterDifference":
         """Compare in a thread with a base in host memory, which is copied over the bus piece by piece.
 
         A source on several devices is compared at once.
         """
-        assert isinstance(state, DeviceState)
-        if self.keep != "host" or len(state.devices) > 1:
+        base = backend_of(state)
+        if self.keep != "host" or len(base.devices) > 1:
             return self.compare(share, state, shards, codec, last)
         self.wait()  # there are two buffers for the base
-        pairs, stream = self._pairs_of(share, state, shards.published.dtypes), self._stream_of(state)
+        pairs, stream = self._pairs_of(share, base, shards.published.dtypes), self._stream_of(base)
         source = shards.published.detached()
         launched, written = StreamPoint(self.device), source.written
 
         def compare() -> DeviceDifference:
             with on(self.device), self._base_stream.after(launched):
                 pieces = [piece for pair in pairs for one in pair.alike for piece in one.pieces]
-                arriving = self._base_stream.buffered(pieces, state.tensors)
+                arriving = self._base_stream.buffered(pieces, base.tensors)
                 found = self._find(pairs, state, stream, source, lambda one, new: find_in_pieces(one, new, arriving))
             if source.written != written:
                 raise StateError(
@@ -162,7 +168,7 @@ class DeviceBaseline:
         later = LaterDifference(compare)
         try:
             self._over = later.over
-            state.readers.append(later.over)
+            base.readers.append(later.over)
             start(later.run)
         except BaseException as e:  # so that no caller waits for a thread that was never started
             later.run()
@@ -170,39 +176,39 @@ class DeviceBaseline:
                 raise
         return later
 
-    def _stream_of(self, state: DeviceState) -> DeviceStream:
+    def _stream_of(self, base: DeviceBackend) -> DeviceStream:
         """The stream in which a base is read and written, on all its devices."""
         if self._stream is None:
-            self._stream = DeviceStream(*state.devices)
-        state.stream = self._stream
+            self._stream = DeviceStream(*base.devices)
+        base.stream = self._stream
         return self._stream
 
     def _find(
         self,
         pairs: "Sequence[PilePair]",
-        state: DeviceState,
+        state: WeightState,
         stream: DeviceStream,
         source: DeviceSource,
         find: "Callable[[AlikeTiles, PileAddresses], PileChanges]",
     ) -> "DeviceDifference":
         """Launch the comparison of all piles in the current streams."""
-        runs = []
-        meet(state.devices)
+        runs, devices = [], backend_of(state).devices
+        meet(devices)
         for pair in pairs:
             with on(pair.here.device):
                 run = compare_pile(pair, source, find)
             if run.count:
                 runs.append(run)
-        meet(state.devices)
-        return DeviceDifference(state, stream, runs, StreamPoint(*state.devices))
+        meet(devices)
+        return DeviceDifference(state, stream, runs, StreamPoint(*devices))
 
-    def _pairs_of(self, share: TileShare, state: DeviceState, dtypes: Mapping[str, str]) -> "Sequence[PilePair]":
+    def _pairs_of(self, share: TileShare, base: DeviceBackend, dtypes: Mapping[str, str]) -> "Sequence[PilePair]":
         """The piles of a base, each with the same tiles in the shards: cached while the shards stay the same."""
         known = self._pairs
-        if known is None or known[0] is not share or known[1] is not state or known[2] != dtypes:
+        if known is None or known[0] is not share or known[1] is not base or known[2] != dtypes:
             places = _places_of(share)
-            both = [(pile, pile.elsewhere(places)) for pile in state.piles]
-            known = self._pairs = share, state, dtypes, [PilePair.of(*pair, dtypes) for pair in both]
+            both = [(pile, pile.elsewhere(places)) for pile in base.piles]
+            known = self._pairs = share, base, dtypes, [PilePair.of(*pair, dtypes) for pair in both]
         return known[3]
 
 
@@ -241,7 +247,7 @@ def _torch_dtype(spec: TensorSpec, source: DeviceSource) -> torch.dtype:
 class DeviceDifference:
     """A difference on a device."""
 
-    state: DeviceState
+    state: WeightState
     stream: DeviceStream
     runs: Sequence[PileChanges]  # one per pile, in order
     found: StreamPoint
@@ -250,8 +256,7 @@ class DeviceDifference:
     def changed(self) -> int:
         return sum(run.count for run in self.runs)
 
-    def after(self, done: AnyTransition) -> "DeviceDifference":
-        assert isinstance(done, DeviceTransition)
+    def after(self, done: Transition) -> "DeviceDifference":
         with self.stream([self.found]):
             runs = compose([run.inverse() for run in done.changes], self.runs)
         return replace(self, runs=runs)
@@ -259,7 +264,7 @@ class DeviceDifference:
     def try_step(self) -> None:
         """Does nothing: coding changes on the device is faster than copying them to the host, which `step` needs."""
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
         with self.stream([self.found]):
             memories = self.state.history if last.next_patch[1] > 1 else DeviceHistory()
             return encode_changes(self.state, self.runs, memories, codec, self.stream)
@@ -295,7 +300,7 @@ class LaterDifference:
     def changed(self) -> int:
         return self._found.result().changed
 
-    def after(self, done: AnyTransition) -> "DeviceDifference | LaterDifference":
+    def after(self, done: Transition) -> "DeviceDifference | LaterDifference":
         if self._found.exception() is not None:
             return self  # the error is raised when this version is encoded, not for the one that was committed
         return self._found.result().after(done)
@@ -303,5 +308,5 @@ class LaterDifference:
     def try_step(self) -> None:
         """As for the difference that is found."""
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
         return self._found.result().encode(last, codec)

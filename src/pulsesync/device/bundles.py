@@ -32,11 +32,12 @@ from pulsesync.device.memory import (
 from pulsesync.device.pieces import Pieces, padded
 from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, keep, make_piles, parts_of, place_of
 from pulsesync.device.source import DeviceSource
-from pulsesync.device.state import DeviceState, begin_count
+from pulsesync.device.state import DeviceBackend, backend_of, begin_count
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format.layout import Layout
 from pulsesync.kernels import cuda
 from pulsesync.state.slices import LocalTile, TileStorage
+from pulsesync.state.weights import WeightState
 
 SPAN = 512  # changes that a program processes at a time
 SPREAD = 16  # programs for a tile of a table
@@ -54,7 +55,7 @@ class WholeTiles:
 
     def __init__(self, pile: Pile, begins: NDArray[np.int64]) -> None:
         self.pile, self._begins, self._wide = pile, begins, pile.kind.itemsize
-        self._addresses: dict[tuple[DeviceState, int], torch.Tensor] = {}
+        self._addresses: dict[tuple[DeviceBackend, int], torch.Tensor] = {}
 
     @cached_property
     def _pieces(self) -> Pieces:
@@ -66,25 +67,25 @@ class WholeTiles:
         with on(self.pile.device):
             self._pieces.gather(tensors, self._wide, message.view(INTEGERS[self._wide]))
 
-    def scatter(self, message: torch.Tensor, state: DeviceState) -> None:
-        """Write the tiles of a message into the tensors of a state, and into those that are tied to them."""
+    def scatter(self, message: torch.Tensor, backend: DeviceBackend) -> None:
+        """Write the tiles of a message into tensors, and into those that are tied to them."""
         run = message.view(INTEGERS[self._wide])
         with on(self.pile.device):
-            for n in range(state.memories_of(self.pile)):
-                self._pieces.table.scatter(run, self._at(state, n))
+            for n in range(backend.memories_of(self.pile)):
+                self._pieces.table.scatter(run, self._at(backend, n))
 
-    def _at(self, state: DeviceState, n: int) -> torch.Tensor:
-        """The addresses of the pieces in the n-th memory that each tensor has; those of a state are cached."""
-        if (state, n) not in self._addresses:
-            flats = [state.memory(name, n) for name in self._pieces.names]
-            self._addresses[state, n] = to_device(self._pieces.addresses(flats, self._wide), self.pile.device)
-        return self._addresses[state, n]
+    def _at(self, backend: DeviceBackend, n: int) -> torch.Tensor:
+        """The addresses of the pieces in the n-th memory that each tensor has; those of a backend are cached."""
+        if (backend, n) not in self._addresses:
+            flats = [backend.memory(name, n) for name in self._pieces.names]
+            self._addresses[backend, n] = to_device(self._pieces.addresses(flats, self._wide), self.pile.device)
+        return self._addresses[backend, n]
 
-    def make_ready(self, state: DeviceState) -> None:
+    def make_ready(self, backend: DeviceBackend) -> None:
         """Make all tables that `scatter` needs."""
         with on(self.pile.device):
-            for n in range(state.memories_of(self.pile)):
-                self._at(state, n)
+            for n in range(backend.memories_of(self.pile)):
+                self._at(backend, n)
             self._pieces.table  # noqa: B018 - made when it is first asked for
 
     def begin_count(self, message: torch.Tensor) -> Callable[[], NDArray[np.uint64]]:
@@ -190,7 +191,7 @@ def write_table(run: PileChanges, starts: NDArray[np.int64], table: ChangeTable,
 
 
 def read_table(
-    state: DeviceState, ordinals: Iterable[int], table: ChangeTable, message: torch.Tensor
+    backend: DeviceBackend, ordinals: Iterable[int], table: ChangeTable, message: torch.Tensor
 ) -> list[PileChanges]:
     """Read the changes of some local tiles from a table, without the old weights: see `with_old`.
 
@@ -198,7 +199,7 @@ def read_table(
         FormatError: a change is outside its tile, or they are not in order.
     """
     runs, faults = list[PileChanges](), list[torch.Tensor]()
-    for _, part in state.parts(ordinals):
+    for _, part in backend.parts(ordinals):
         with on(part.device):
             run, wrong = _read_part(part, table, message)
         runs.append(run)
@@ -226,7 +227,7 @@ def _read_part(part: Pile, table: ChangeTable, message: torch.Tensor) -> tuple[P
     return PileChanges(part, starts, positions, new, new), wrong
 
 
-def with_old(state: DeviceState, runs: Sequence[PileChanges]) -> tuple[list[PileChanges], Callable[[], TileSums]]:
+def with_old(backend: DeviceBackend, runs: Sequence[PileChanges]) -> tuple[list[PileChanges], Callable[[], TileSums]]:
     """Changes with the current weights that they replace; and a function that waits for how they change the digests."""
     found, sums = list[PileChanges](), list[torch.Tensor]()
     for run in runs:
@@ -234,7 +235,7 @@ def with_old(state: DeviceState, runs: Sequence[PileChanges]) -> tuple[list[Pile
         moved = torch.zeros(2 * pile.blocks, dtype=torch.int64, device=pile.device)
         if run.count:
             with on(pile.device):
-                weights = pile.locate(state.tensors)
+                weights = pile.locate(backend.tensors)
                 cuda.read_old[(pile.blocks, 8)](
                     weights.at, pile.begins, pile.indices.blocks, pile.indices.table, run.starts,
                     unsigned(run.positions), unsigned(old), unsigned(run.new), device_keys(pile.device), moved,
@@ -271,7 +272,7 @@ class SourceBundles:
 
     def __init__(self, layout: Layout, places: Places, source: DeviceSource, device: torch.device) -> None:
         self.layout, self.device = layout, device
-        self.base: DeviceState | None = None
+        self.base: WeightState | None = None
         # Where each tile of the copy lies: the buffer that it shares with others, and its offset
         self._rooms: dict[int, tuple[torch.Tensor, int]] = {}
         self.bind(places, source)
@@ -308,7 +309,7 @@ class SourceBundles:
                 self._rooms[tile.ordinal] = room, at * kind.itemsize
         tiles = [self.layout.tiles[ordinal] for ordinal in self._places]
         places = {tile.ordinal: LocalTile(tile, True) for tile in tiles}
-        self.base = DeviceState(self.layout, flats, places=places, device=self.device, sums={})
+        self.base = WeightState(DeviceBackend(self.layout, flats, places=places, device=self.device), {})
 
     def drop_copy(self) -> None:
         """Keep no copy, and free its memory."""
@@ -349,7 +350,7 @@ class SourceBundles:
     def saved(self, begins: Mapping[int, int], message: torch.Tensor) -> None:
         """Copy tiles as they were last sent into a message."""
         assert self.base is not None
-        base = self.base
+        base = backend_of(self.base)
         for tiles in MessageShapes(base.parts)(begins):
             tiles.gather(base.tensors, message)
 
@@ -362,12 +363,12 @@ class SourceBundles:
     def _find(self, one: AlikeTiles, new: PileAddresses) -> PileChanges:
         assert self.base is not None
         with on(one.here.device):
-            return find_at_once(one, new, self.base)
+            return find_at_once(one, new, backend_of(self.base))
 
     def _pairs_of(self, tiles: Sequence[Tile]) -> list[PilePair]:
         assert self.base is not None
         out = []
-        for _, here in self.base.parts(tile.ordinal for tile in tiles):
+        for _, here in backend_of(self.base).parts(tile.ordinal for tile in tiles):
             key = tuple(here.index)
             if (pair := self._pairs.get(key)) is None:
                 pair = PilePair.of(here, here.elsewhere(self._places), self._source.dtypes)
@@ -398,7 +399,7 @@ class SourceBundles:
         assert self.base is not None
         pile, wide = one.here, one.here.kind.itemsize
         new = one.there.locate(self._tensors, itemsize=4 if one.cast else None)
-        old = pile.locate(self.base.tensors)
+        old = pile.locate(backend_of(self.base).tensors)
         ordinals = [tile.ordinal for tile in pile.tiles]
         at = np.array([begins[ordinal] for ordinal in ordinals], np.int64)
         sizes = np.minimum(np.array([tile.size for tile in pile.tiles], np.int64) - at, size)

@@ -8,7 +8,7 @@ from itertools import islice
 from pulsesync.device.changes import PileChanges, compose, find_changes, join, on_whole
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.device.source import DeviceSource
-from pulsesync.device.state import DeviceState
+from pulsesync.device.state import DeviceBackend
 from pulsesync.device.streamed import BasePiece, cut
 
 
@@ -59,8 +59,8 @@ def compare_pile(
     return next(iter(compose(runs, ())), runs[0])
 
 
-def find_at_once(one: AlikeTiles, new: PileAddresses, state: DeviceState) -> PileChanges:
-    return find_changes(one.here, one.here.locate(state.tensors), new, one.cast)
+def find_at_once(one: AlikeTiles, new: PileAddresses, backend: DeviceBackend) -> PileChanges:
+    return find_changes(one.here, one.here.locate(backend.tensors), new, one.cast)
 
 
 def find_in_pieces(

@@ -14,31 +14,34 @@ from pulsesync.device.changes import BlockMoves, PileChanges, block_moves, diges
 from pulsesync.device.encode import code_piles
 from pulsesync.device.memory import DeviceStream, on, pinned, starts_of, to_host, to_stream
 from pulsesync.device.pile import Pile, PileAddresses
-from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.device.tracked import DeviceHistory, HotWeights
 from pulsesync.format import patch
 from pulsesync.format.container import Allocate, new_bytes
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.predict import CodedTile
+from pulsesync.state.backend import Transition
+from pulsesync.state.weights import WeightState
 
 FEW = 1 << 13  # up to this number of changes, those of a tile are copied to the host together with those of others
 
 
 def encode_changes(
-    state: DeviceState,
+    state: WeightState,
     runs: Sequence[PileChanges],
     memories: DeviceHistory,
     codec: CodecName,
     stream: DeviceStream,
     allocate: Allocate | None = None,
-) -> tuple[EncodedPart, DeviceTransition]:
+) -> tuple[EncodedPart, Transition]:
     """Encode changes of a state, in the current stream, which must be the given one.
 
     runs: grouped by dtype. memories: the history of the epoch; empty in its first patch. allocate: returns memory for
     the part; pinned if not given.
     """
-    allocate = allocate or host_bytes(state.device)
+    backend = backend_of(state)
+    allocate = allocate or host_bytes(backend.device)
     known = memories if codec in ("auto", "history") else None
     shared: list[FrequencyTable] = []
     coded: dict[int, CodedTile] = {}
@@ -46,7 +49,7 @@ def encode_changes(
     by_block: BlockMoves = {}
     for dtype, some in groupby(runs, lambda run: run.pile.tiles[0].tensor.dtype):
         if codec in ("auto", "context", "history") and DTYPES[dtype].exponent_shift is not None:
-            piles = code_piles([(run, _locate(run.pile, state)) for run in some], known, len(shared))
+            piles = code_piles([(run, _locate(run.pile, backend)) for run in some], known, len(shared))
             shared.append(piles.table)
             coded |= piles.tiles
             hot |= piles.hot if known is not None else {}
@@ -58,14 +61,14 @@ def encode_changes(
     after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
     # Nearly always the coded payloads are also chosen, so the device computes this while the host writes the file.
     likely = _cuts_of(coded.items())
-    remembering = state.begin_remember(memories, likely, runs, set(after), hot)
+    remembering = backend.begin_remember(memories, likely, runs, set(after), hot)
     done = patch.finish(state.layout, diffs, state, shared, coded, after, codec, allocate=allocate)
     cuts = _cuts_of((diff.tile.ordinal, choice) for diff, choice in zip(diffs, done.chosen, strict=True))
     if cuts != likely:
-        remembering = state.begin_remember(memories, cuts, runs, set(after), hot)
+        remembering = backend.begin_remember(memories, cuts, runs, set(after), hot)
     later = remembering()
     sums: dict[int, Sum] = {**state.sums, **after}
-    return EncodedPart(done.id, done.data, (), after), DeviceTransition(runs, sums, later)
+    return EncodedPart(done.id, done.data, (), after), Transition(runs, sums, later, backend.count_changed(runs))
 
 
 def host_bytes(device: torch.device) -> Allocate:
@@ -73,9 +76,9 @@ def host_bytes(device: torch.device) -> Allocate:
     return pinned if device.type == "cuda" else new_bytes
 
 
-def _locate(pile: Pile, state: DeviceState) -> PileAddresses:
+def _locate(pile: Pile, backend: DeviceBackend) -> PileAddresses:
     with on(pile.device):
-        return pile.locate(state.tensors)
+        return pile.locate(backend.tensors)
 
 
 def _cuts_of(tiles: Iterable[tuple[int, CodedTile]]) -> dict[int, int]:

@@ -23,6 +23,7 @@ from pulsesync.device.changes import (
     WriteAddresses,
     as_sums,
     begin_moves,
+    block_moves,
     compose,
     device_key_planes,
     device_keys,
@@ -40,24 +41,17 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import WholeBlock
 from pulsesync.kernels import cuda
-from pulsesync.state.live import BlockSums, LiveState, Transition, VersionChanges
+from pulsesync.state.backend import BlockSums, StateBackend, VersionChanges
 from pulsesync.state.slices import Slices, TileStorage, find_places
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import named
+from pulsesync.state.weights import WeightState
 
 TOGETHER = 32  # blocks of an anchor that are decoded, copied to the device and counted at a time
 
 
-class DeviceTransition(Transition[Changes, DeviceHistory]):
-    """The step from a state on a device to another."""
-
-    @property
-    def changed(self) -> int:
-        return sum(run.count for run in self.changes)
-
-
-class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
-    """The tensors of one process on a GPU, in the layout of a run.
+class DeviceBackend(StateBackend):
+    """The tensors of one process on a GPU.
 
     Each tensor on a GPU is processed there, so that a module may be spread over several GPUs. A tensor in pinned host
     memory is read and written by a GPU: that of `workers`, by name, else `device`.
@@ -75,7 +69,6 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         places: Mapping[int, TileStorage] | None = None,
         device: torch.device | None = None,
         workers: Mapping[str, torch.device] | None = None,
-        sums: Mapping[int, Sum] | None = None,
     ) -> None:
         self.device = device or memory.main_device(flats.values())
         works_on = {name: memory.worker_of(flat, self.device) for name, flat in flats.items()} | dict(workers or {})
@@ -98,11 +91,11 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         holding = [memory.worker_of(other, self.device) for other in tied.values()]
         self.devices = list(dict.fromkeys((self.device, *(pile.device for pile in self.piles), *holding)))
         self._pile_of = {tile.ordinal: pile for pile in self.piles for tile in pile.tiles}
-        self.tensors = Tensors(flats, object())  # they do not move: see `is_attached_to`
+        self.tensors = Tensors(flats, object())  # they do not move: see `WeightState.is_attached_to`
         self._written: dict[tuple[Pile, int], WriteAddresses] = {}  # by pile, and the number of the memory of a tensor
         self.stream: DeviceStream | None = None  # used only for a publisher's base
         self.readers: list[Point] = []  # ends of comparisons with it: nothing is written before them
-        super().__init__(layout, flats, copies, slices, places, sums)
+        super().__init__(layout, flats, copies, slices, places)
 
     @staticmethod
     def views(source: Any) -> Mapping[str, DeviceView]:
@@ -121,12 +114,6 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     @staticmethod
     def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.equal(a, b.to(a.device))
-
-    def to_backend(self, history: History | DeviceHistory) -> DeviceHistory:
-        return history if isinstance(history, DeviceHistory) else DeviceHistory.of(history, self.device)
-
-    def no_changes(self) -> DeviceTransition:
-        return DeviceTransition((), self.sums, self.history)
 
     # Reading
 
@@ -186,11 +173,14 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         with memory.on(pile.device):
             return count_pile(pile, self.tensors)
 
-    # Decoding
+    # Patches
+
+    def load_history(self, history: History | DeviceHistory) -> DeviceHistory:
+        return history if isinstance(history, DeviceHistory) else DeviceHistory.of(history, self.device)
 
     def decode(
         self, versions: Sequence[Sequence[Body]], after: Changes, history: DeviceHistory | None
-    ) -> VersionChanges[Changes, DeviceHistory]:
+    ) -> VersionChanges:
         assert not after, "a state on a device takes patches one by one"
         (bodies,) = versions
         runs: list[PileChanges] = []
@@ -298,7 +288,8 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
 
         return begin_advance(memories, memories.index + 1, find(), runs)
 
-    # Changes
+    def no_changes(self) -> Changes:
+        return ()
 
     def inverse(self, changes: Changes) -> Changes:
         return [run.inverse() for run in changes]
@@ -309,7 +300,11 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
         with self.aside():
             return compose(first, then)
 
-    # Writing
+    def count_digest_changes(self, changes: Changes) -> Mapping[int, Sum]:
+        return digest_changes(block_moves(changes))
+
+    def count_changed(self, changes: Changes) -> int:
+        return sum(run.count for run in changes)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -355,9 +350,10 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
     def memory(self, name: str, n: int) -> torch.Tensor:
         """The n-th memory of a tensor, or its last."""
         others = self.copies.get(name, ())
-        return others[min(n, len(others)) - 1] if n and others else self.flats[name]
+        found: torch.Tensor = others[min(n, len(others)) - 1] if n and others else self.flats[name]
+        return found
 
-    # Whole tiles
+    # Anchors
 
     def write_blocks(self, blocks: Sequence[WholeBlock]) -> None:
         for _ in self._write_decoded(blocks):
@@ -436,6 +432,12 @@ class DeviceState(LiveState[torch.Tensor, Changes, DeviceHistory]):
             begins = piece_begins(replace(tile, kept=place.kept)).tolist()
             runs = [bits[at : at + to.numel()].view(to.shape) for at, to in zip(begins, places, strict=True)]
             torch._foreach_copy_(places, runs)
+
+
+def backend_of(state: WeightState) -> DeviceBackend:
+    """The memory of a state that is on a GPU."""
+    assert isinstance(state.backend, DeviceBackend)
+    return state.backend
 
 
 def count_pile(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[int, Sum]:

@@ -59,7 +59,7 @@ class DeviceVectors:
         self._stream = DeviceStream(device)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def in_own_stream(self) -> Iterator[None]:
         with on(self.device), torch.inference_mode(False):  # tensors made here are written in place later
             launched = StreamPoint(self.device)
             with self._stream([launched]):

@@ -27,7 +27,6 @@ def choose(
     shared: list[FrequencyTable],
     coded: Mapping[int, CodedTile],
     codec: str,
-    threads: int | None,
 ) -> tuple[list[FrequencyTable], list[CodedTile]]:
     """Choose how each tile is written; return the tables that are still needed, and the choices.
 
@@ -35,7 +34,7 @@ def choose(
 
     Blocks and old weights are read only where `dense` or `xor` is tried, positions and values where `gap` or `step` is.
     """
-    chosen = _settle_all(diffs, old, coded, codec, threads)
+    chosen = _settle_all(diffs, old, coded, codec)
     if codec == "auto" and sum(d.changed for d in diffs) <= FEW:
         shared, chosen = _without_tables_if_smaller(diffs, shared, chosen)
     if not any(choice.codec in PREDICTING for choice in chosen):
@@ -44,7 +43,7 @@ def choose(
 
 
 def _settle_all(
-    diffs: Sequence[TileChanges], old: Weights, coded: Mapping[int, CodedTile], codec: str, threads: int | None
+    diffs: Sequence[TileChanges], old: Weights, coded: Mapping[int, CodedTile], codec: str
 ) -> list[CodedTile]:
     """The choice for each tile; threads are used only if there is much to try."""
 
@@ -53,9 +52,8 @@ def _settle_all(
         return found is not None and (codec != "auto" or not _is_doubtful(diff, found))
 
     todo = [diff for diff in diffs if not is_settled(diff)]
-    if codec not in ("dense", "xor") and sum(diff.changed for diff in todo) < MANY:
-        threads = 1
-    tried = spread(lambda d: _settle(d, old, coded.get(d.tile.ordinal), codec), todo, threads)
+    is_short = codec not in ("dense", "xor") and sum(diff.changed for diff in todo) < MANY
+    tried = spread(lambda d: _settle(d, old, coded.get(d.tile.ordinal), codec), todo, 1 if is_short else None)
     by_tile = {**coded, **{diff.tile.ordinal: choice for diff, choice in zip(todo, tried, strict=True)}}
     return [by_tile[diff.tile.ordinal] for diff in diffs]
 

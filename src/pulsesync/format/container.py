@@ -70,7 +70,6 @@ def new_bytes(size: int) -> NDArray[np.uint8]:
 def build(
     layout: str,
     sections: Sequence[Sequence[bytes | memoryview]],
-    threads: int | None = None,
     allocate: Allocate = new_bytes,
 ) -> tuple[str, memoryview]:
     """Return the id and the bytes of a part, whose sections are given in pieces (of bytes).
@@ -90,7 +89,7 @@ def build(
     *begins, total = accumulate(sizes, initial=end)
     data = allocate(total)
     jobs = zip(begins, sections, strict=True)
-    digests = spread(lambda job: _fill(data, *job), jobs, _threads_for(total, threads))
+    digests = spread(lambda job: _fill(data, *job), jobs, _threads_for(total))
     HEADER.pack_into(data.data, 0, MAGIC, versions.VERSION, 0, len(sections), bytes.fromhex(layout))
     for number, entry in enumerate(zip(sizes, digests, strict=True)):
         ENTRY.pack_into(data.data, HEADER.size + ENTRY.size * number, *entry)
@@ -110,8 +109,8 @@ def _fill(data: NDArray[np.uint8], begin: int, pieces: Sequence[bytes | memoryvi
     return hashlib.sha256(view[begin:at]).digest()
 
 
-def _threads_for(size: int, threads: int | None) -> int | None:
-    return threads if size > ALONE else 1
+def _threads_for(size: int) -> int | None:
+    return None if size > ALONE else 1
 
 
 def header_size(data: bytes | memoryview) -> int:
@@ -153,9 +152,7 @@ def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Pa
     return PartHeader(layout.hex(), sections, digest)
 
 
-def open_part(
-    data: bytes | memoryview, expected_id: str | None = None, threads: int | None = None
-) -> tuple[PartHeader, list[memoryview]]:
+def open_part(data: bytes | memoryview, expected_id: str | None = None) -> tuple[PartHeader, list[memoryview]]:
     """Check a whole file and return its sections.
 
     Raises:
@@ -166,5 +163,5 @@ def open_part(
         raise FormatError(f"part {header.id[:12]} must have {header.file_size} bytes; it has {len(data)}")
     view = memoryview(data)
     sections = [view[begin:end] for begin, end in pairwise(header.borders)]
-    spread(lambda i: header.check_section(i, sections[i]), range(len(sections)), _threads_for(len(data), threads))
+    spread(lambda i: header.check_section(i, sections[i]), range(len(sections)), _threads_for(len(data)))
     return header, sections

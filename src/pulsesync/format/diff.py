@@ -72,7 +72,7 @@ class Diff:
         return np.concatenate([block.old for block in self.blocks])
 
 
-def find_changes(tiles: Sequence[Tile], old: Weights, new: Weights, as_steps: bool, threads: int | None) -> list[Diff]:
+def find_changes(tiles: Sequence[Tile], old: Weights, new: Weights, as_steps: bool) -> list[Diff]:
     """Compare two states tile by tile, as bits; return the tiles that differ."""
     run = kernels.active()
 
@@ -82,12 +82,10 @@ def find_changes(tiles: Sequence[Tile], old: Weights, new: Weights, as_steps: bo
         found = run.changed(before, new.block(tile, number))
         return _describe(tile, BlockChange(number, *found) if found[0].size else None, before, as_steps)
 
-    return _collect(tiles, block, threads)
+    return _collect(tiles, block)
 
 
-def from_changes(
-    tiles: Sequence[Tile], old: Weights, changes: Changes, as_steps: bool, threads: int | None
-) -> list[Diff]:
+def from_changes(tiles: Sequence[Tile], old: Weights, changes: Changes, as_steps: bool) -> list[Diff]:
     """The same from changes that are already known, given the old state."""
 
     def block(job: tuple[Tile, int]) -> _FoundBlock:
@@ -95,7 +93,7 @@ def from_changes(
         return _describe(tile, changes.get((tile.ordinal, number)), old.block(tile, number), as_steps)
 
     touched = {ordinal for ordinal, _ in changes}
-    return _collect([tile for tile in tiles if tile.ordinal in touched], block, threads)
+    return _collect([tile for tile in tiles if tile.ordinal in touched], block)
 
 
 class _FoundBlock(NamedTuple):
@@ -112,11 +110,9 @@ def _describe(tile: Tile, change: BlockChange | None, before: Bits, as_steps: bo
     return _FoundBlock(change, steps, run.sample_classes(before, shift))
 
 
-def _collect(
-    tiles: Sequence[Tile], block: Callable[[tuple[Tile, int]], _FoundBlock], threads: int | None
-) -> list[Diff]:
+def _collect(tiles: Sequence[Tile], block: Callable[[tuple[Tile, int]], _FoundBlock]) -> list[Diff]:
     jobs = [(tile, number) for tile in tiles for number in range(tile.block_count)]
-    done = iter(spread(block, jobs, threads))
+    done = iter(spread(block, jobs))
     out = []
     for tile in tiles:
         found = [next(done) for _ in range(tile.block_count)]

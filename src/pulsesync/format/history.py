@@ -65,9 +65,7 @@ class History:
     def cut(self, tile: int) -> int:
         return self.tiles[tile].cut if tile in self.tiles else 0
 
-    def after(
-        self, patches: Iterable[TilePatch], old: "Mapping[str, Bits] | Weights", threads: int | None = None
-    ) -> "History":
+    def after(self, patches: Iterable[TilePatch], old: "Mapping[str, Bits] | Weights") -> "History":
         """Return the history after a patch, given the weights before it. This one is unchanged.
 
         Changes of a tracked tile are tracked, whatever codec they were written with.
@@ -85,7 +83,7 @@ class History:
             patch, number = job
             return self._advance(patch.tile, number, changes.get(job), cuts[patch], weights)
 
-        done = iter(spread(block, jobs, threads))
+        done = iter(spread(block, jobs))
         changed = {}
         for patch, cut in cuts.items():
             blocks = tuple(next(done) for _ in range(patch.tile.block_count))
@@ -105,15 +103,15 @@ class History:
         known = {ordinal: one for ordinal, one in self.counted.items() if ordinal not in tiles}
         return History(index, {**self.tiles, **tiles}, {**known, **(counted or {})})
 
-    def digest(self, threads: int | None = None) -> str:
+    def digest(self) -> str:
         """Hash cut, length and positional digest of every tracked tile, in order; 64 hexadecimal digits."""
-        return digest_of(self.index, self.counts(self.tiles, threads))
+        return digest_of(self.index, self.counts(self.tiles))
 
-    def counts(self, ordinals: Iterable[int], threads: int | None = None) -> dict[int, TileHistorySummary]:
+    def counts(self, ordinals: Iterable[int]) -> dict[int, TileHistorySummary]:
         """The parts of the digest for these tiles, as far as they are tracked."""
         known = [ordinal for ordinal in ordinals if ordinal in self.tiles]
         new = [ordinal for ordinal in known if ordinal not in self.counted]
-        self.counted.update(zip(new, spread(lambda n: count_tile(self.tiles[n]), new, threads), strict=True))
+        self.counted.update(zip(new, spread(lambda n: count_tile(self.tiles[n]), new), strict=True))
         return {ordinal: self.counted[ordinal] for ordinal in known}
 
     def to_bytes(self) -> bytes:

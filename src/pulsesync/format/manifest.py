@@ -345,7 +345,7 @@ def _read_part(reader: ByteReader, layout: str, inline_limit: int) -> PartRef:
         raise versions.unknown(f"the record has a part in form {form}")
     index = reader.take(reader.number(inline_limit))
     payloads = reader.take(reader.number(inline_limit - len(index)))
-    id_, data = container.build(layout, [[index], [payloads]], threads=1)
+    id_, data = container.build(layout, [[index], [payloads]])
     return PartRef(id_, len(index) + len(payloads), bytes(data))
 
 

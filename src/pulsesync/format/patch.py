@@ -57,17 +57,14 @@ def find_diff(
     old: "Mapping[str, Bits] | Weights",
     new: "Mapping[str, Bits] | Weights",
     codec: CodecName = "auto",
-    threads: int | None = None,
 ) -> list[Diff]:
     """The changes of these tiles from old to new, ready to be encoded. Keeps nothing of new except the differences."""
-    return find_changes(tiles, as_weights(old), as_weights(new), _against_old(codec), threads)
+    return find_changes(tiles, as_weights(old), as_weights(new), _against_old(codec))
 
 
-def diff_of(
-    tiles: Sequence[Tile], old: Weights, changes: Changes, codec: CodecName = "auto", threads: int | None = None
-) -> list[Diff]:
+def diff_of(tiles: Sequence[Tile], old: Weights, changes: Changes, codec: CodecName = "auto") -> list[Diff]:
     """The same, if the changes are already known."""
-    return from_changes(tiles, old, changes, _against_old(codec), threads)
+    return from_changes(tiles, old, changes, _against_old(codec))
 
 
 def _against_old(codec: CodecName) -> bool:
@@ -83,11 +80,10 @@ def encode(
     *,
     codec: CodecName = "auto",
     history: History | None = None,
-    threads: int | None = None,
 ) -> EncodedPart:
     """Encode the changes of these tiles from old to new: `find_diff` and `encode_diff`."""
-    diffs = find_diff(tiles, old, new, codec, threads)
-    return encode_diff(layout, diffs, old, sums, codec=codec, history=history, threads=threads)
+    diffs = find_diff(tiles, old, new, codec)
+    return encode_diff(layout, diffs, old, sums, codec=codec, history=history)
 
 
 def encode_diff(
@@ -98,7 +94,6 @@ def encode_diff(
     *,
     codec: CodecName = "auto",
     history: History | None = None,
-    threads: int | None = None,
 ) -> EncodedPart:
     """Encode a diff of the old state; sums: the digests of its tiles before the patch.
 
@@ -113,10 +108,10 @@ def encode_diff(
     shared: list[FrequencyTable] = []
     coded: dict[int, CodedTile] = {}
     if _against_old(codec):
-        shared, coded = code_against_old(diffs, weights, None if codec == "context" else history, threads)
-    moves = spread(lambda d: moved(TilePatch(d.tile, Codec.GAP, d.blocks)), diffs, threads)
+        shared, coded = code_against_old(diffs, weights, None if codec == "context" else history)
+    moves = spread(lambda d: moved(TilePatch(d.tile, Codec.GAP, d.blocks)), diffs)
     after = {d.tile.ordinal: sums[d.tile.ordinal] + by for d, by in zip(diffs, moves, strict=True)}
-    done = finish(layout, diffs, weights, shared, coded, after, codec, threads)
+    done = finish(layout, diffs, weights, shared, coded, after, codec)
     patches = tuple(_patch(diff, choice) for diff, choice in zip(diffs, done.chosen, strict=True))
     return EncodedPart(done.id, done.data, patches, after)
 
@@ -138,16 +133,15 @@ def finish(
     coded: Mapping[int, CodedTile],
     sums: Mapping[int, Sum],
     codec: CodecName,
-    threads: int | None = None,
     allocate: container.Allocate = container.new_bytes,
 ) -> FinishedPart:
     """Make a part of changed tiles, given payloads coded against old weights, by ordinal, and the digests afterwards.
 
     Blocks, old weights, positions and values are read only for codecs that `choose` tries.
     """
-    shared, chosen = choose(diffs, old, shared, coded, codec, threads)
+    shared, chosen = choose(diffs, old, shared, coded, codec)
     tiles = [d.tile for d in diffs]
-    return FinishedPart(*_assemble(layout.id, shared, tiles, chosen, sums, threads, allocate), chosen)
+    return FinishedPart(*_assemble(layout.id, shared, tiles, chosen, sums, allocate), chosen)
 
 
 def encode_whole(
@@ -155,7 +149,6 @@ def encode_whole(
     tiles: Sequence[Tile],
     state: "Mapping[str, Bits] | Weights",
     sums: Mapping[int, Sum],
-    threads: int | None = None,
     codec: AnchorCodec = "dense",
 ) -> EncodedPart:
     """Encode these tiles whole, as a part of an anchor. The part has no patches, because there is no base.
@@ -166,10 +159,10 @@ def encode_whole(
     written = [tile for tile in tiles if tile.size]
     jobs = [(tile, number) for tile in written for number in range(tile.block_count)]
     encode_block = dense.encode_block if codec == "dense" else raw.encode_block
-    blocks = iter(spread(lambda job: encode_block(weights.block(*job)), jobs, threads))
+    blocks = iter(spread(lambda job: encode_block(weights.block(*job)), jobs))
     coded = [_whole_payload(tile, [next(blocks) for _ in range(tile.block_count)], codec, weights) for tile in written]
     after = {tile.ordinal: sums[tile.ordinal] for tile in written}
-    return EncodedPart(*_assemble(layout.id, [], written, coded, after, threads), (), after)
+    return EncodedPart(*_assemble(layout.id, [], written, coded, after), (), after)
 
 
 def _whole_payload(tile: Tile, blocks: Sequence[Pieces], codec: AnchorCodec, weights: Weights) -> CodedTile:
@@ -196,7 +189,6 @@ def _assemble(
     tiles: Sequence[Tile],
     coded: Sequence[CodedTile],
     sums: Mapping[int, Sum],
-    threads: int | None,
     allocate: container.Allocate = container.new_bytes,
 ) -> tuple[str, memoryview]:
     """Distribute payloads over sections, at least one and no more than a reader accepts; add index and header."""
@@ -212,7 +204,7 @@ def _assemble(
         sections[-1] += payload.pieces
         filled += size
         entries.append(TileEntry(tile.ordinal, payload.codec, len(sections), size, sums[tile.ordinal]))
-    return container.build(layout, [[index.build(shared, entries)], *sections], threads, allocate)
+    return container.build(layout, [[index.build(shared, entries)], *sections], allocate)
 
 
 def decode(
@@ -222,16 +214,15 @@ def decode(
     *,
     expected_id: str | None = None,
     history: History | None = None,
-    threads: int | None = None,
 ) -> DecodedPart:
     """Check a part and decode all of it against its base state. Nothing is changed.
 
     Raises:
         FormatError: or a subclass, for bad bytes.
     """
-    header, sections = container.open_part(data, expected_id, threads)
+    header, sections = container.open_part(data, expected_id)
     opened = open_index(header, sections[0], layout)
-    return decode_tiles(opened, dict(enumerate(sections)), layout, old, history=history, threads=threads)
+    return decode_tiles(opened, dict(enumerate(sections)), layout, old, history=history)
 
 
 @dataclass(frozen=True)
@@ -265,7 +256,6 @@ def decode_tiles(
     *,
     wanted: Mapping[int, Tile] | None = None,
     history: History | None = None,
-    threads: int | None = None,
 ) -> DecodedPart:
     """Decode a part, or the wanted tiles of it, from sections whose hashes have been checked.
 
@@ -281,10 +271,11 @@ def decode_tiles(
     for entry, body in payloads(opened, sections, wanted):
         jobs.append(open_tile(entry, tiles[entry.tile], body, opened.tables, history))
         entries.append(entry)
-    if all(entry.codec in (Codec.GAP, Codec.STEP) for entry in entries):
-        threads = 1  # short numpy calls, which threads only slow down
+    is_short = all(entry.codec in (Codec.GAP, Codec.STEP) for entry in entries)  # numpy calls, which threads slow down
     flat = [job for some in jobs for job in some]
-    done = iter(spread(lambda job: run_task(job, weights, _memory(job, history), opened.tables), flat, threads))
+    done = iter(
+        spread(lambda job: run_task(job, weights, _memory(job, history), opened.tables), flat, 1 if is_short else None)
+    )
     patches = []
     for some in jobs:
         codec, payload = some[0].codec, some[0].payload

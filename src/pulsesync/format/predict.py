@@ -87,7 +87,7 @@ def _plan(diff: Diff, cut: int) -> _CodingPlan:
 
 
 def code_against_old(
-    diffs: Sequence[Diff], old: Weights, history: History | None, threads: int | None
+    diffs: Sequence[Diff], old: Weights, history: History | None
 ) -> tuple[list[FrequencyTable], dict[int, CodedTile]]:
     """Code all tiles of float dtypes against their old weights; tables are shared by the tiles of a dtype."""
     floats = [diff for diff in diffs if diff.steps]
@@ -100,8 +100,8 @@ def code_against_old(
         same = [p for p in plans if p.diff.tile.tensor.dtype == dtype]
         ages = history.index + 1 if history is not None else 1
         sizes = _list_sizes(same, ages)
-        table, counted = _count(same, sizes, old, history, threads)
-        payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted], threads)
+        table, counted = _count(same, sizes, old, history)
+        payloads = _code(same, table, len(shared), [decisions for decisions, _ in counted])
         remembered: dict[_CodingPlan, dict[int, Remembered]] = {plan: {} for plan in same}
         for (plan, number), (_, after) in zip(_jobs(same), counted, strict=True):
             if history is not None:
@@ -145,7 +145,6 @@ def _count(
     sizes: NDArray[np.uint32],
     old: Weights,
     history: History | None,
-    threads: int | None,
 ) -> tuple[FrequencyTable, list[tuple[_Decided, Remembered]]]:
     """Make the table of a dtype from its tiles' exact counts; also return the decisions and the history of each job.
 
@@ -183,7 +182,7 @@ def _count(
             return (lambda: decisions), remembered
         return (lambda: count(job, contexts.empty())[0]), remembered
 
-    found = spread(block, _jobs(plans), threads)
+    found = spread(block, _jobs(plans))
     by_context = sum(everyone, contexts.empty()).reshape(contexts.classes, ages, -1)[..., : contexts.symbols]
     return FrequencyTable(dtype, lo, tables.normalise(by_context), sizes), found
 
@@ -193,7 +192,6 @@ def _code(
     table: FrequencyTable,
     number_of_table: int,
     decisions: Sequence[_Decided],
-    threads: int | None,
 ) -> list[bytes]:
     """Write the payloads of the tiles of one dtype."""
 
@@ -201,7 +199,7 @@ def _code(
         (plan, number), decided = job
         return context.encode_block(decided(), plan.hot[number].extras, table)
 
-    streams = iter(spread(block, zip(_jobs(plans), decisions, strict=True), threads))
+    streams = iter(spread(block, zip(_jobs(plans), decisions, strict=True)))
     out = []
     for plan in plans:
         tile = plan.diff.tile

@@ -29,15 +29,17 @@ from pulsesync.device.bundles import (
 from pulsesync.device.changes import PileChanges, on_whole
 from pulsesync.device.memory import DeviceStream, StreamPoint, meet, to_host, to_stream
 from pulsesync.device.parts import encode_changes, host_bytes
-from pulsesync.device.state import DeviceState, DeviceTransition
+from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.device.tracked import DeviceHistory
 from pulsesync.format.body import Body
 from pulsesync.group import messages
 from pulsesync.group.bundles import BundlePlan, places_of, receiver_tensors
 from pulsesync.group.cost_model import SAMPLE, Method
 from pulsesync.group.messages import CODECS, NOTHING, TRAILER, Bucket, Message, SyncTimes, Table
-from pulsesync.state.live import AnyTransition
+from pulsesync.state.backend import Transition
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.sharding import Shards
+from pulsesync.state.weights import WeightState
 
 
 class _Work:
@@ -84,7 +86,7 @@ class DeviceSourceWeights:
         self._work = _Work(_devices(shards, device))
 
     @property
-    def state(self) -> DeviceState | None:
+    def state(self) -> WeightState | None:
         return self.bundles.base
 
     def bind(self, wire: BundlePlan, shards: Shards) -> None:
@@ -154,7 +156,7 @@ class DeviceSourceWeights:
             _write_head(message, table, messages.sums_of(sums, table.ordinals))
         return Bucket(message, (), 0, {}, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
 
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition | None:
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition | None:
         """Write what was sent into the copy; return the transition back. None: there is no copy yet."""
         if self.bundles.base is None:
             return None
@@ -187,9 +189,10 @@ class DeviceReceiverWeights:
         self._local = np.array([tile.ordinal for tile in tiles], np.int64)
         places = places_of(wire, tiles, shards)
         flats, copies = receiver_tensors(shards.published, wire.ties)
-        self.state = DeviceState(wire.layout, flats, copies, places=places, device=device, sums=sums)
-        self._shapes = MessageShapes(self.state.parts)
-        self._work = _Work(self.state.devices)
+        self.backend = DeviceBackend(wire.layout, flats, copies, places=places, device=device)
+        self.state = WeightState(self.backend, sums)
+        self._shapes = MessageShapes(self.backend.parts)
+        self._work = _Work(self.backend.devices)
 
     def begin(self) -> None:
         """A sync begins: work on the weights comes after what the calling thread has launched."""
@@ -209,11 +212,11 @@ class DeviceReceiverWeights:
             with clock.timed("prepare"):
                 data = message if isinstance(message, np.ndarray) else to_host(message)[0]
                 body = Body.of(data[:-TRAILER].data, self._layout)
-                found = self.state.decode([[body]], (), None)
+                found = self.backend.decode([[body]], (), None)
                 runs: list[PileChanges] = list(found.changes)
             with clock.timed("digest"):
                 promised = {entry.tile: entry.sum for entry in body.index.entries}
-                self.state.check_digest_changes(found.digest_changes[0], promised, before)
+                PatchTransaction(self.state).check_digest_changes(found.digest_changes[0], promised, before)
         return Bucket(NOTHING, runs, _count(runs), {}, promised)
 
     def _head(self, message: Message) -> Bits:
@@ -229,15 +232,15 @@ class DeviceReceiverWeights:
         whole, sparse = (table.ordinals[local & some] for some in (table.is_whole, ~table.is_whole))
         with clock.timed("prepare"):
             here = message if isinstance(message, torch.Tensor) else _bring(message, self._device)
-            meet(self.state.devices)  # the other devices read it too
-            runs = read_table(self.state, sparse.tolist(), _change_table(self._wire, table), here)
+            meet(self.backend.devices)  # the other devices read it too
+            runs = read_table(self.backend, sparse.tolist(), _change_table(self._wire, table), here)
         with clock.timed("undo"):
-            runs, moving = with_old(self.state, runs)
+            runs, moving = with_old(self.backend, runs)
         promised = TileSums(table.ordinals, sums)
         begins = _begins(table)
         tiles = self._shapes({n: begins[n] for n in whole.tolist()}) if whole.size else ()
         for some in tiles:
-            some.make_ready(self.state)  # now, while a lack of memory can still be reported to all ranks
+            some.make_ready(self.backend)  # now, while a lack of memory can still be reported to all ranks
         with clock.timed("digest"):
             after = messages.sums_of(before, sparse) + moving().of(sparse)
             self._check(sparse, after, promised)
@@ -251,16 +254,16 @@ class DeviceReceiverWeights:
         if wrong.size:
             raise messages.not_as_promised(self._wire, int(wrong[0]))
 
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
         return _write_changes(self.state, made, sums)
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
         """Write whole tiles. If this fails, the weights are between two versions."""
         with self.state.lock:
-            with self.state.exclusive():
+            with self.backend.exclusive():
                 for bucket in made:
                     for tiles in dict.fromkeys(bucket.whole.values()):
-                        tiles.scatter(bucket.message, self.state)
+                        tiles.scatter(bucket.message, self.backend)
             self.state.sums = {**self.state.sums, **sums}
 
 
@@ -305,9 +308,10 @@ def _count(runs: Sequence[PileChanges]) -> int:
     return sum(run.count for run in runs)
 
 
-def _write_changes(state: DeviceState, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
+def _write_changes(state: WeightState, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
     """Write changes; those of some tiles of a pile are written as changes of the whole pile."""
     changes = (run for bucket in made for run in bucket.changes)
-    runs = [on_whole(run, state.pile_of(run.pile.tiles[0].ordinal)) for run in changes]
+    backend = backend_of(state)
+    runs = [on_whole(run, backend.pile_of(run.pile.tiles[0].ordinal)) for run in changes]
     local = {ordinal: sums[ordinal] for ordinal in state.places}
-    return state.commit(DeviceTransition(runs, local, DeviceHistory()))
+    return state.commit(Transition(runs, local, DeviceHistory(), backend.count_changed(runs)))

@@ -18,10 +18,12 @@ from pulsesync.group import bundles, messages
 from pulsesync.group.bundles import BundlePlan, LocalBundles
 from pulsesync.group.cost_model import SAMPLE, Method
 from pulsesync.group.messages import CODECS, NOTHING, TRAILER, WHOLE, Bucket, SyncTimes, Table
-from pulsesync.state.host import HostState, HostTransition, count_digest_changes
-from pulsesync.state.live import AnyTransition
+from pulsesync.state.backend import Transition
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import LocalTile
+from pulsesync.state.weights import WeightState
 
 
 class SpareBuffers:
@@ -57,7 +59,8 @@ class HostSourceWeights:
         self._wire, self._tiles, self.spare = wire, tiles, SpareBuffers()
         nowhere: Bits = np.empty(0, np.uint8)  # until the first sync: see `write_whole`
         flats = {spec.name: nowhere for spec in wire.layout.tensors}
-        self.state = HostState(wire.layout, flats, places={t.ordinal: LocalTile(t, True) for t in tiles}, sums={})
+        self.backend = HostBackend(wire.layout, flats, places={t.ordinal: LocalTile(t, True) for t in tiles})
+        self.state = WeightState(self.backend, {})
         self.messages: list[tuple[Bits, set[int]]] = []  # whose memory contains the copy, and which tiles of it
         self.bind(wire, shards)
 
@@ -94,7 +97,10 @@ class HostSourceWeights:
             part = patch.encode_diff(self.state.layout, diffs, self.state, self.state.sums, codec=codec)
             message = np.empty(len(part.data) + TRAILER, np.uint8)
             message[:-TRAILER] = np.frombuffer(part.data, np.uint8)
-        return Bucket(message, part.patches, _count_changed(part.patches), {}, part.sums)
+        return self._bucket(message, by_block(part.patches), part.sums)
+
+    def _bucket(self, message: Bits, changes: Changes, sums: Mapping[int, Sum]) -> Bucket:
+        return Bucket(message, changes, self.backend.count_changed(changes), {}, sums)
 
     def _raw(
         self, weights: Weights, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum] | None = None
@@ -116,7 +122,7 @@ class HostSourceWeights:
             with clock.timed("digest"):
                 sums = _count(tiles, whole)
         _write_head(message, table, sums)
-        return Bucket(message, (), 0, whole, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
+        return Bucket(message, {}, 0, whole, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
 
     def _plain(self, changes: Changes, clock: SyncTimes) -> Bucket:
         base, blocks = self.state, dict[int, list[BlockChange]]()
@@ -124,8 +130,7 @@ class HostSourceWeights:
             blocks.setdefault(ordinal, []).append(change)
         patches = tuple(TilePatch(base.layout.tiles[n], Codec.GAP, tuple(some)) for n, some in blocks.items())
         with clock.timed("digest"):
-            moves = spread(digest.moved, patches)
-            sums = {p.tile.ordinal: base.sums[p.tile.ordinal] + by for p, by in zip(patches, moves, strict=True)}
+            sums = {n: base.sums[n] + by for n, by in self.backend.count_digest_changes(changes).items()}
         with clock.timed("encode"):
             counts = np.array([one.changed for one in patches], np.int64)
             table = Table(self._wire, np.array(list(blocks), np.int64), counts)
@@ -138,20 +143,22 @@ class HostSourceWeights:
                     np.add(block.positions, np.uint32(block.number * BLOCK), out=places[here])
                     values[here] = block.new
                     at = here.stop
-        return Bucket(message, patches, int(counts.sum()), {}, sums)
+        return self._bucket(message, changes, sums)
 
     def saved(self, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum]) -> Bucket:
         """These tiles as they were last sent, whole."""
         return self._raw(self.state, tiles, clock, sums)
 
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
         """Write what was sent into the copy; return the transition back."""
         return _write_changes(self.state, made, sums)
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
         """Move the copy into the new messages; an old message without remaining tiles is free for the next sync."""
         whole = {ordinal: bits for bucket in made for ordinal, bits in bucket.whole.items()}
-        self.state.adopt(whole, sums)
+        self.backend.adopt(whole)
+        with self.state.lock:
+            self.state.begin_at({**self.state.sums, **sums})
         left = [(message, tiles - whole.keys()) for message, tiles in self.messages]
         self.spare.replace(message for message, tiles in left if made and not tiles)
         self.messages = [(message, tiles) for message, tiles in left if tiles]
@@ -180,7 +187,8 @@ class HostReceiverWeights:
         self._wire, self.layout, self.spare = wire, wire.layout, SpareBuffers()
         self._places = bundles.places_of(wire, tiles, shards)
         flats, copies = bundles.receiver_tensors(shards.published, wire.ties)
-        self.state = HostState(wire.layout, flats, copies, places=self._places, sums=sums)
+        self.backend = HostBackend(wire.layout, flats, copies, places=self._places)
+        self.state = WeightState(self.backend, sums)
 
     def begin(self) -> None:
         """A sync begins: weights in host memory need no synchronization."""
@@ -200,56 +208,67 @@ class HostReceiverWeights:
             return self._read_table(message, before, clock)
         with clock.timed("prepare"):
             body = Body.of(message[:-TRAILER].data, self.layout)
-            part = self.state.decode_part(body)
-        with clock.timed("digest"):
-            self.state.check_digest_changes(count_digest_changes(part.patches), part.sums, before)
-        sums = {entry.tile: entry.sum for entry in body.index.entries}
-        return Bucket(NOTHING, part.patches, _count_changed(part.patches), {}, sums)
+            found = self.backend.decode([[body]], {}, None)
+            if found.fault is not None:
+                raise found.fault
+            sums = {entry.tile: entry.sum for entry in body.index.entries}
+            PatchTransaction(self.state).check_digest_changes(found.digest_changes[0], sums, before)
+        return self._bucket(found.changes, sums)
+
+    def _bucket(self, changes: Changes, sums: Mapping[int, Sum]) -> Bucket:
+        return Bucket(NOTHING, changes, self.backend.count_changed(changes), {}, sums)
 
     def _read_table(self, message: Bits, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
         table, sums = Table.open(message, message.size, self._wire)
-        promised, changes = table.named(sums), table.changes.tolist()
-        whole, patches = {}, []
+        in_index, counts = table.named(sums), table.changes.tolist()
+        whole: dict[int, Bits] = {}
+        changes: dict[tuple[int, int], BlockChange] = {}
         with clock.timed("undo"):  # the undo log needs the old weights
-            for (tile, places, bits), changed in zip(_bodies(message, table, self.layout), changes, strict=True):
+            for (tile, places, bits), changed in zip(_bodies(message, table, self.layout), counts, strict=True):
                 if tile.ordinal not in self._places:
                     continue
                 if changed == WHOLE:
                     whole[tile.ordinal] = bits
                 else:
-                    patches.append(self._changes(tile, places, bits))
+                    changes |= self._changes(tile, places, bits)
         with clock.timed("digest"):
-            self.state.check_digest_changes(count_digest_changes(patches), promised, before)
+            digest_changes = self.backend.count_digest_changes(changes)
+            PatchTransaction(self.state).check_digest_changes(digest_changes, in_index, before)
             counted = _count([self.layout.tiles[ordinal] for ordinal in whole], whole)
         for ordinal, sum_ in counted.items():
-            if sum_ != promised[ordinal]:
+            if sum_ != in_index[ordinal]:
                 raise messages.not_as_promised(self._wire, ordinal)
-        return Bucket(message if whole else NOTHING, tuple(patches), _count_changed(patches), whole, promised)
+        return Bucket(message if whole else NOTHING, changes, self.backend.count_changed(changes), whole, in_index)
 
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
         """Write what changes into the weights; return the transition back."""
         return _write_changes(self.state, made, sums)
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
         """Write whole tiles. If this fails, the weights are between two versions."""
-        self.state.load_tiles({n: bits for bucket in made for n, bits in bucket.whole.items()}, sums)
+        with self.state.lock:
+            for ordinal, bits in ((n, bits) for bucket in made for n, bits in bucket.whole.items()):
+                tile = self.layout.tiles[ordinal]
+                for number in range(tile.block_count):
+                    self.backend.write_block(tile, number, bits[number * BLOCK : (number + 1) * BLOCK])
+            self.state.begin_at({**self.state.sums, **sums})
         self.spare.replace(bucket.message for bucket in made)
 
-    def _changes(self, tile: Tile, places: Bits, values: Bits) -> TilePatch:
+    def _changes(self, tile: Tile, places: Bits, values: Bits) -> Changes:
         """The changes of a tile in a table, with the weights that they replace."""
         if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
             raise FormatError(
                 "a table has changes beyond the end of their tile, or not in ascending order", tensor=tile.tensor.name
             )
         borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)
-        blocks = []
+        changes = {}
         for number in range(tile.block_count):
             here = slice(borders[number], borders[number + 1])
             if here.start < here.stop:
                 positions = places[here] - np.uint32(number * BLOCK)
-                old = bundles.pick(self._places[tile.ordinal], self.state.memory, number, positions)
-                blocks.append(BlockChange(number, positions, old, values[here]))
-        return TilePatch(tile, Codec.GAP, tuple(blocks))
+                old = bundles.pick(self._places[tile.ordinal], self.backend.memory, number, positions)
+                changes[tile.ordinal, number] = BlockChange(number, positions, old, values[here])
+        return changes
 
 
 def _write_head(message: Bits, table: Table, sums: Mapping[int, Sum]) -> None:
@@ -276,10 +295,7 @@ def _count(tiles: Sequence[Tile], whole: Mapping[int, Bits]) -> dict[int, Sum]:
     return sums
 
 
-def _count_changed(patches: Iterable[TilePatch]) -> int:
-    return sum(patch.changed for patch in patches)
-
-
-def _write_changes(state: HostState, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition:
-    changes = by_block([patch for bucket in made for patch in bucket.changes])
-    return state.commit(HostTransition(changes, {ordinal: sums[ordinal] for ordinal in state.places}, History()))
+def _write_changes(state: WeightState, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
+    changes = {key: change for bucket in made for key, change in bucket.changes.items()}
+    local = {ordinal: sums[ordinal] for ordinal in state.places}
+    return state.commit(Transition(changes, local, History(), sum(bucket.changed for bucket in made)))

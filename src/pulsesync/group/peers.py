@@ -25,10 +25,11 @@ from pulsesync.group.cost_model import METHODS, SAMPLE, CostModel, Method, Trans
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.messages import Bucket, Message, SyncTimes
 from pulsesync.state.attach import check_apart
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.backend import StateBackend, Transition
+from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Placed, Shards, local_tensors, shards_of
 from pulsesync.state.views import NOT_WRITABLE
+from pulsesync.state.weights import WeightState
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +84,8 @@ class LocalModel:
         for name in self.copied:
             raise StateError(f"tensor {name!r} {NOT_WRITABLE}", tensor=name)
         flats = {name: view.flat for name, view in self.shards.published.views.items()}
-        state: type[AnyState] = HostState if self.device is None else devices.load("state").DeviceState
-        check_apart(flats, {}, state.span)
+        kind: type[StateBackend] = HostBackend if self.device is None else devices.load("state").DeviceBackend
+        check_apart(flats, {}, kind.span)
 
 
 def addresses_of(source: Mapping[str, Any]) -> list[int]:
@@ -108,13 +109,13 @@ class EndWeights(Protocol):
     """The weights of an end, in host memory (`host_weights`) or on a GPU (`device_weights`)."""
 
     @property
-    def state(self) -> AnyState | None:
+    def state(self) -> WeightState | None:
         """The weights that are received, or the copy of what was sent, if there is one."""
 
     def begin(self) -> None:
         """A sync begins: its work on the weights comes after that of the calling thread."""
 
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> AnyTransition | None:
+    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition | None:
         """Write what buckets change; return the transition back, if there is one."""
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
@@ -147,7 +148,7 @@ class ReceiverWeights(EndWeights, Protocol):
     """What a rank receives, in its live weights."""
 
     @property
-    def state(self) -> AnyState: ...
+    def state(self) -> WeightState: ...
 
     def room(self, size: int, carrier: Any) -> Message:
         """Memory for a message of this size, which travels from a device."""
@@ -170,7 +171,7 @@ class GroupEnd(ABC):
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
         self.tiles = tiles  # the bundles that this rank sends, or those that it receives
         self.at: RankVersion | None = None
-        self.before: tuple[RankVersion, AnyTransition] | None = (
+        self.before: tuple[RankVersion, Transition] | None = (
             None  # the version at which the last sync began, and the transition back to it
         )
         self.device = model.device
@@ -356,8 +357,8 @@ class ReceiverEnd(GroupEnd):
 
     def _find_damaged(self, point: RankVersion) -> int | None:
         """Recount the weights; return a bundle that does not have its digest, or of which tied tensors differ."""
-        differing_tie = self.weights.state.find_differing_tie()
-        for ordinal, counted in self.weights.state.count().items():
+        differing_tie = self.weights.state.backend.find_differing_tie()
+        for ordinal, counted in self.weights.state.backend.count().items():
             if counted != point.sums[ordinal] or differing_tie in {p.tensor for p in self.wire.pieces[ordinal]}:
                 return ordinal
         return None

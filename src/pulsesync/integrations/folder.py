@@ -52,16 +52,15 @@ from pulsesync.format.manifest import FileRef, Manifest
 from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
+from pulsesync.run.follower import RunFollower
+from pulsesync.run.goals import GoalFinder
 from pulsesync.run.heartbeats import HeartbeatWriter
-from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader, forgetting, location_of
 from pulsesync.run.reporting import SyncEvents, SyncReport
 from pulsesync.run.spool import AnchorSpool
-from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.checkpoint_files import (
     ADAPTER_CONFIG,
     INDEX,
-    SHARD_BYTES,
     TensorFolder,
     WeightFiles,
     by_layout,
@@ -71,7 +70,8 @@ from pulsesync.state.checkpoint_files import (
     plan_files,
     writing,
 )
-from pulsesync.state.host import HostState
+from pulsesync.state.host import HostBackend
+from pulsesync.state.weights import Recount, WeightState
 from pulsesync.store import CachedStore, Location, Store, open_store
 
 __all__ = ["CopyRecord", "FolderUpdate", "HuggingFaceFolder", "reading"]
@@ -115,7 +115,6 @@ class HuggingFaceFolder:
         cache: A folder for fetched bytes, which other processes may share; if not given, a small one in the folder.
         hold_s: Seconds for which a copy that is no longer current is not changed, so that a program that has begun to
             load it can finish; `reading` keeps it longer.
-        shard_bytes: The most bytes of weights in a file.
         follow: As for a `Subscriber`: the pointer to follow.
         max_staleness: By how many versions the folder may differ from the version to follow if it cannot be updated;
             `follow` raises if it differs by more. None: this is not checked.
@@ -137,17 +136,15 @@ class HuggingFaceFolder:
         trust_pointers: str | Collection[str] | None = None,
         cache: str | Path | None = None,
         hold_s: float = 0.0,
-        shard_bytes: int = SHARD_BYTES,
         follow: str | None = None,
         max_staleness: int | None = None,
         follow_replaced: bool = False,
         heartbeat: str | None = None,
     ) -> None:
-        self._target = FollowTarget(follow, max_staleness)
+        self._goals = GoalFinder(follow, max_staleness)
         self.folder = arguments.folder("folder", folder)
         self.trust, self._movers = trusted(trust), trusted_for_pointers(trust_pointers, trust)
         self.hold_s, self.follow_replaced = arguments.seconds("hold_s", hold_s), follow_replaced
-        self.shard_bytes = arguments.whole("shard_bytes", shard_bytes, 1, what="a number of bytes")
         store = open_store(location)
         self._origin = store
         self._own_cache = cache is None
@@ -190,7 +187,7 @@ class HuggingFaceFolder:
             SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError:
             the folder cannot be updated, and differs from the version to follow by more than `max_staleness`.
         """
-        return self._target.follow(self.update, self._version, interval_s, on_error)
+        return self._goals.follow(self.update, self._version, interval_s, on_error)
 
     def _version(self) -> int | None:
         current = self.current
@@ -210,7 +207,7 @@ class HuggingFaceFolder:
                 self._heartbeat.failed(e, self._version())
             raise
         except Exception as e:
-            self._events.newest = self._target.version
+            self._events.newest = self._goals.version
             self._events.failed(e, self._version(), torn=False)  # what is current is complete in any case
             raise
         self._report(done)
@@ -218,7 +215,7 @@ class HuggingFaceFolder:
 
     def _report(self, done: FolderUpdate | None) -> None:
         """Show where the folder is. The copy that became current was recounted before."""
-        self._events.newest = self._target.version
+        self._events.newest = self._goals.version
         if done is not None:
             if self._heartbeat is not None:
                 self._heartbeat.recounted(True)
@@ -236,7 +233,7 @@ class HuggingFaceFolder:
                 return None
             companions = [file for file in goal.files if is_companion(file.name)]
             contents = {file.name: fetch_file(self.store, file) for file in companions}
-            plan = plan_files(self._layout_of(goal), self.shard_bytes, adapter=ADAPTER_CONFIG in contents)
+            plan = plan_files(self._layout_of(goal), adapter=ADAPTER_CONFIG in contents)
             if not any(TensorFolder.fits(one.folder, plan) for one in self._sides.values()):
                 self._check_room(goal)
             source = self._begin(side, plan, goal)
@@ -257,21 +254,12 @@ class HuggingFaceFolder:
         """
         records, current = RunReader(self.store, self.trust, trust_pointers=self._movers), self.current
         try:
-            if current:
-                records.check_run(current.run, current.version, current.digest)
+            return self._goals.find(records, current, version)
         except RunChangedError as e:
             if not self.follow_replaced:
                 raise
-            logger.warning("Starting over from an anchor: %s.", e)
-            current = None
-            self._target.forget()
-        if version is not None:
-            goal: Manifest | None = records.required_version(version, current is not None)
-        else:
-            goal = self._target.find(records, current.version if current else None)
-            if goal is None and current is None:
-                raise records.nothing_published()
-        return None if current and goal and (current.run, current.version) == (goal.run, goal.version) else goal
+            self._goals.start_over(e)
+            return self._goals.find(records, None, version)
 
     def _layout_of(self, goal: Manifest) -> Layout:
         if self._layout is None or self._layout.id != goal.layout:
@@ -309,7 +297,7 @@ class HuggingFaceFolder:
         """Open a copy for writing, with a subscriber that starts from the best state; return what it started from."""
         mark, history = side.mark(), side.history()
         side.unmark()
-        position = side.reader.position if side.reader else None
+        position = side.follower.local.position if side.follower else None
         if (
             side.weights
             and side.weights.plan == plan
@@ -322,16 +310,15 @@ class HuggingFaceFolder:
             TensorFolder.create(side.folder, plan)
             mark = None
         side.weights = TensorFolder(side.folder, plan)
-        side.reader = Subscriber(self._origin, trust=self.trust, cache=self._cache, undo=0)
-        side.reader.events.muted = True  # an update is complete when the copy is current
-        if mark and mark.run == goal.run and side.reader.resume(side.weights.arrays, mark.version, history):
+        side.follower = RunFollower(self._origin, self.trust, cache=self._cache)
+        if mark and mark.run == goal.run and side.follower.resume(side.weights.arrays, mark.version, history):
             return "resume"
         name = _current(self.folder)
         other = self._sides[name] if name else None
         there = other.mark() if other else None
         if other and there and there.run == goal.run and TensorFolder.fits(other.folder, plan):
             side.weights.copy_from(TensorFolder(other.folder, plan))
-            if side.reader.resume(side.weights.arrays, there.version, other.history()):
+            if side.follower.resume(side.weights.arrays, there.version, other.history()):
                 return "copy"
         return "nothing"
 
@@ -364,7 +351,7 @@ class FolderCopy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.weights: TensorFolder | None = None
-        self.reader: Subscriber | None = None
+        self.follower: RunFollower | None = None
 
     def mark(self) -> CopyRecord | None:
         """Which version this is; None for a copy that is not complete."""
@@ -400,21 +387,21 @@ class FolderCopy:
         Raises: as `Subscriber.sync`.
         """
         assert self.weights is not None
-        assert self.reader is not None
-        self.reader.reported = (current.run, current.version, current.step) if current else None
+        assert self.follower is not None
+        self.follower.reported = (current.run, current.version, current.step) if current else None
         try:
-            report = self.reader.sync(self.weights.arrays, version=version, follow_replaced=follow_replaced)
-            self.reader.verify(self.weights.arrays)
+            report = self.follower.sync(self.weights.arrays, version=version, follow_replaced=follow_replaced)
+            self.follower.integrity.verify(self.weights.arrays)
         except (BaseMismatchError, VerificationError):
-            self.reader = None  # something else may have written to it: the next attempt begins from the other copy
+            self.follower = None  # something else may have written to it: the next attempt begins from the other copy
             raise
         return report
 
     def finish(self, mark: CopyRecord, companions: dict[str, bytes], plan: WeightFiles) -> None:
         """Write the companion files, ensure that everything is on the disk, and then mark the copy as complete."""
         assert self.weights is not None
-        assert self.reader is not None
-        state = self.reader.state
+        assert self.follower is not None
+        state = self.follower.state
         assert state is not None
         contents = dict(companions)
         if plan.index:
@@ -570,8 +557,8 @@ def identify(records: RunReader, path: str | Path) -> Identity:
     folder = path / name if name else path
     layout = records.layout(newest.layout)
     checkpoint = open_checkpoint(folder, private=True)
-    state = HostState.attach(by_layout(layout, checkpoint.tensors), layout)
-    digest, mark = state.recount(), read_mark(folder)
+    state = WeightState.attach(HostBackend, by_layout(layout, checkpoint.tensors), layout)
+    digest, mark = Recount(state).digest(), read_mark(folder)
     guesses = [records.version(mark.version) if mark else None, newest, records.start(digest)]
     found = next((record for record in guesses if record and record.digest == digest), None)
     version = newest.version

@@ -23,9 +23,10 @@ import numpy as np
 from pulsesync import device
 from pulsesync.core.threads import spread
 from pulsesync.errors import StateError, VerificationError
+from pulsesync.run.integrity import written_by_another
 from pulsesync.run.reporting import SyncReport
-from pulsesync.run.subscriber import Subscriber, written_by_another
-from pulsesync.state.host import HostState
+from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.host import HostBackend
 from pulsesync.store import Location
 
 __all__ = ["FrameworkSubscriber", "FrameworkWeights", "published_tensors"]
@@ -205,14 +206,14 @@ def _write_back(weights: FrameworkWeights, old: Mapping[str, Any], failure: Base
 
 def _differing(tensors: Mapping[str, Any], copies: Mapping[str, Any]) -> list[str]:
     """Return the names of tensors whose bits differ from those of their copies."""
-    backend: Any = HostState if device.find(copies) is None else device.load("state").DeviceState
+    backend: Any = HostBackend if device.find(copies) is None else device.load("state").DeviceBackend
     new, old = backend.views(tensors), backend.views(copies)
 
     def equal(name: str) -> bool:
         return bool(backend.equal(new[name].flat, old[name].flat))
 
     names = list(copies)
-    found = spread(equal, names) if backend is HostState else [equal(name) for name in names]
+    found = spread(equal, names) if backend is HostBackend else [equal(name) for name in names]
     return [name for name, same in zip(names, found, strict=True) if not same]
 
 

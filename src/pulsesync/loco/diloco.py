@@ -22,13 +22,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import numpy as np
 
 from pulsesync.core import arguments
-from pulsesync.errors import MissingLinkError, RoundError, StateError, StoreError
+from pulsesync.errors import MissingLinkError, RoundError, StoreError
+from pulsesync.loco.commit import SameRoundRejoiner
 from pulsesync.loco.exchange import Exchange
+from pulsesync.loco.fragments import Commit, Fragment, in_own_streams
 from pulsesync.loco.gate import DenseGate, GateRule, VisibilityGate, WholeUpdate
 from pulsesync.loco.outer_step import (
     LARGEST_UPDATE,
@@ -40,8 +42,9 @@ from pulsesync.loco.outer_step import (
     diverges,
     mean_of,
 )
-from pulsesync.loco.rounds import ExchangedRound, FragmentTrainer, RoundReport, aside
-from pulsesync.loco.shared import RoundResult, SharedState
+from pulsesync.loco.round_exchange import ExchangedRound
+from pulsesync.loco.rounds import FragmentTrainer, RoundReport, noting_failure
+from pulsesync.loco.shared import RoundResult
 from pulsesync.loco.vectors import Vector
 
 logger = logging.getLogger(__name__)
@@ -55,7 +58,9 @@ class _BackgroundRound:
     Its thread is a daemon, so that it does not keep the process alive.
     """
 
-    def __init__(self, fragment: int, update: TrainerUpdate, began: float, work: Callable[[], ExchangedRound]) -> None:
+    def __init__(
+        self, fragment: Fragment, update: TrainerUpdate, began: float, work: Callable[[], ExchangedRound]
+    ) -> None:
         self.fragment, self.update, self.began = fragment, update, began
         self._future: Future[ExchangedRound | BaseException] = Future()
         threading.Thread(target=self._run, args=(work,), name="pulse-loco", daemon=True).start()
@@ -74,147 +79,18 @@ class _BackgroundRound:
         return self._future.result(timeout_s)
 
 
-class _PeriodicTrainer(FragmentTrainer):
-    """Trainers with a round every `sync_every` steps: DiLoCo and PULSELoCo, which differ only in the rule."""
+class RoundOptions(TypedDict, total=False):
+    """The arguments that trainers with rounds have in common: see DiLoCo."""
 
-    def __init__(
-        self,
-        model: Any,
-        inner_optimizer: Any,
-        exchange: Exchange,
-        outer: SGD | None,
-        sync_every: int,
-        delay: int,
-        blend: float,
-        on_round: Callable[[RoundReport], None] | None,
-        gate: GateRule,
-        rule: type[OwnMomentum] | type[SharedMomentum],
-    ) -> None:
-        outer = outer or Nesterov()
-        if not isinstance(outer, SGD):
-            raise TypeError(
-                f"outer must be pulsesync.loco.Nesterov(lr, momentum) or SGD(lr); got {type(outer).__name__}"
-            )
-        sync_every = arguments.whole("sync_every", sync_every, 1, what="a number of steps")
-        delay = arguments.whole("delay", delay, what="a number of steps")
-        blend = arguments.number("blend", blend, what="a fraction")
-        arguments.function("on_round", on_round)
-        about = f"{type(self).__name__} {outer} {gate} sync_every={sync_every} delay={delay} blend={float(blend)}"
-        super().__init__(model, inner_optimizer, exchange, gate, rule(outer), about, on_round)
-        count = len(self._tensors)
-        if sync_every % count or not 0 <= delay < sync_every // count or not 0 <= blend <= 1:
-            raise ValueError(
-                f"sync_every={sync_every} must be a multiple of the number of fragments, {count}; delay={delay} must "
-                f"be below the steps between two rounds of a fragment; and blend={blend} must be from 0 to 1"
-            )
-        self._period, self._delay = sync_every // count, delay
-        self._blend = float(np.float32(blend))
-        self._steps = 0  # since the last round of any fragment
-        self._flying: _BackgroundRound | None = None
-
-    @property
-    def _turn(self) -> int:
-        """The next fragment: the first of those with the fewest rounds, so that all trainers choose the same."""
-        return self.rounds.index(min(self.rounds))
-
-    def __exit__(self, kind: object = None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._ground()  # the other trainers wait for it at the same step, or have left
-        finally:
-            self._flying = None
-            super().__exit__()
-
-    def rejoin(self, exchange: Exchange | None = None) -> None:
-        with suppress(Exception):  # the result of a round in progress does not matter: its payload is pending
-            self._ground()
-        self._flying = None
-        super().rejoin(exchange)
-
-    def _ground(self) -> None:
-        """Wait up to EXIT_S for a round in progress, and commit it."""
-        with suppress(TimeoutError):
-            if self._flying is not None:
-                self._land(EXIT_S)
-
-    def _after_step(self) -> None:
-        self._complete_pending()
-        self._steps += 1
-        try:
-            if self._flying is None and self._steps >= self._period - self._delay:
-                fragment, began = self._turn, perf_counter()
-                with self._noting_failure(fragment):
-                    shared, update = self._current[fragment].shared, self._update(fragment, snapshot=bool(self._delay))
-                    part = self._select(fragment, update)
-                    met = None if self._delay else self._meet(fragment, shared, part)
-                if met is not None:
-                    self._commit(fragment, update, met, began)
-                    return
-                self._flying = _BackgroundRound(fragment, update, began, lambda: self._meet(fragment, shared, part))
-            if self._flying is not None and self._steps >= self._period:
-                self._land()
-        except MissingLinkError as e:  # absent for so long that the rounds since were deleted
-            logger.warning(
-                "Trainer %s rejoins, because it cannot apply the rounds that it has missed: %s.",
-                self.exchange.trainer,
-                e,
-            )
-            self.rejoin()
-
-    def _land(self, timeout_s: float | None = None) -> None:
-        assert self._flying is not None
-        flight = self._flying
-        met = flight.wait(timeout_s)  # if this is interrupted, the round is still in progress
-        if isinstance(met, BaseException):
-            self._flying = None
-            with self._noting_failure(flight.fragment):
-                raise met
-        self._commit(flight.fragment, flight.update, met, flight.began)
-
-    def _commit(self, fragment: int, update: TrainerUpdate, met: ExchangedRound, began: float) -> None:
-        """Change everything at once, even if interrupted. After an earlier failure the next step tries again."""
-        payload = met.result.members.get(self.exchange.trainer)
-        # If the round contains an update that this trainer sent before a restart, that is subtracted: it included the
-        # same residual.
-        taken = None if payload is None else self._pending[fragment].sent(payload, met.taken)
-
-        def work() -> None:
-            self._steps, self._flying = 0, None
-            if payload is None and not met.part.largest <= LARGEST_UPDATE:
-                self._drop(fragment, update, met.result.after)
-            else:
-                self._close(fragment, update, met.result.after, taken, self._blend)
-
-        self._finish(work)
-        try:
-            if payload is None:
-                self._catch_up(fragment)  # it is late, perhaps by more than one round
-        except (RoundError, StoreError) as e:
-            if isinstance(e, StoreError) and not e.retryable:
-                raise
-            logger.warning(
-                "Trainer %s is late and could not apply the rounds that it has missed: %s: %s. It tries again in its "
-                "next round.",
-                self.exchange.trainer,
-                type(e).__name__,
-                e,
-            )
-        finally:  # the round is committed, whatever happens after it
-            self._report(fragment, met, began)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._flying = None
-        private = state.get("private") or {}
-        self._steps = int(private.get("steps", 0)) if private.get("trainer") == self.exchange.trainer else 0
-
-    def state_dict(self) -> dict[str, Any]:
-        saved = super().state_dict()
-        saved["private"]["steps"] = self._steps
-        return saved
+    exchange: Required[Exchange]
+    outer: SGD | None
+    sync_every: int
+    delay: int
+    blend: float
+    on_round: Callable[[RoundReport], None] | None
 
 
-class DiLoCo(_PeriodicTrainer):
+class DiLoCo(FragmentTrainer):
     """Trainers that take `sync_every` steps on their own, then all apply the mean of their updates.
 
     `optimizer.step()` may raise RoundError (the round failed for this trainer; the next step tries again), StoreError
@@ -238,6 +114,9 @@ class DiLoCo(_PeriodicTrainer):
         StateError: parameters are not FP32, or are in two fragments or in none; ValueError: a number is out of range.
     """
 
+    _gate: GateRule = DenseGate()
+    _rule: type[OwnMomentum] | type[SharedMomentum] = SharedMomentum
+
     def __init__(
         self,
         model: Any,
@@ -250,12 +129,131 @@ class DiLoCo(_PeriodicTrainer):
         blend: float = 0.0,
         on_round: Callable[[RoundReport], None] | None = None,
     ) -> None:
-        super().__init__(
-            model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, DenseGate(), SharedMomentum
+        outer = outer or Nesterov()
+        if not isinstance(outer, SGD):
+            raise TypeError(
+                f"outer must be pulsesync.loco.Nesterov(lr, momentum) or SGD(lr); got {type(outer).__name__}"
+            )
+        sync_every = arguments.whole("sync_every", sync_every, 1, what="a number of steps")
+        delay = arguments.whole("delay", delay, what="a number of steps")
+        blend = arguments.number("blend", blend, what="a fraction")
+        arguments.function("on_round", on_round)
+        about = f"{type(self).__name__} {outer} {self._gate} sync_every={sync_every} delay={delay} blend={float(blend)}"
+        super().__init__(model, inner_optimizer, exchange, self._gate, self._rule(outer), about, on_round)
+        count = len(self._fragments)
+        if sync_every % count or not 0 <= delay < sync_every // count or not 0 <= blend <= 1:
+            raise ValueError(
+                f"sync_every={sync_every} must be a multiple of the number of fragments, {count}; delay={delay} must "
+                f"be below the steps between two rounds of a fragment; and blend={blend} must be from 0 to 1"
+            )
+        self._period, self._delay = sync_every // count, delay
+        self._blend = float(np.float32(blend))
+        self._steps = 0  # since the last round of any fragment
+        self._round_in_background: _BackgroundRound | None = None
+
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._finish_before_exit()  # the other trainers wait for it at the same step, or have left
+        finally:
+            self._round_in_background = None
+            super().__exit__()
+
+    def rejoin(self, exchange: Exchange | None = None) -> None:
+        with suppress(Exception):  # the result of a round in progress does not matter: its payload is pending
+            self._finish_before_exit()
+        self._round_in_background = None
+        super().rejoin(exchange)
+
+    def _finish_before_exit(self) -> None:
+        """Wait up to EXIT_S for a round in progress, and commit it."""
+        with suppress(TimeoutError):
+            if self._round_in_background is not None:
+                self._finish_round(self._round_in_background, EXIT_S)
+
+    def _after_step(self) -> None:
+        self._committer.complete_pending()
+        self._steps += 1
+        try:
+            if self._round_in_background is None and self._steps >= self._period - self._delay:
+                self._begin_round()
+            if self._round_in_background is not None and self._steps >= self._period:
+                self._finish_round(self._round_in_background)
+        except MissingLinkError as e:  # absent for so long that the rounds since were deleted
+            logger.warning(
+                "Trainer %s rejoins, because it cannot apply the rounds that it has missed: %s.",
+                self.exchange.trainer,
+                e,
+            )
+            self.rejoin()
+
+    def _begin_round(self) -> None:
+        """Begin a round of a fragment, in the background if there is a delay; without one, finish it."""
+        # The first of those with the fewest rounds, so that all trainers choose the same.
+        fragment, began = min(self._fragments, key=lambda one: one.shared.round), perf_counter()
+        with noting_failure(fragment):
+            shared, update = fragment.shared, fragment.update(snapshot=bool(self._delay))
+            part = self._rounds.select(fragment, update)
+            done = None if self._delay else self._rounds.run(fragment, shared, part)
+        if done is not None:
+            self._commit(fragment, update, done, began)
+            return
+        self._round_in_background = _BackgroundRound(
+            fragment, update, began, lambda: self._rounds.run(fragment, shared, part)
         )
 
+    def _finish_round(self, begun: _BackgroundRound, timeout_s: float | None = None) -> None:
+        done = begun.wait(timeout_s)  # if this is interrupted, the round is still in progress
+        if isinstance(done, BaseException):
+            self._round_in_background = None
+            with noting_failure(begun.fragment):
+                raise done
+        self._commit(begun.fragment, begun.update, done, begun.began)
 
-class PulseLoCo(_PeriodicTrainer):
+    def _commit(self, fragment: Fragment, update: TrainerUpdate, done: ExchangedRound, began: float) -> None:
+        """Change everything at once, even if interrupted. After an earlier failure the next step tries again."""
+        shared, payload = done.result.after, done.result.members.get(self.exchange.trainer)
+        # If the round contains an update that this trainer sent before a restart, that is subtracted: it included the
+        # same residual.
+        taken = None if payload is None else fragment.pending.sent(payload, done.taken)
+
+        def work() -> None:
+            self._steps, self._round_in_background = 0, None
+            if payload is None and not done.part.largest <= LARGEST_UPDATE:
+                self._committer.drop(fragment, update, shared, self.exchange.trainer)
+            else:
+                self._committer.close(fragment, Commit(update, taken, shared, self._blend))
+
+        self._committer.finish(work)
+        try:
+            if payload is None:
+                self._rejoiner.catch_up(fragment)  # it is late, perhaps by more than one round
+        except (RoundError, StoreError) as e:
+            if isinstance(e, StoreError) and not e.retryable:
+                raise
+            logger.warning(
+                "Trainer %s is late and could not apply the rounds that it has missed: %s: %s. It tries again in its "
+                "next round.",
+                self.exchange.trainer,
+                type(e).__name__,
+                e,
+            )
+        finally:  # the round is committed, whatever happens after it
+            self._report(fragment, done, began)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._round_in_background = None
+        private = state.get("private") or {}
+        self._steps = int(private.get("steps", 0)) if private.get("trainer") == self.exchange.trainer else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        saved["private"]["steps"] = self._steps
+        return saved
+
+
+class PulseLoCo(DiLoCo):
     """DiLoCo that sends only what the next BF16 forward pass would see, and keeps the rest for later rounds.
 
     Two things differ from the published form (`PublishedPulseLoCo`). Each trainer has an outer momentum of its own,
@@ -265,40 +263,31 @@ class PulseLoCo(_PeriodicTrainer):
     Args:
         model: As for DiLoCo.
         inner_optimizer: As for DiLoCo.
-        exchange: As for DiLoCo.
-        outer: As for DiLoCo.
-        sync_every: As for DiLoCo.
         compact: Send values rounded to this number of bits below the size of a typical one, and keep the remainder for
             later rounds; None sends FP32 values as they are, which takes about nine times the bytes.
         reach: Send an entry if this multiple of its update would be visible. Larger values send more entries, earlier.
-        delay: As for DiLoCo.
-        blend: As for DiLoCo.
-        on_round: As for DiLoCo.
+        **options: As for DiLoCo: exchange, outer, sync_every, delay, blend and on_round.
 
     Raises:
-        StateError: as for DiLoCo.
-        ValueError: as for DiLoCo.
+        StateError, ValueError: as for DiLoCo.
     """
+
+    _rule = OwnMomentum
 
     def __init__(
         self,
         model: Any,
         inner_optimizer: Any,
         *,
-        exchange: Exchange,
-        outer: SGD | None = None,
-        sync_every: int = 8,
         compact: int | None = 0,
         reach: float = 1.4,
-        delay: int = 0,
-        blend: float = 0.0,
-        on_round: Callable[[RoundReport], None] | None = None,
+        **options: Unpack[RoundOptions],
     ) -> None:
-        gate = VisibilityGate(compact, float(reach))
-        super().__init__(model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, gate, OwnMomentum)
+        self._gate = VisibilityGate(compact, float(reach))
+        super().__init__(model, inner_optimizer, **options)
 
 
-class PublishedPulseLoCo(_PeriodicTrainer):
+class PublishedPulseLoCo(DiLoCo):
     """PULSELoCo as it was published: one outer momentum, which all trainers share.
 
     A round begins at the shared weights; what was not sent is kept separately until a later round.
@@ -306,20 +295,14 @@ class PublishedPulseLoCo(_PeriodicTrainer):
     With outer momentum it learns later than DiLoCo does: see docs/loco.md.
 
     Args:
-        model: As for PulseLoCo.
-        inner_optimizer: As for PulseLoCo.
-        exchange: As for PulseLoCo.
-        outer: As for PulseLoCo.
-        sync_every: As for PulseLoCo.
+        model: As for DiLoCo.
+        inner_optimizer: As for DiLoCo.
         compact: As for PulseLoCo; the published form sends FP32 values as they are.
         reach: As for PulseLoCo; the published form has 1.
-        delay: As for PulseLoCo.
-        blend: As for PulseLoCo.
-        on_round: As for PulseLoCo.
+        **options: As for DiLoCo: exchange, outer, sync_every, delay, blend and on_round.
 
     Raises:
-        StateError: as for PulseLoCo.
-        ValueError: as for PulseLoCo.
+        StateError, ValueError: as for DiLoCo.
     """
 
     def __init__(
@@ -327,19 +310,12 @@ class PublishedPulseLoCo(_PeriodicTrainer):
         model: Any,
         inner_optimizer: Any,
         *,
-        exchange: Exchange,
-        outer: SGD | None = None,
-        sync_every: int = 8,
         compact: int | None = None,
         reach: float = 1.0,
-        delay: int = 0,
-        blend: float = 0.0,
-        on_round: Callable[[RoundReport], None] | None = None,
+        **options: Unpack[RoundOptions],
     ) -> None:
-        gate = VisibilityGate(compact, float(reach))
-        super().__init__(
-            model, inner_optimizer, exchange, outer, sync_every, delay, blend, on_round, gate, SharedMomentum
-        )
+        self._gate = VisibilityGate(compact, float(reach))
+        super().__init__(model, inner_optimizer, **options)
 
 
 class DDP(FragmentTrainer):
@@ -358,6 +334,8 @@ class DDP(FragmentTrainer):
         on_round: As for DiLoCo.
     """
 
+    _rejoiner_class = SameRoundRejoiner
+
     def __init__(
         self,
         model: Any,
@@ -375,34 +353,25 @@ class DDP(FragmentTrainer):
     def _register(self) -> Any:
         return self._inner.register_step_pre_hook(lambda *_: self._before_step())
 
-    def _adopt(self, fragment: int, shared: SharedState) -> None:
-        if shared.round and shared.digest != self._current[fragment].shared.digest:
-            raise StateError("a run of DDP cannot be joined or resumed: the optimizers' states would differ")
-        super()._adopt(fragment, shared)
-
-    def _catch_up(self, fragment: int) -> None:
-        pass  # a missed step cannot be repeated
-
-    @aside
-    def _shared_values(self, fragment: int) -> Vector:
+    def _shared_values(self, fragment: Fragment) -> Vector:
         # The inner steps, which are equal on all trainers, have changed the weights since theta.
-        return self._tensors[fragment].read()
+        with in_own_streams([fragment]):
+            return fragment.tensors.read()
 
     def _before_step(self) -> None:
-        for fragment, tensors in enumerate(self._tensors):
+        for fragment in self._fragments:
             began = perf_counter()
-            with self._noting_failure(fragment):
-                met, mean = self._average(fragment)
-            tensors.write_gradients(mean)
-            self._report(fragment, met, began)
+            with noting_failure(fragment), in_own_streams([fragment]):
+                done, mean = self._average(fragment)
+            fragment.tensors.write_gradients(mean)
+            self._report(fragment, done, began)
 
-    @aside
-    def _average(self, fragment: int) -> tuple[ExchangedRound, Vector | None]:
+    def _average(self, fragment: Fragment) -> tuple[ExchangedRound, Vector | None]:
         """Exchange the gradients of a fragment; return their mean, or None if it diverges."""
-        tensors, current, exchange = self._tensors[fragment], self._current[fragment], self.exchange
-        current.shared = shared = replace(current.shared, theta=tensors.read())  # the weights after the last step
-        part = self._select(fragment, WholeUpdate(tensors.read(gradients=True)))
-        coder = self._coder(fragment, shared)
+        tensors, exchange = fragment.tensors, self.exchange
+        fragment.shared = shared = replace(fragment.shared, theta=tensors.read())  # the weights after the last step
+        part = self._rounds.select(fragment, WholeUpdate(tensors.read(gradients=True)))
+        coder = self._rounds.coder(fragment, shared)
         sent, received = exchange.sent_bytes, exchange.received_bytes
         decided = exchange.propose(coder, exchange.prepare(coder, part), tensors.size)
         exchange.confirm(coder, decided, None)
@@ -413,11 +382,11 @@ class DDP(FragmentTrainer):
                 "Step %d is empty for all trainers in fragment %d: the mean of the gradients of %s has values "
                 "beyond %g. The weights of that fragment do not change in this step.",
                 coder.round,
-                fragment,
+                fragment.index,
                 ", ".join(members),
                 LARGEST_UPDATE,
             )
             mean, members, moved = None, {}, 0
-        current.shared = after = replace(shared, round=shared.round + 1)
+        fragment.shared = after = replace(shared, round=shared.round + 1)
         passed = exchange.sent_bytes - sent, exchange.received_bytes - received
         return ExchangedRound(part, RoundResult(members, moved, after), None, *passed), mean

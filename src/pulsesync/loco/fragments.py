@@ -1,8 +1,10 @@
-"""The parameters of a fragment, which is a model or a piece of one, as one FP32 vector on their device."""
+"""Fragments: a model or a piece of one, its parameters as one FP32 vector on their device, and the state of rounds."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,9 +12,12 @@ from pulsesync import device
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.format import layout as layouts
-from pulsesync.loco.gate import ReadPiece
+from pulsesync.loco.gate import ReadPiece, SentUpdate, SparseVector, Update
+from pulsesync.loco.outer_step import OuterRule, TrainerUpdate
+from pulsesync.loco.shared import SharedState
 from pulsesync.loco.vectors import Vector, Vectors, vectors_at
 
+MOST_ATTEMPTS = 8  # at a round, each with a new update: more would fill the memory
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # of a tensor: address, shape and strides
 
 
@@ -169,6 +174,116 @@ def _vectors_of(tensors: Mapping[str, Any]) -> Vectors:
                     tensor=name,
                 )
     return vectors_at(where)
+
+
+class Commit(NamedTuple):
+    """What to do after a round that contains this trainer's update: all of it, even if something fails in between."""
+
+    update: TrainerUpdate
+    taken: SparseVector | None
+    shared: SharedState
+    blend: float  # the share of this trainer's own weights that is kept
+
+
+@dataclass
+class PendingUpdates:
+    """The updates that a trainer has sent since its last round.
+
+    A round may contain one of them although it raised an error.
+    """
+
+    by_payload: dict[str, SentUpdate] = field(default_factory=dict)
+    attempts: int = 0  # with new updates, since the round began or steps were discarded
+
+    def choose(self, part: SentUpdate) -> SentUpdate:
+        """Return the update to send: this one, or after many attempts the last one again.
+
+        Later progress is in the weights, and is part of the next round.
+        """
+        if self.attempts < MOST_ATTEMPTS:
+            return part
+        return replace(next(reversed(self.by_payload.values())), largest=part.largest)
+
+    def add(self, payload: str, part: SentUpdate) -> None:
+        self.attempts += payload not in self.by_payload
+        self.by_payload.pop(payload, None)  # so that it becomes the last entry
+        self.by_payload[payload] = part
+
+    def sent(self, payload: str, read: SparseVector | None) -> SparseVector | None:
+        """The content of a payload: as it was sent or, if the trainer sent it before a restart, as it was read."""
+        return self.by_payload[payload].sent if payload in self.by_payload else read
+
+
+@dataclass(eq=False)
+class Fragment:
+    """A fragment's tensors, the state that all trainers share, this trainer's own state, and its unfinished round.
+
+    The shared state is replaced; residual and momentum, which no other object refers to, are written in place.
+    """
+
+    index: int
+    tensors: FragmentTensors
+    rule: OuterRule
+    shared: SharedState
+    residual: Vector
+    momentum: Vector | None  # None where the outer momentum is shared
+    new: bool = True  # whether this trainer has no state of its own: it has sent no update yet, or was cleared
+    pending: PendingUpdates = field(default_factory=PendingUpdates)
+    uncommitted: Commit | None = None  # unfinished work of the last round: committing an update,
+    unwritten: ReadPiece | None = None  # and writing these weights
+
+    @classmethod
+    def of(cls, index: int, tensors: FragmentTensors, rule: OuterRule, shared: SharedState | None = None) -> "Fragment":
+        """A fragment without a state of its own, at a shared state; if not given, before the first round."""
+        v, size = tensors.vectors, tensors.size
+        with v.in_own_stream():
+            shared = shared or SharedState(tensors.layout, tensors.read(), rule.first_trend(size, v))
+            return cls(index, tensors, rule, shared, v.zeros(size), v.zeros(size) if rule.own_momentum else None)
+
+    def clear(self) -> None:
+        """Clear this trainer's own state."""
+        self.new = True
+        for own in (self.residual, self.momentum):
+            if own is not None:
+                own[:] = 0
+
+    def start(self) -> ReadPiece:
+        """The weights at which this trainer begins its current round."""
+        return lambda here: self.rule.start(self.shared.theta[here], self.residual[here])
+
+    def begin_round(self, shared: SharedState, weights: ReadPiece | None = None) -> None:
+        """Begin a round at shared weights; the model is to get the given weights, or those at which it begins."""
+        self.shared, self.pending = shared, PendingUpdates()
+        self.unwritten = weights or self.start()
+
+    def update(self, snapshot: bool = False) -> TrainerUpdate:
+        """The current update of this trainer; of a snapshot of its weights if training continues meanwhile."""
+        tensors = self.tensors
+        with in_own_streams([self]):
+            local = tensors.read_piece if tensors.is_contiguous and not snapshot else tensors.read().__getitem__
+        return TrainerUpdate(self.rule, self.shared.theta, self.residual, self.momentum, local)
+
+    def first_beyond(self, update: Update, limit: np.float32) -> int | None:
+        """The first entry of an update whose magnitude is not within a limit, if there is one."""
+        v = self.tensors.vectors
+        for begin in range(0, update.size, v.chunk):
+            here = slice(begin, min(begin + v.chunk, update.size))
+            if (found := v.first_beyond(update.read(here), limit)) is not None:
+                return begin + found
+        return None
+
+
+@contextmanager
+def in_own_streams(fragments: Iterable[Fragment]) -> Iterator[None]:
+    """Compute on the devices of fragments, in order with what the caller launches there before and after it.
+
+    On a GPU the work inside is in a stream of its own, after the caller's; its end is waited for. These contexts may be
+    nested.
+    """
+    with ExitStack() as stack:
+        for v in dict.fromkeys(fragment.tensors.vectors for fragment in fragments):
+            stack.enter_context(v.in_own_stream())
+        yield
 
 
 def named_tensors(model: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ for the next round, and one that was absent applies the decided rounds, or loads
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -65,8 +65,6 @@ class StoreExchange:
         patience_s: A round without a quorum after this time raises a RoundError.
         poll_s: Seconds between polls of the store.
         state_every: Rounds between two shared states, with which new trainers begin. Older rounds are deleted.
-        clock: Returns the time in seconds.
-        sleep: Waits for a number of seconds.
 
     Raises:
         ValueError: the trainer's name has other characters, or a number is out of its range.
@@ -83,8 +81,6 @@ class StoreExchange:
         patience_s: float = 3600.0,
         poll_s: float = 0.2,
         state_every: int = 32,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if not isinstance(trainer, str) or not NAME.fullmatch(trainer):
             raise ValueError(f"a trainer's name must be 1 to 64 letters, digits, '-' or '_'; got {trainer!r}")
@@ -97,7 +93,7 @@ class StoreExchange:
         self._objects = RoundObjects(location, trainer)
         self._rules = RoundRules(trainers, quorum, deadline_s, patience_s)
         self._poll_s, self._state_every = poll_s, state_every
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._sleep = time.monotonic, time.sleep  # tests replace them
         self._known: dict[int, set[str]] = {}  # fragment -> members of the last round
         self._lost: dict[int, int] = {}  # fragment -> a round that cannot be applied, though a later state is saved
 

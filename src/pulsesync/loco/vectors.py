@@ -37,7 +37,7 @@ class Vectors(Protocol):
     def chunk(self) -> int:
         """How many entries are processed together."""
 
-    def aside(self) -> AbstractContextManager[object]:
+    def in_own_stream(self) -> AbstractContextManager[object]:
         """A context to compute in, after what the caller has launched on the device; waits for the end."""
 
     def spread(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -79,7 +79,7 @@ class Vectors(Protocol):
         """Write a vector into flat torch tensors, one after the other."""
 
     def hand_out(self, values: Vector) -> Vector:
-        """The same vector, for work that is done outside `aside`."""
+        """The same vector, for work that is done outside `in_own_stream`."""
 
     # Searching and counting
 
@@ -188,7 +188,7 @@ class HostVectors:
     def chunk(self) -> int:
         return CHUNK
 
-    def aside(self) -> AbstractContextManager[object]:
+    def in_own_stream(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def spread(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

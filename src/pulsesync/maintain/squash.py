@@ -20,11 +20,13 @@ from pulsesync.format.signature import SigningKey, check_signing_key, trusted
 from pulsesync.format.weights import Changes, Overlay, compose, inverse
 from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room, fetch_body, inline_share, keep_body, put_body
+from pulsesync.run.follower import RunFollower
 from pulsesync.run.planner import Position
 from pulsesync.run.reader import CACHE_BYTES, RunReader
-from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.backend import Transition
+from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.views import new_tensors
+from pulsesync.state.weights import WeightState
 from pulsesync.store import CachedStore, Location, open_store
 
 __all__ = ["SquashReport", "Squasher"]
@@ -90,7 +92,7 @@ class Squasher:
         self.store = store
         self.trust = trusted(trust)
         self._epoch_patches = epoch_patches
-        self._state: AnyState | None = None
+        self._state: WeightState | None = None
         self._at: Manifest | None = None  # the epoch start of the state
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span
         self.waits_for = ""  # what the next squashed patch waits for, when all that are possible now exist
@@ -142,10 +144,9 @@ class Squasher:
             return False  # no anchor yet
         layout = records.layout(anchor.layout)
         check_room(self.store, anchor, layout)
-        reader = Subscriber(self.store, trust=self.trust, undo=0, epoch_patches=self._epoch_patches)
-        reader.events.muted = True
-        reader.sync(new_tensors(layout.tensors), version=anchor.version)
-        self._state, self._at = reader.state, records.version(anchor.version)
+        follower = RunFollower(self.store, self.trust, epoch_patches=self._epoch_patches)
+        follower.sync(new_tensors(layout.tensors), version=anchor.version)
+        self._state, self._at = follower.state, records.version(anchor.version)
         return self._at is not None
 
     def _cut_off(self, records: RunReader) -> bool:
@@ -175,10 +176,10 @@ class Squasher:
         """Apply an epoch, and write the spans that end with it."""
         state = self._state
         assert state is not None
-        transition: AnyTransition | None = None
+        transition: Transition | None = None
         for record in epoch:
             bodies = [fetch_body(self.store, ref, state.layout, None)[0] for ref in record.parts]
-            transition = state.prepare(record, bodies, after=transition)
+            transition = PatchTransaction(state).prepare(record, bodies, after=transition)
         assert transition is not None
         before = state.sums
         state.commit(transition)

@@ -35,7 +35,10 @@ from pulsesync.run.bodies import check_room, fetch_body, stream_bodies
 from pulsesync.run.planner import Position
 from pulsesync.run.pointers import check_target, list_moves
 from pulsesync.run.reader import RunReader, location_of
-from pulsesync.state.host import HostState
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.host import HostBackend
+from pulsesync.state.patches import PatchTransaction
+from pulsesync.state.weights import WeightState
 from pulsesync.store import Location, Store, open_store
 
 __all__ = ["CheckedRecord", "RunVerifier"]
@@ -204,7 +207,7 @@ class RunVerifier:
                 "again later",
                 key="manifests/",
             )
-        self._state: HostState | None = None
+        self._state: WeightState | None = None
         self._position: Position | None = None
         self._bad: set[int] = set()  # versions that are bad, or could not be checked
         self._files: dict[str, str | None] = {}  # id -> fault
@@ -293,7 +296,7 @@ class RunVerifier:
         position, self._position = self._position, None  # set again when it is done
         planner.accept(position, record)
         bodies = [fetch_body(self.store, ref, self._state.layout, None)[0] for ref in record.parts]
-        self._state.commit(self._state.prepare(record, bodies))
+        self._state.commit(PatchTransaction(self._state).prepare(record, bodies))
         self._position = Position.of(record)
 
     def _check_anchor(self, anchor: Manifest | None, record: Manifest) -> None:
@@ -309,13 +312,13 @@ class RunVerifier:
         if self._state is None or self._state.layout.id != anchor.layout:
             layout = self._records.layout(anchor.layout)
             check_room(self.store, anchor, layout)
-            self._state, self._position = HostState.empty(layout), None
+            self._state, self._position = WeightState(HostBackend.empty(layout)), None
         bodies = (body for body, _ in stream_bodies(self.store, anchor.parts, self._state.layout))
         if self._position is None:
-            self._state.join_whole(anchor, bodies)
+            AnchorLoader(self._state).join_whole(anchor, bodies)
             self._position = Position.of(record)
         else:
-            self._state.check_whole(anchor, bodies)
+            AnchorLoader(self._state).check_whole(anchor, bodies)
 
     def _check_squash(self, squash: Manifest | None) -> None:
         """Decode a squashed patch over its base, which is the current state, and compare it with its version."""
@@ -324,7 +327,7 @@ class RunVerifier:
             raise MissingLinkError("its base could not be replayed")
         planner.accept(self._position, squash)
         bodies = [fetch_body(self.store, ref, self._state.layout, None)[0] for ref in squash.parts]
-        self._state.prepare(squash, bodies)
+        PatchTransaction(self._state).prepare(squash, bodies)
         version = self._records.version(squash.version)
         if version is not None and version.digest != squash.digest:
             raise VerificationError(

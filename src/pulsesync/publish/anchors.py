@@ -25,7 +25,7 @@ from pulsesync.run.planner import Look
 from pulsesync.run.reader import location_of
 from pulsesync.run.reporting import Transfer
 from pulsesync.run.spool import Outbox
-from pulsesync.state.live import AnyState, Snapshot
+from pulsesync.state.weights import Snapshot, WeightState
 from pulsesync.store import Store
 
 FRESH_S = 6 * 3600.0  # age up to which parts that no record names yet are relied on: a prune deletes them after a day
@@ -68,7 +68,7 @@ class AnchorWriter:
         self.choice: CodecChoice | None = None  # how the last anchor was encoded
         self._uploaded_s = 0.0  # when the share was uploaded
         self._version: Manifest | None = None  # the version of which the last anchor was begun
-        self._unwritten: tuple[Snapshot | AnyState, Sequence[Tile]] | None = None  # until all of it is on the disk
+        self._unwritten: tuple[Snapshot | WeightState, Sequence[Tile]] | None = None  # until all of it is on the disk
         self._needed = 0  # bytes that the disk of the outbox lacked when it was full; 0: it was not full
         self._executor, self._give_way, self._alone = executor, give_way, ranks == 1
         self._ranks, self._created = ranks, created
@@ -81,7 +81,7 @@ class AnchorWriter:
     def busy(self) -> bool:
         return self._current is not None and not self._current.done()
 
-    def begin(self, snapshot: Snapshot | AnyState, version: Manifest, tiles: Sequence[Tile]) -> None:
+    def begin(self, snapshot: Snapshot | WeightState, version: Manifest, tiles: Sequence[Tile]) -> None:
         """Write the anchor of a version with this state, unless an anchor is being written.
 
         tiles: the tiles of this rank.
@@ -359,7 +359,7 @@ class _UploadsAhead:
 
 def encode_parts(
     tiles: Iterable[Tile],
-    state: Snapshot | AnyState,
+    state: Snapshot | WeightState,
     costs: AnchorCosts | None = None,
     done: Callable[[int], None] = lambda size_bytes: None,
 ) -> Iterator[EncodedPart]:
@@ -381,7 +381,7 @@ def encode_parts(
     done(size)
 
 
-def _encode_part(tiles: Sequence[Tile], size: int, state: Snapshot | AnyState, costs: AnchorCosts) -> EncodedPart:
+def _encode_part(tiles: Sequence[Tile], size: int, state: Snapshot | WeightState, costs: AnchorCosts) -> EncodedPart:
     codec, began = costs.choose(), time.perf_counter()
     part = patch.encode_whole(state.layout, tiles, state, state.sums, codec=codec)
     if codec == "dense":

@@ -21,11 +21,12 @@ from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import Changes, Weights, rebase
 from pulsesync.publish.commit import encode_next
 from pulsesync.publish.costs import StepTrial, try_step
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.backend import Transition
+from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Shards, ShardWeights, SourceMemo, TileShare, local_tensors, shards_of
 from pulsesync.state.slices import TileStorage, place_tile
 from pulsesync.state.views import new_tensors
+from pulsesync.state.weights import WeightState
 
 Keep = Literal["device", "host", "hook"]
 
@@ -37,7 +38,7 @@ class RankBase:
     last: Manifest
     record: bytes  # the stored record of `last`
     share: TileShare
-    state: AnyState
+    state: WeightState
 
 
 class Difference(Protocol):
@@ -48,7 +49,7 @@ class Difference(Protocol):
         """How many weights differ."""
         ...
 
-    def after(self, done: AnyTransition) -> "Difference":
+    def after(self, done: Transition) -> "Difference":
         """Return the difference from the base after a transition."""
         ...
 
@@ -56,7 +57,7 @@ class Difference(Protocol):
         """Measure the codec `step` on a sample; None where it always takes longer than the others."""
         ...
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
         """Encode the difference from the base, which is the version `last`. Changes nothing."""
         ...
 
@@ -70,7 +71,7 @@ class Baseline(Protocol):
         """Return the source's tensors as they are published. Raises: StateError."""
         ...
 
-    def copy(self, share: TileShare, shards: Shards) -> AnyState:
+    def copy(self, share: TileShare, shards: Shards) -> WeightState:
         """Return a base that equals the source as it is now."""
         ...
 
@@ -81,12 +82,12 @@ class Baseline(Protocol):
         """
         ...
 
-    def adopt(self, share: TileShare, state: AnyState) -> AnyState:
+    def adopt(self, share: TileShare, state: WeightState) -> WeightState:
         """Return the state of such tensors as the base, in the memory where it is kept."""
         ...
 
     def compare(
-        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> Difference:
         """Compare a source with the base, which is the version `last`; when this returns, the source may change.
 
@@ -95,7 +96,7 @@ class Baseline(Protocol):
         ...
 
     def compare_later(
-        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> Difference:
         """Compare a source that changes only after `wait`: this may return before the source is compared."""
         ...
@@ -148,10 +149,10 @@ class HostBaseline:
             self._memo.keep(source, cast, shards)
         return shards
 
-    def copy(self, share: TileShare, shards: Shards) -> AnyState:
+    def copy(self, share: TileShare, shards: Shards) -> WeightState:
         flats = _memory_of(share)
         _copy_tiles(share, ShardWeights(shards.published, share.places), flats, share.copy_places)
-        return HostState(share.layout, flats, places=share.copy_places)
+        return WeightState(HostBackend(share.layout, flats, places=share.copy_places))
 
     def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
         tensors = new_tensors(window.local for window in share.windows.values())
@@ -161,17 +162,17 @@ class HostBaseline:
         _copy_tiles(share, ShardWeights(shards.published, share.places), flats, places)
         return tensors
 
-    def adopt(self, share: TileShare, state: AnyState) -> AnyState:
+    def adopt(self, share: TileShare, state: WeightState) -> WeightState:
         if not share.layout.bundles:
             return state
         flats = {name: flat for name, flat in state.flats.items() if name in share.tensors}
         flats |= {tile.tensor.name: state.block(tile, 0) for tile in share.tiles if tile.pieces}
-        adopted = HostState(share.layout, flats, places=share.copy_places, sums=state.sums)
+        adopted = WeightState(HostBackend(share.layout, flats, places=share.copy_places), state.sums)
         adopted.history = state.history
         return adopted
 
     def compare(
-        self, share: TileShare, state: AnyState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
     ) -> "HostDifference":
         diffs = patch.find_diff(share.tiles, state, ShardWeights(shards.published, share.places), codec)
         changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
@@ -206,7 +207,7 @@ def _copy_tiles(
 class HostDifference:
     """What differs in host memory, block by block."""
 
-    state: AnyState
+    state: WeightState
     changes: Changes
     diffs: list[Diff] | None = None  # None after the base has moved: then computed again from the changes
     codec: CodecName = "auto"  # the codec that the diffs are for
@@ -215,7 +216,7 @@ class HostDifference:
     def changed(self) -> int:
         return sum(change.positions.size for change in self.changes.values())
 
-    def after(self, done: AnyTransition) -> "HostDifference":
+    def after(self, done: Transition) -> "HostDifference":
         keys = self.changes.keys() | done.changes.keys()
         found = {key: rebase(self.changes.get(key), done.changes.get(key)) for key in keys}
         return HostDifference(self.state, {key: change for key, change in found.items() if change})
@@ -223,7 +224,7 @@ class HostDifference:
     def try_step(self) -> StepTrial:
         return try_step(self.state.layout.tiles, self.changes)
 
-    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, AnyTransition]:
+    def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
         diffs = self.diffs
         if diffs is None or codec != self.codec:
             diffs = patch.diff_of(self.state.layout.tiles, self.state, self.changes, codec)

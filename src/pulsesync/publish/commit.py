@@ -15,23 +15,24 @@ from pulsesync.format.manifest import BaseRef, FileRef, Manifest, PartRef
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.weights import by_block
 from pulsesync.run import keys
-from pulsesync.state.host import HostTransition
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.backend import Transition
+from pulsesync.state.weights import WeightState
 from pulsesync.store import Store
 
 logger = logging.getLogger(__name__)
 
 
 def encode_next(
-    state: AnyState, last: Manifest, diffs: Sequence[Diff], codec: CodecName
-) -> tuple[EncodedPart, AnyTransition]:
+    state: WeightState, last: Manifest, diffs: Sequence[Diff], codec: CodecName
+) -> tuple[EncodedPart, Transition]:
     """Encode the patch from the last version to the next, of a state or of this rank's part of one. Changes nothing."""
     _, index = last.next_patch
     history = state.history if index > 1 else History()
     known = history if codec in ("auto", "history") else None
     part = patch.encode_diff(state.layout, diffs, state, state.sums, codec=codec, history=known)
     sums = {**state.sums, **part.sums}
-    return part, HostTransition(by_block(part.patches), sums, history.after(part.patches, state))
+    changes = by_block(part.patches)
+    return part, Transition(changes, sums, history.after(part.patches, state), state.backend.count_changed(changes))
 
 
 def next_record(

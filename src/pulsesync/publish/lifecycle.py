@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
-from pulsesync.errors import AnotherPublisherError, ClosedError, GroupError, PulseError
+from pulsesync.core.process_guard import ProcessGuard
+from pulsesync.errors import AnotherPublisherError, GroupError, PulseError
 from pulsesync.publish.failures import Caller, FailureLedger
 from pulsesync.publish.pending import PendingVersion, PublishFuture, PublishReport
 
@@ -60,6 +61,7 @@ class SendQueue:
     Args:
         longest: Consecutive versions that may fail with an error that is retried, before publish raises it.
         alone: Whether this is the only rank: then there is nothing to agree on.
+        guard: Whether the publisher was closed.
         ended: Called with each version that was committed or has failed, before its callers learn it, without the lock.
     """
 
@@ -67,14 +69,14 @@ class SendQueue:
         self,
         longest: int,
         alone: bool,
+        guard: ProcessGuard,
         ended: "Callable[[PendingVersion, PublishReport | BaseException], None]" = lambda version, outcome: None,
     ) -> None:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
-        self.is_alone, self._ended = alone, ended
+        self.is_alone, self._guard, self._ended = alone, guard, ended
         self.stage = Stage.IDLE
         self.calls = 0  # of publish that were counted
-        self.closed = False
         self.lost: BaseException | None = None  # why this process can publish nothing any more
         self.pending: PendingVersion | None = None
         self.current: PendingVersion | None = None
@@ -83,6 +85,10 @@ class SendQueue:
         self._latest: PublishFuture | None = None
         self.failures = FailureLedger(longest, alone)
         self._rejected: tuple[int, BaseException] | None = None  # calls up to this one are in no version, and why
+
+    @property
+    def closed(self) -> bool:
+        return self._guard.closed.is_set()
 
     def _move(self, stage: Stage) -> None:
         assert (self.stage, stage) in MOVES, (self.stage, stage)
@@ -125,8 +131,7 @@ class SendQueue:
             if self.is_sender and (self._must_wait(alone) or (idle() and self.stage != Stage.IDLE)):
                 raise waits_for_itself("publish after a step with coalesce=False")
             self._changed.wait_for(lambda: not self._must_wait(alone) and (self.stage == Stage.IDLE or not idle()))
-            if self.closed:
-                raise ClosedError("this Publisher is closed; create a new one, which resumes the run")
+            self._guard.check_open()
             if self.lost is not None:
                 raise self.lost
             yield
@@ -183,7 +188,8 @@ class SendQueue:
     def close(self) -> bool:
         """Accept no more calls; return whether calls were accepted before."""
         with self.lock:
-            accepted, self.closed = not self.closed, True
+            accepted = not self.closed
+            self._guard.closed.set()
             self._changed.notify_all()
             return accepted
 

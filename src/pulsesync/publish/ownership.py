@@ -16,8 +16,8 @@ from pulsesync.errors import StateError
 from pulsesync.format.history import TileHistorySummary, digest_of
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import PartRef
-from pulsesync.state.live import AnyState
 from pulsesync.state.sharding import TileShare, Windows
+from pulsesync.state.weights import WeightState
 
 
 def agreed(reported: Sequence[tuple[Windows, Mapping[str, str]]]) -> tuple[list[Windows], dict[str, str]]:
@@ -70,7 +70,7 @@ class RankReport:
     failed: bool = False  # whether it has nothing to report, for a reason that is not an error
 
     @classmethod
-    def of(cls, state: AnyState, share: TileShare) -> "RankReport":
+    def of(cls, state: WeightState, share: TileShare) -> "RankReport":
         """Return the report of all tiles of a rank, as they are."""
         owned = [tile.ordinal for tile in share.tiles]
         return cls(sums={n: state.sums[n] for n in owned}, remembered=state.history.counts(owned))

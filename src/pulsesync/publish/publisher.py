@@ -13,7 +13,6 @@ and by `close`, once by each, until a later version is committed, which contains
 """
 
 import logging
-import os
 import reprlib
 import time
 import weakref
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
 from pulsesync.core import arguments
+from pulsesync.core.process_guard import ProcessGuard
 from pulsesync.core.scratch import ScratchFolder
 from pulsesync.core.threads import if_cancelled, outlives_threads, start, submit
 from pulsesync.errors import AnotherPublisherError, ClosedError, StateError
@@ -169,11 +169,16 @@ class Publisher:
         self._cadence = Cadence(publish_every, max_behind)
         self._lowest_skipped: int | None = None  # of the steps since the last version
         self.events = PublishEvents(location_of(self.store), self.team)
-        self._queue = SendQueue(max_behind, alone=self.team.size == 1, ended=self.events.ended)
+        self._guard = ProcessGuard(
+            "Publisher",
+            forked=" and does not have its threads; create a new Publisher in the child, or start the process with "
+            "'spawn'",
+            closed="is closed; create a new one, which resumes the run",
+        )
+        self._queue = SendQueue(max_behind, self.team.size == 1, self._guard, self.events.ended)
         self._lease = PublisherLease(self.store, take_over)
         weakref.finalize(self, self._lease.close)
         self._holds: list[Any] = []  # hooks of optimizers, until the publisher is closed
-        self._process: int | None = None  # the process that published first
         self._writer: RunWriter  # made by the first publish
         self._records = RunRecords(self.store, signing_key, epoch_patches)
         self._options = WriterOptions(
@@ -266,7 +271,7 @@ class Publisher:
             )
         if self._queue.is_alone:
             step = checked_step(step)
-        self._check_process()  # before the lock, which may stay locked for ever in a forked process
+        self._guard.check_process()  # before the lock, which may stay locked for ever in a forked process
         caller_passes_old_weights = self.keep == "hook"
         self._queue.check_caller("publish", waits=wait or not coalesce or caller_passes_old_weights)
         with self._queue.call(alone=not coalesce, idle=lambda: caller_passes_old_weights or self._base is None):
@@ -375,7 +380,7 @@ class Publisher:
 
     def _start(self) -> None:
         """Create what belongs to the process that publishes, at its first publish: a fork before that does no harm."""
-        if self._process is not None:
+        if self._guard.process is not None:
             return
         if self._spool is None:
             self._scratch = ScratchFolder()
@@ -404,7 +409,7 @@ class Publisher:
             self.events,
             self._lease,
         )
-        self._process = os.getpid()
+        self._guard.claim()
 
     def _sign(self, record: Manifest) -> bytes:
         """Sign a record of an anchor. As a bound method, it keeps this publisher and its temporary folder alive."""
@@ -418,26 +423,13 @@ class Publisher:
                 "and close before the main thread ends, not in an atexit handler or a daemon thread"
             )
 
-    def _check_process(self) -> None:
-        """Raises: ClosedError, in a process that was forked from the one that publishes."""
-        if self._is_forked:
-            raise ClosedError(
-                f"this Publisher belongs to process {self._process}; this is process {os.getpid()}, which was forked "
-                "from it and does not have its threads; create a new Publisher in the child, or start the process with "
-                "'spawn'"
-            )
-
-    @property
-    def _is_forked(self) -> bool:
-        return self._process not in (None, os.getpid())
-
     @property
     def _base(self) -> RankBase | None:
-        return self._writer.base if self._process else None
+        return self._writer.base if self._guard.process else None
 
     @property
     def _last(self) -> Manifest | None:
-        return self._writer.last if self._process else None
+        return self._writer.last if self._guard.process else None
 
     @property
     def version(self) -> int | None:
@@ -462,7 +454,7 @@ class Publisher:
     @property
     def anchor_bytes(self) -> int:
         """The bytes of anchors that this process has uploaded so far."""
-        return self._writer.anchors.writer.written_bytes if self._process else 0
+        return self._writer.anchors.writer.written_bytes if self._guard.process else 0
 
     def state_dict(self) -> PublisherState:
         """Return what to save in a checkpoint of the trainer: the run, and the last version that was committed.
@@ -522,8 +514,7 @@ class Publisher:
         Raises:
             TypeError: it has no hooks before its steps; ClosedError: the publisher was closed.
         """
-        if self._queue.closed:
-            raise ClosedError("this Publisher is closed; create a new one, which resumes the run")
+        self._guard.check_open()
         register = getattr(optimizer, "register_step_pre_hook", None)
         if register is None:
             raise TypeError(
@@ -534,7 +525,7 @@ class Publisher:
 
     def _wait_until_compared(self) -> None:
         """Wait until no comparison reads the trainer's weights. In a forked process no thread does."""
-        if self._process is not None and not self._is_forked and self._writer.baseline is not None:
+        if self._guard.process is not None and not self._guard.is_forked and self._writer.baseline is not None:
             self._writer.baseline.wait()
 
     def flush(self) -> None:
@@ -547,7 +538,7 @@ class Publisher:
             anchor has changed on disk before it was uploaded. ClosedError: the publisher belongs to another process.
             RuntimeError: it was called by a callback of a future, or by a signal handler within publish.
         """
-        self._check_process()
+        self._guard.check_process()
         self._queue.check_caller("flush")
         self._finish("flush")
 
@@ -559,7 +550,7 @@ class Publisher:
 
         Raises: as `flush`, once more. A second call does nothing.
         """
-        if self._is_forked:
+        if self._guard.is_forked:
             return
         self._queue.check_caller("close")
         if not self._queue.close():
@@ -609,7 +600,7 @@ class Publisher:
         """Wait for an anchor that is being written, unless the team has lost a rank."""
         return (
             0
-            if self._process is None or self._writer.rounds.is_lost
+            if self._guard.process is None or self._writer.rounds.is_lost
             else self._writer.anchors.finish(lambda: self._writer.base)
         )
 

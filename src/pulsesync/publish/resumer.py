@@ -21,9 +21,9 @@ from pulsesync.publish.ownership import RankReport, VersionTables
 from pulsesync.publish.records import RunRecords
 from pulsesync.publish.resume import same_tensors
 from pulsesync.publish.team import CoordinatorMessage, TeamRounds
-from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.live import AnyState
+from pulsesync.run.follower import RunFollower
 from pulsesync.state.sharding import Shards, TileShare, Windows, owner_of, share_of
+from pulsesync.state.weights import WeightState
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RunResumer:
         """
         writer = self._anchors.writer
 
-        def rebuild() -> tuple[tuple[TileShare, AnyState] | None, RankReport]:
+        def rebuild() -> tuple[tuple[TileShare, WeightState] | None, RankReport]:
             layout = self._records.reader().layout(last.layout)
             same_tensors(layout, plan.layout.tensors, plan.layout.ties)
             try:
@@ -86,26 +86,23 @@ class RunResumer:
             return None
         return RankBase(last, plan.record, *found), message.anchor
 
-    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> AnyState | None:
+    def _rebuild(self, last: Manifest, share: TileShare, shards: Shards) -> WeightState | None:
         """Return this rank's tiles of the last version; None if no path leads to it."""
         tensors = self._baseline.rebuild(share, shards)
         if tensors is None:
             return None
         records = self._records
-        trust = records.signing_key.public if records.signing_key else None
-        reader = Subscriber(
-            records.store, trust=trust, slices=share.slices, undo=0, epoch_patches=records.epoch_patches
-        )
-        reader.events.muted = True  # a trainer is no worker
+        trust = {records.signing_key.public} if records.signing_key else None
+        follower = RunFollower(records.store, trust, slices=share.slices, epoch_patches=records.epoch_patches)
         try:
-            reader.sync(tensors, version=last.version)
+            follower.sync(tensors, version=last.version)
         except SignatureError:
             raise
         except (ChainError, NotFoundError, FormatError, VerificationError):
             return None
-        if reader.state is None or reader.version != last.version:
+        if follower.state is None or follower.version != last.version:
             return None
-        return self._baseline.adopt(share, reader.state)
+        return self._baseline.adopt(share, follower.state)
 
     def _check_rebuilt(
         self, plan: TeamPlan, last: Manifest, layout: Layout, reports: Sequence[RankReport]

@@ -13,9 +13,10 @@ from pulsesync.errors import StateError
 from pulsesync.format import layout, patch
 from pulsesync.format.history import History
 from pulsesync.publish.publisher import Publisher
-from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.host import HostState
+from pulsesync.run.follower import RunFollower
+from pulsesync.state.host import HostBackend
 from pulsesync.state.views import CASTS, torch_dtype
+from pulsesync.state.weights import WeightState
 from pulsesync.store.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _warm_up_host(dtype: str) -> None:
     old = rng.integers(0, 1 << (8 * spec.kind.itemsize), spec.size, dtype=np.uint64).astype(spec.kind.bits)
     new = old.copy()
     new[::7] += 1
-    state, history = HostState(layout.make([spec]), {"w": old}, {}), History()
+    state, history = WeightState(HostBackend(layout.make([spec]), {"w": old})), History()
     for _ in range(2):
         part = patch.encode(
             state.layout, state.layout.tiles, {"w": old}, {"w": new}, state.sums, codec="history", history=history
@@ -79,9 +80,9 @@ def _warm_up_host(dtype: str) -> None:
 def _warm_up_bundles(dtype: str) -> None:
     """Gather two small tensors and write to them, as a worker does."""
     pair = layout.bundle(layout.make([TensorSpec(name, dtype, (40,)) for name in "ab"]))
-    state, (tile,) = HostState(pair, {spec.name: np.zeros(40, spec.kind.bits) for spec in pair.tensors}), pair.tiles
-    old = state.block(tile, 0)[30:50]
-    state.write_change(tile.ordinal, BlockChange(0, np.arange(30, 50, dtype=np.uint32), old, old))
+    backend, (tile,) = HostBackend(pair, {spec.name: np.zeros(40, spec.kind.bits) for spec in pair.tensors}), pair.tiles
+    old = backend.block(tile, 0)[30:50]
+    backend.write_change(tile.ordinal, BlockChange(0, np.arange(30, 50, dtype=np.uint32), old, old))
 
 
 def _find_device(device: "str | torch.device") -> "torch.device | None":
@@ -120,11 +121,11 @@ def _warm_up_device(dtype: str, where: "torch.device") -> None:
         weights = _make_tensors("F32" if masters else dtype, where)
         worker = {name: tensor.to(torch_dtype(dtype)) for name, tensor in weights.items()}
         store = MemoryStore()
-        with Publisher(store, codec="history", cast=dtype if masters else None) as publisher, Subscriber(store) as sub:
-            publisher.events.muted = sub.events.muted = True
+        with Publisher(store, codec="history", cast=dtype if masters else None) as publisher:
+            publisher.events.muted, follower = True, RunFollower(store, None, undo=1)
             for version in range(VERSIONS):
                 publisher.publish(weights)
-                sub.sync(worker)
+                follower.sync(worker)
                 _change_(weights)
                 logger.info(
                     "%s on %s%s: kernels of version %d of %d are compiled, %.1f s since the start",

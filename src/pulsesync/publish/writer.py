@@ -42,7 +42,7 @@ from pulsesync.publish.team import COORDINATOR, CoordinatorMessage, RankStatus, 
 from pulsesync.run import keys
 from pulsesync.run.bodies import inline_share, keep_body, put_body
 from pulsesync.run.reader import location_of
-from pulsesync.state.live import AnyState, AnyTransition
+from pulsesync.state.backend import Transition
 from pulsesync.state.sharding import (
     Shards,
     TileShare,
@@ -53,6 +53,7 @@ from pulsesync.state.sharding import (
     windows_from,
     windows_to,
 )
+from pulsesync.state.weights import WeightState
 
 CALL_TIMEOUT_S = 300.0  # how long a rank may take to make a call of publish that another has made
 
@@ -79,7 +80,7 @@ class Draft:
 
     version: int
     encoded: EncodedPart
-    transition: AnyTransition
+    transition: Transition
     part: PartRef | None  # None: nothing changed in this rank's tiles, and nothing was uploaded
     record: bytes = b""  # the signed record; on the coordinator only
     tables: VersionTables | None = None  # the tables of the version; on the coordinator only
@@ -437,7 +438,7 @@ class RunWriter:
         assert baseline is not None
         assert shards is not None
 
-        def copy() -> tuple[tuple[TileShare, AnyState], RankReport]:
+        def copy() -> tuple[tuple[TileShare, WeightState], RankReport]:
             share = share_of(plan.layout, owner_of(plan.layout, plan.everyones), self.rounds.team.rank, shards)
             state = baseline.copy(share, shards)
             clock.encoded()

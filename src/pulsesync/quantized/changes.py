@@ -1,7 +1,7 @@
 """Changes of weights as flat tensors, in host memory or on a GPU: which tensors, which indices, which bits.
 
-A backend of `state.live` keeps changes by tile and block. `host_changes` and `device_changes` turn those of theirs into
-flat tensors and back, with the same three functions.
+A `StateBackend` keeps changes by tile and block. `host_changes` and `device_changes` turn those of theirs into
+flat tensors and back, with the same two functions.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The tensors of a worker that are derived from the weights of a run: a transaction updates them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -13,9 +13,11 @@ from pulsesync.quantized.changes import SIGNED, FlatChanges, TileIndex
 from pulsesync.quantized.groups import GroupScales, QuantizedGroups
 from pulsesync.quantized.recipes import Recipe
 from pulsesync.quantized.targets import Target, Targets
-from pulsesync.run.subscriber import attach
-from pulsesync.state.host import HostState
-from pulsesync.state.live import AnyState, AnyTransition, Snapshot
+from pulsesync.run.follower import attach
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.backend import Delta, Transition
+from pulsesync.state.host import HostBackend
+from pulsesync.state.weights import Snapshot, WeightState
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class PreparedWeights:
     """A prepared update of the worker's tensors to the weights of the run: nothing is written yet."""
 
     known: GroupScales  # of the groups afterwards
-    transition: AnyTransition | None  # None: all tensors are written completely
+    transition: Transition | None  # None: all tensors are written completely
     changed: int  # numbers to be written
     requantized: int
     rescaled: int
@@ -39,7 +41,7 @@ class DerivedWeights:
         recipe: How they are quantised.
     """
 
-    def __init__(self, weights: Any, plain: AnyState, mirror: Mapping[str, torch.Tensor], recipe: Recipe) -> None:
+    def __init__(self, weights: Any, plain: WeightState, mirror: Mapping[str, torch.Tensor], recipe: Recipe) -> None:
         self.plain = plain
         self._targets = Targets.match(weights, plain.layout, recipe)
         self.state = attach(weights, self._targets.layout, None)
@@ -87,19 +89,15 @@ class DerivedWeights:
         if self._made_from is None:
             return None
         back, changes = self._made_from, _changes_of(self.plain)
-        moves = changes.count_digest_changes(self.plain, back.changes)
-        moved = {n: total + moves.get(n, Sum(0, 0)) for n, total in self.plain.sums.items()}
-        if moved != back.sums:
+        if _sums_after(self.plain, back.changes) != back.sums:
             return None
         listed = (one.to(self._where).inverse() for one in changes.list_changes(back.changes))
         return [self._tiles.by_tensor(one) for one in listed]
 
-    def _transition(self, some: Sequence[FlatChanges]) -> AnyTransition:
-        backend = _changes_of(self.state)
-        changes = backend.make_changes(self.state, some)
-        moves = backend.count_digest_changes(self.state, changes)
-        sums = {n: total + moves.get(n, Sum(0, 0)) for n, total in self.state.sums.items()}
-        return replace(self.state.no_changes(), changes=changes, sums=sums)
+    def _transition(self, some: Sequence[FlatChanges]) -> Transition:
+        state = self.state
+        changes = _changes_of(state).make_changes(state, some)
+        return Transition(changes, _sums_after(state, changes), state.history, state.backend.count_changed(changes))
 
     def _weights(self, number: int) -> torch.Tensor:
         """A tensor of the run as flat integers, on the device of the worker's tensors."""
@@ -122,7 +120,7 @@ class DerivedWeights:
         else:
             self._made_from = None
             try:
-                self.state.rewrite(lambda: self._write_all(prepared.known))
+                AnchorLoader(self.state).rewrite(lambda: self._write_all(prepared.known))
             except Exception as e:
                 raise VerificationError(
                     f"quantising all weights failed halfway ({e}): they are between two versions; do not use them "
@@ -144,7 +142,13 @@ class DerivedWeights:
             tensors[self._targets.layout.tensors[number].name].copy_(scales)
 
 
-def _changes_of(state: AnyState) -> Any:
+def _sums_after(state: WeightState, changes: Delta) -> dict[int, Sum]:
+    """The digests of tiles after some changes."""
+    by = state.backend.count_digest_changes(changes)
+    return {ordinal: total + by.get(ordinal, Sum(0, 0)) for ordinal, total in state.sums.items()}
+
+
+def _changes_of(state: WeightState) -> Any:
     """The functions for changes of a state: those for host memory, or for a GPU."""
-    where = "host" if isinstance(state, HostState) else "device"
+    where = "host" if isinstance(state.backend, HostBackend) else "device"
     return import_module(f"pulsesync.quantized.{where}_changes")

@@ -1,16 +1,17 @@
 """Changes of a state on a GPU as flat tensors, and back: the counterpart of `host_changes`, imported only for a GPU."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
-from pulsesync.core.types import BLOCK, Sum
-from pulsesync.device.changes import Changes, PileChanges, block_moves, digest_changes
+from pulsesync.core.types import BLOCK
+from pulsesync.device.changes import Changes, PileChanges
 from pulsesync.device.memory import INTEGERS, on, to_device
 from pulsesync.device.pile import Pile
-from pulsesync.device.state import DeviceState
+from pulsesync.device.state import backend_of
 from pulsesync.quantized.changes import SIGNED, FlatChanges
+from pulsesync.state.weights import WeightState
 
 
 def list_changes(changes: Changes) -> list[FlatChanges]:
@@ -28,12 +29,12 @@ def _listed(run: PileChanges) -> FlatChanges:
         return FlatChanges(owners, pile.begins[blocks] + run.positions, run.old.view(bits), run.new.view(bits))
 
 
-def make_changes(state: DeviceState, some: Iterable[FlatChanges]) -> Changes:
+def make_changes(state: WeightState, some: Iterable[FlatChanges]) -> Changes:
     """Changes of tensors, each of which is one tile, sorted, in the form of the state."""
     runs = (
         _of_pile(pile, flat, len(state.layout.tiles))
         for flat in some
-        for pile in state.piles
+        for pile in backend_of(state).piles
         if pile.kind.itemsize == flat.new.element_size()
     )
     return [run for run in runs if run.count]
@@ -51,8 +52,3 @@ def _of_pile(pile: Pile, flat: FlatChanges, tiles: int) -> PileChanges:
         bits = INTEGERS[pile.kind.itemsize]
         positions = (flat.indices % BLOCK).to(torch.int32)
         return PileChanges(pile, starts, positions, flat.old.view(bits), flat.new.view(bits))
-
-
-def count_digest_changes(state: DeviceState, changes: Changes) -> Mapping[int, Sum]:
-    """How changes change the digests of tiles, by ordinal."""
-    return digest_changes(block_moves(changes))

@@ -1,15 +1,14 @@
 """Changes of a state in host memory as flat tensors, and back."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
-from pulsesync.core import digest
-from pulsesync.core.types import BLOCK, BlockChange, Sum
+from pulsesync.core.types import BLOCK, BlockChange
 from pulsesync.format.weights import Changes
 from pulsesync.quantized.changes import FlatChanges
-from pulsesync.state.host import HostState
+from pulsesync.state.weights import WeightState
 
 
 def list_changes(changes: Changes) -> list[FlatChanges]:
@@ -29,7 +28,7 @@ def _joined(some: Sequence[tuple[int, BlockChange]]) -> FlatChanges:
     return FlatChanges(*(torch.from_numpy(column) for column in (owners, indices, old.view(signed), new.view(signed))))
 
 
-def make_changes(state: HostState, some: Iterable[FlatChanges]) -> Changes:
+def make_changes(state: WeightState, some: Iterable[FlatChanges]) -> Changes:
     """Changes of tensors, each of which is one tile, sorted, in the form of the state."""
     out: dict[tuple[int, int], BlockChange] = {}
     for flat in some:
@@ -43,12 +42,3 @@ def make_changes(state: HostState, some: Iterable[FlatChanges]) -> Changes:
             change = BlockChange(number, positions, old[begin:end].view(bits), new[begin:end].view(bits))
             out[int(owners[begin]), number] = change
     return out
-
-
-def count_digest_changes(state: HostState, changes: Changes) -> Mapping[int, Sum]:
-    """How changes change the digests of tiles, by ordinal."""
-    moves: dict[int, Sum] = {}
-    for (ordinal, _), change in changes.items():
-        by = digest.moved_by(state.layout.tiles[ordinal], change)
-        moves[ordinal] = moves.get(ordinal, Sum(0, 0)) + by
-    return moves

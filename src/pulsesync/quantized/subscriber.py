@@ -9,11 +9,10 @@ its complete old weights, and the next sync continues from there.
 """
 
 import logging
-import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,15 +24,19 @@ import torch
 from pulsesync import device
 from pulsesync.core import arguments
 from pulsesync.errors import ClosedError, StateError, VerificationError
-from pulsesync.format.layout import Layout
+from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.quantized.derived import DerivedWeights, PreparedWeights
 from pulsesync.quantized.recipes import Recipe, find_recipe
 from pulsesync.quantized.targets import Targets
-from pulsesync.run.reader import RunReader
+from pulsesync.run.follower import RunFollower
+from pulsesync.run.gate import SyncGate
+from pulsesync.run.goals import GoalFinder
+from pulsesync.run.heartbeats import HeartbeatWriter
+from pulsesync.run.reader import location_of
 from pulsesync.run.reporting import SyncEvents, SyncReport
-from pulsesync.run.subscriber import INTERVAL_S, Subscriber
 from pulsesync.state.views import torch_dtype
-from pulsesync.store import Location
+from pulsesync.state.weights import Recount
+from pulsesync.store import Location, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -106,25 +109,23 @@ class QuantizedSubscriber:
         self._plain, self._confirm = plain, confirm
         # The mirror can be one sync ahead of the tensors: if the caller did not confirm, or if writing failed.
         kept = undo + 1 if undo else 0
-        self._subscriber = Subscriber(
-            location,
-            trust=trust,
-            trust_pointers=trust_pointers,
-            cache=cache,
-            undo=kept,
-            follow=follow,
-            heartbeat=heartbeat,
+        store, keys = open_store(location), trusted(trust)
+        folder = arguments.folder("cache", cache) if cache is not None else None
+        movers, goals = trusted_for_pointers(trust_pointers, trust), GoalFinder(follow)
+        beats = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
+        self.events = SyncEvents(location_of(store), beats)
+        if beats is not None:
+            weakref.finalize(self, beats.close)
+        self._follower = RunFollower(
+            store, keys, trust_pointers=movers, cache=folder, undo=kept, goals=goals, events=self.events
         )
-        self._subscriber.events.muted = True  # a sync is complete when the worker's tensors are written
-        self.events = SyncEvents(self._subscriber.events.location, self._subscriber.events.heartbeat)
         self._mirror: dict[str, torch.Tensor] = {}
         self._derived: DerivedWeights | None = None
         self._version: int | None = None
         # Earlier versions of the tensors, to which they can be rolled back.
         self._before: deque[int] = deque(maxlen=undo)
         self._syncs = 0
-        self._closed = False
-        self._busy = threading.Lock()
+        self._gate = SyncGate("QuantizedSubscriber", self._release)
 
     @property
     def version(self) -> int | None:
@@ -162,25 +163,23 @@ class QuantizedSubscriber:
             `torn=True` they are between two versions: do not use them until a sync succeeds.
         """
         version = arguments.optional_whole("version", version, what="the number of a version")
+        wait_s = arguments.seconds("wait_s", wait_s)
         try:
-            with self._working():
-                report = self._sync(weights, version, wait_s, verify, follow_replaced)
+            self._syncs += 1
+            verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
+            sync = partial(self._sync, weights, version, verify, follow_replaced)
+            location, is_first = self.events.location, lambda: self._follower.version is None
+            report = self._gate.sync_in_time(sync, wait_s, is_first, location)
         except ClosedError:
             raise
         except Exception as e:
-            self.events.newest = self._subscriber.events.newest
             self.events.failed(e, self._version)
             raise
-        self.events.newest = self._subscriber.events.newest
         self.events.synced(report.as_plain)
         return report
 
-    def _sync(
-        self, weights: Any, version: int | None, wait_s: float, verify: bool, follow_replaced: bool
-    ) -> QuantizedReport:
-        self._syncs += 1
-        verify = verify or bool(self.verify_every and self._syncs % self.verify_every == 0)
-        plain = self._sync_plain(weights, version, wait_s, verify, follow_replaced)
+    def _sync(self, weights: Any, version: int | None, verify: bool, follow_replaced: bool) -> QuantizedReport:
+        plain = self._sync_plain(weights, version, verify, follow_replaced)
         derived = self._attach(weights)
         if plain.repaired:
             derived.forget()  # they may have been quantised from weights that something else wrote
@@ -201,7 +200,7 @@ class QuantizedSubscriber:
     def _find_damaged(self, derived: DerivedWeights) -> list[str]:
         """Recount the worker's tensors; return the names of those to which something else has written."""
         began = time.perf_counter()
-        damaged = derived.state.find_damaged()
+        damaged = Recount(derived.state).find_damaged()
         if self._version is not None:
             self.events.recounted(self._version, not damaged, began)
         return damaged
@@ -230,12 +229,12 @@ class QuantizedSubscriber:
 
         The mirror is rolled back, and the changes are quantised and committed as by a sync.
         """
-        with self._working():
+        with self._gate.working():
             if self._derived is None or not self._before:
                 return None
             before, version, undone = self._version, self._before.pop(), None
-            while self._subscriber.version != version:
-                undone = self._subscriber.undo_last()
+            while self._follower.version != version:
+                undone = self._follower.undo()
                 if undone is None:
                     return None  # the mirror has loaded an anchor, which cannot be undone: the next sync updates it
             prepared, quantize_s, apply_s = self._bring(self._derived, None)
@@ -252,11 +251,11 @@ class QuantizedSubscriber:
         Raises:
             VerificationError: something other than a sync has written to them. The next sync quantises all weights.
         """
-        with self._working():
+        with self._gate.working():
             if self._derived is None:
                 raise VerificationError("there are no synced weights to verify: call sync first")
             try:
-                self._subscriber.verify()
+                self._follower.integrity.verify()
             except VerificationError:
                 self._derived.forget()  # they may have been quantised from weights that something else wrote
                 raise
@@ -274,31 +273,13 @@ class QuantizedSubscriber:
 
         Any thread and any signal handler may call this; a running sync releases them when it ends.
         """
-        self._closed = True
-        self._subscriber.close()
-        if self._busy.acquire(blocking=False):
-            try:
-                self._release_if_closed()
-            finally:
-                self._busy.release()
+        if self._gate.close() and self.events.heartbeat is not None:
+            self.events.heartbeat.close()
+            self.events.heartbeat.join()
 
-    def _release_if_closed(self) -> None:
-        if self._closed:
-            self._derived, self._version, self._mirror = None, None, {}
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Run one operation at a time, unless this is closed.
-
-        If it is closed meanwhile, release the weights afterwards.
-        """
-        with self._busy:
-            if self._closed:
-                raise ClosedError("this QuantizedSubscriber was closed; make a new one to sync again")
-            try:
-                yield
-            finally:
-                self._release_if_closed()
+    def _release(self) -> None:
+        self._follower.local.forget()
+        self._derived, self._version, self._mirror = None, None, {}
 
     def __enter__(self) -> "QuantizedSubscriber":
         return self
@@ -308,20 +289,17 @@ class QuantizedSubscriber:
 
     # The mirror
 
-    def _sync_plain(
-        self, weights: Any, version: int | None, wait_s: float, verify: bool, follow_replaced: bool
-    ) -> SyncReport:
-        until = time.monotonic() + wait_s
+    def _sync_plain(self, weights: Any, version: int | None, verify: bool, follow_replaced: bool) -> SyncReport:
         if not self._mirror:
-            self._make_mirror(weights, wait_s)
-        sync = partial(self._subscriber.sync, verify=verify, follow_replaced=follow_replaced)
+            self._make_mirror(weights)
+        sync = partial(self._follower.sync, verify=verify, follow_replaced=follow_replaced)
         try:
             try:
-                return sync(self._mirror, version, wait_s=max(until - time.monotonic(), 0.0))
+                return sync(self._mirror, version)
             except StateError:
                 if not follow_replaced:
                     raise
-                self._make_mirror(weights, wait_s)  # another run may have other tensors
+                self._make_mirror(weights)  # another run may have other tensors
                 return sync(self._mirror, version)
         except VerificationError as e:
             if not e.torn:
@@ -331,9 +309,13 @@ class QuantizedSubscriber:
                 "unchanged: sync again",
             ) from e
 
-    def _make_mirror(self, weights: Any, wait_s: float) -> None:
+    def _make_mirror(self, weights: Any) -> None:
         """Allocate the mirror for the current run, after checking that the worker's tensors match it."""
-        layout = self._read_layout(wait_s)
+        records = self._follower.records()
+        newest = records.newest()
+        if newest is None:
+            raise records.nothing_published()
+        layout = records.layout(newest.layout)
         Targets.match(weights, layout, self.recipe)
         where = device.find(weights) if self._plain == "device" else None
         self._derived = None
@@ -342,22 +324,11 @@ class QuantizedSubscriber:
             for spec in layout.tensors
         }
 
-    def _read_layout(self, wait_s: float) -> Layout:
-        until = time.monotonic() + wait_s
-        while True:
-            reader = RunReader(self._subscriber.store, self._subscriber.trust)
-            if (newest := reader.newest()) is not None:
-                return reader.layout(newest.layout)
-            if time.monotonic() >= until:
-                raise reader.nothing_published()
-            time.sleep(INTERVAL_S)
-
     # The worker's tensors
 
     def _attach(self, weights: Any) -> DerivedWeights:
-        state = self._subscriber.state
-        if state is None:
-            raise ClosedError("this QuantizedSubscriber was closed while it synced; its tensors are unchanged")
+        state = self._follower.state
+        assert state is not None  # it was synced
         if self._derived is None or self._derived.plain is not state or not self._derived.state.is_attached_to(weights):
             self._version, self._derived = None, None
             self._derived = DerivedWeights(weights, state, self._mirror, self.recipe)
@@ -376,7 +347,7 @@ class QuantizedSubscriber:
         finally:
             if not derived.is_made:
                 self._version = None
-        self._version = self._subscriber.version
+        self._version = self._follower.version
         return _Brought(prepared, found_at - began, time.perf_counter() - asked_at)
 
 

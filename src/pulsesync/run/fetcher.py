@@ -1,7 +1,7 @@
 """Fetch the bodies of patches, some of them ahead, in groups that are decoded together."""
 
 from collections.abc import Generator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TypeAlias
@@ -10,7 +10,7 @@ from pulsesync.core.threads import Started, read_ahead
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest
 from pulsesync.run.bodies import fetch_body
-from pulsesync.state.live import AnyState
+from pulsesync.state.weights import WeightState
 from pulsesync.store import Store
 
 AHEAD = 4  # patches fetched before they are decoded
@@ -29,25 +29,22 @@ class PatchFetcher:
     Args:
         store: Where they are.
         state: What they are for.
-        executor: Fetches them; None: a pool of threads for each path.
     """
 
-    def __init__(self, store: Store, state: AnyState, executor: Executor | None = None) -> None:
-        self._store, self._state, self._executor = store, state, executor
+    def __init__(self, store: Store, state: WeightState) -> None:
+        self._store, self._state = store, state
         self._ahead_bytes = max(AHEAD_BYTES, state.layout.size_bytes // AHEAD_SHARE)
 
     def groups(self, path: Sequence[Manifest]) -> Generator[list[Fetching], None, None]:
         """Yield records in groups that are decoded together, while their bodies are being fetched."""
         some: list[Fetching] = []
         with ExitStack() as stack:
-            executor = self._executor or stack.enter_context(
-                ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch")
-            )
+            executor = stack.enter_context(ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch"))
             jobs = ((record, self._parts_of(record)) for record in path)
             coming = read_ahead(executor, jobs, AHEAD, lambda record: record.size_bytes, self._ahead_bytes)
             for one in stack.enter_context(closing(coming)):
                 size = sum(record.size_bytes for record, _ in (*some, one))
-                if some and (size > self._ahead_bytes or len(some) == TOGETHER or not self._state.overlays):
+                if some and (size > self._ahead_bytes or len(some) == TOGETHER or not self._state.backend.overlays):
                     yield some
                     some = []
                 some.append(one)

@@ -192,25 +192,13 @@ class HeartbeatWriter:
         store: The store of the run.
         worker: Its name: letters, digits, `.`, `_` and `-`.
         follows: The pointer that the worker follows, if it follows one.
-        every_s: Seconds between two records while nothing happens; None: EVERY_S.
-        soonest_s: The fewest seconds between two records; None: SOONEST_S.
 
     Raises:
         ValueError: the name is not one.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        worker: str,
-        *,
-        follows: str | None = None,
-        every_s: float | None = None,
-        soonest_s: float | None = None,
-    ) -> None:
+    def __init__(self, store: Store, worker: str, *, follows: str | None = None) -> None:
         self._store = store
-        self._every_s = EVERY_S if every_s is None else every_s
-        self._soonest_s = SOONEST_S if soonest_s is None else soonest_s
         self._pid = os.getpid()
         # The fields of the record. Replaced, never changed: no lock is needed, and a signal handler may close this at
         # any moment. A record is made of them when it is written: that takes 20 µs, and a look at a folder 200.
@@ -321,7 +309,7 @@ class HeartbeatWriter:
 
     def _run(self) -> None:
         if self._facts["version"] is None and self._facts["error"] is None:
-            self._news.wait(self._soonest_s)  # most first syncs are over by then, and are one record less
+            self._news.wait(SOONEST_S)  # most first syncs are over by then, and are one record less
         while True:
             self._news.clear()  # what came until now is in this record
             record = replace(self.record, time_s=time.time())
@@ -329,11 +317,11 @@ class HeartbeatWriter:
             if record.ended:
                 return
             refused = 0 if self._is_away else min(self._refused, 10)  # a worker must not look silent after an outage
-            wait_s = min(self._every_s * 2**refused, max(LONGEST_S, self._every_s))
+            wait_s = min(EVERY_S * 2**refused, LONGEST_S)
             if self._refused:
                 self._end.wait(wait_s)
             elif self._news.wait(wait_s):
-                self._end.wait(self._soonest_s)
+                self._end.wait(SOONEST_S)
 
     def _write(self, record: Heartbeat) -> None:
         try:

@@ -1,6 +1,6 @@
 """The rules of a run, without I/O: which record may follow a version, and which path leads to one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ class Position:
 
     run: str
     version: int
+    step: int  # the trainer's
     digest: str
     epoch: int
     index: int
@@ -29,7 +30,8 @@ class Position:
 
     @classmethod
     def of(cls, record: Manifest) -> "Position":
-        return cls(record.run, record.version, record.digest, record.epoch, record.index, record.epoch_patches)
+        place = record.epoch, record.index, record.epoch_patches
+        return cls(record.run, record.version, record.step, record.digest, *place)
 
     @property
     def at_start(self) -> bool:
@@ -40,6 +42,25 @@ class Position:
     def starts(self) -> int:
         """The epoch that starts at this version, if one does."""
         return epochs.started_by(self.epoch, self.index)
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """What leads from a position to a version: to undo syncs, or to load an anchor and then apply patches."""
+
+    undo: int = 0  # how many of the last syncs are undone; there are no records then
+    anchor: Manifest | None = None
+    patches: Sequence[Manifest] = ()
+
+    @classmethod
+    def of(cls, path: Sequence[Manifest]) -> "SyncPlan":
+        if path and path[0].kind == RecordKind.ANCHOR:
+            return cls(anchor=path[0], patches=path[1:])
+        return cls(patches=path)
+
+    @property
+    def records(self) -> Sequence[Manifest]:
+        return [self.anchor, *self.patches] if self.anchor else self.patches
 
 
 def accept(position: Position | None, record: Manifest) -> None:

@@ -4,7 +4,10 @@ import logging
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 from pulsesync.core.events import (
     Recounted,
@@ -15,7 +18,10 @@ from pulsesync.core.events import (
     emit,
     has_listeners,
 )
+from pulsesync.format.body import Body
+from pulsesync.format.manifest import Manifest
 from pulsesync.run.heartbeats import HeartbeatWriter
+from pulsesync.run.planner import Position
 
 PROGRESS_S = 0.25  # the shortest time between two events on the progress of a transfer
 IDLE_S = 1.0  # the shortest time between two events on syncs that found nothing new, of which a loop can do thousands
@@ -77,6 +83,59 @@ class SyncReport:
         return f"{at}: {steps}, {self.fetched_bytes:,} bytes, {written}, digest {self.digest[:8]} verified"
 
 
+@dataclass
+class SyncMeter:
+    """What a sync has done so far, over all attempts, and how long it took."""
+
+    path: list[str] = field(default_factory=list)
+    changed: int = 0
+    fetched_bytes: int = 0
+    replanned: int = 0
+    confirmed: bool = False  # whether the caller was asked if weights may be written
+    torn: bool = False  # whether an anchor was written in part, and no complete one since
+    seconds: dict[str, float] = field(default_factory=lambda: {"fetch": 0.0, "prepare": 0.0, "apply": 0.0})
+    _inside_s: float = 0.0  # time that inner `timed` blocks have counted, inside the current one
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the time of a block to a sum; the time of a `timed` block inside it counts only there."""
+        began, around, self._inside_s = time.perf_counter(), self._inside_s, 0.0
+        try:
+            yield
+        finally:
+            took_s = time.perf_counter() - began
+            self.seconds[what] += took_s - self._inside_s
+            self._inside_s = around + took_s
+
+    def waited_for(self, anchor: Manifest, parts: Iterator[tuple[Body, int]], transfer: "Transfer") -> Iterator[Body]:
+        """Yield the parts of an anchor as they arrive, in order. Waiting for one counts as fetching."""
+        sizes = [ref.size for ref in reversed(anchor.parts)]
+        while True:
+            with self.timed("fetch"):
+                body, fetched = next(parts, (None, 0))
+            if body is None:
+                return
+            self.fetched_bytes += fetched
+            transfer.add(sizes.pop())
+            yield body
+
+    def report(self, position: Position, **facts: Any) -> SyncReport:
+        """Return the report of a sync that ended at a position."""
+        return SyncReport(
+            version=position.version,
+            step=position.step,
+            digest=position.digest,
+            path=tuple(self.path),
+            changed=self.changed,
+            fetched_bytes=self.fetched_bytes,
+            replanned=self.replanned,
+            fetch_s=self.seconds["fetch"],
+            prepare_s=self.seconds["prepare"],
+            apply_s=self.seconds["apply"],
+            **facts,
+        )
+
+
 class SyncEvents:
     """The events of one subscriber.
 
@@ -89,12 +148,9 @@ class SyncEvents:
         self.location, self.heartbeat = location, heartbeat
         self.newest: int | None = None  # version that was seen; with a pointer to follow, the one that it names
         self._idle_at = -math.inf  # when a sync that finds nothing new is emitted again
-        self.muted = False  # True: syncs and their failures are not reported, because they are part of something else
 
     def synced(self, report: SyncReport) -> None:
         """Log and emit a sync that returned. One that found nothing new is not logged, and emitted once a second."""
-        if self.muted:
-            return
         if report.path:
             logger.info("Synced from %s: %s.", self.location, report)
         if self.heartbeat is not None:
@@ -121,8 +177,6 @@ class SyncEvents:
             version: The version that the weights are at.
             torn: Whether they are between two versions; None: as the error says.
         """
-        if self.muted:
-            return
         torn = bool(getattr(error, "torn", False)) if torn is None else torn
         if self.heartbeat is not None:
             self.heartbeat.failed(error, version, torn=torn)

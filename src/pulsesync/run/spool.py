@@ -88,7 +88,7 @@ class AnchorSpool:
         with ExitStack() as stack:
             try:
                 with self._without_disk():
-                    stack.enter_context(locked(self.folder / _part_lock(ref.id), PATIENCE_S))
+                    stack.enter_context(locked(self.folder / _part_lock(ref.id)))
             except TimeoutError:
                 logger.warning(
                     "Another process that uses %s does not finish part %s; fetching it.", self.folder, ref.id

@@ -20,7 +20,8 @@ from pathlib import Path
 from pulsesync.server.service import make_app
 from pulsesync.server.serving import serve
 from pulsesync.store.base import Store
-from pulsesync.store.cache import MAX_BYTES, CachedStore, folder_bytes
+from pulsesync.store.cache import MAX_BYTES, CachedStore
+from pulsesync.store.cache_folder import folder_bytes
 from pulsesync.store.coalesce import CoalescingStore
 from pulsesync.store.local import ServedFolder
 

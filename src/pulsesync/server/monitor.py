@@ -11,7 +11,8 @@ from pulsesync.run.keys import HEAD
 from pulsesync.run.reader import location_of
 from pulsesync.server.calls import RememberedCall
 from pulsesync.store.base import Store, layers
-from pulsesync.store.cache import CachedStore, folder_bytes
+from pulsesync.store.cache import CachedStore
+from pulsesync.store.cache_folder import folder_bytes
 from pulsesync.store.local import LocalStore
 
 if TYPE_CHECKING:

@@ -247,7 +247,7 @@ class WeightFiles:
         return frozenset([*(shard.name for shard in self.shards), *([INDEX] if self.index else [])])
 
 
-def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES, *, adapter: bool = False) -> WeightFiles:
+def plan_files(layout: Layout, *, adapter: bool = False) -> WeightFiles:
     """Return the files for a layout.
 
     They contain one of each set of tied tensors, under the name that loaders look for.
@@ -260,7 +260,7 @@ def plan_files(layout: Layout, shard_bytes: int = SHARD_BYTES, *, adapter: bool 
     filled = 0
     for spec in layout.tensors:
         size = spec.size * spec.kind.itemsize
-        if groups[-1] and filled + size > shard_bytes:
+        if groups[-1] and filled + size > SHARD_BYTES:
             groups.append([])
             filled = 0
         groups[-1].append(spec)

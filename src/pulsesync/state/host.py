@@ -9,17 +9,16 @@ import numpy as np
 
 from pulsesync.core import digest
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, Tile
 from pulsesync.errors import StateError
-from pulsesync.format import patch
 from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
-from pulsesync.format.patch import DecodedPart, WholeBlock
+from pulsesync.format.patch import WholeBlock
 from pulsesync.format.predict import PREDICTING
 from pulsesync.format.replay import replay
 from pulsesync.format.weights import Changes, compose, inverse
-from pulsesync.state.live import BlockSums, LiveState, Transition, VersionChanges
+from pulsesync.state.backend import BlockSums, StateBackend, VersionChanges
 from pulsesync.state.slices import GatheredTile, LocalTile, Memory, TileStorage, WidenedTile
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import view_bits, zeros
@@ -28,23 +27,15 @@ BATCH = 1 << 24  # weights that are counted between two commits, by all threads
 _mine = threading.local()
 
 
-class HostTransition(Transition[Changes, History]):
-    """The step from a state in host memory to another."""
-
-    @property
-    def changed(self) -> int:
-        return sum(change.positions.size for change in self.changes.values())
-
-
-class HostState(LiveState[Bits, Changes, History]):
-    """The tensors of one process in host memory, in the layout of a run."""
+class HostBackend(StateBackend):
+    """The tensors of one process in host memory."""
 
     overlays = True
     widens = True
 
     @classmethod
-    def empty(cls, layout: Layout) -> "HostState":
-        """A state of zeros in memory of its own. Raises: LimitError, if there is no memory for it."""
+    def empty(cls, layout: Layout) -> "HostBackend":
+        """Zeros in memory of their own. Raises: LimitError, if there is no memory for it."""
         return cls(layout, {spec.name: zeros(spec, (spec.size,), spec.kind.bits) for spec in layout.tensors})
 
     @staticmethod
@@ -60,12 +51,6 @@ class HostState(LiveState[Bits, Changes, History]):
     @staticmethod
     def equal(a: Bits, b: Bits) -> bool:
         return np.array_equal(a, b)
-
-    def to_backend(self, history: History) -> History:
-        return history
-
-    def no_changes(self) -> HostTransition:
-        return HostTransition({}, self.sums, self.history)
 
     # Reading
 
@@ -112,32 +97,19 @@ class HostState(LiveState[Bits, Changes, History]):
             return True
         return all(spread(lambda n: place.exact(self.memory, n), range(tile.block_count)))
 
-    # Decoding
+    # Patches
 
-    def decode(
-        self, versions: Sequence[Sequence[Body]], after: Changes, history: History | None
-    ) -> VersionChanges[Changes, History]:
+    def load_history(self, history: History) -> History:
+        return history
+
+    def decode(self, versions: Sequence[Sequence[Body]], after: Changes, history: History | None) -> VersionChanges:
         for bodies in versions:
             for body in bodies:
                 self._check_codecs(body)
-        wanted, keep = (None, None) if self.whole else (self.tiles, self._keep)
+        wanted, keep = (None, None) if self.whole else (self.tiles, lambda n, change: self.places[n].keep(change))
         changes = after if isinstance(after, dict) else dict(after)
         found = replay(versions, self.layout, self, changes, history, wanted=wanted, keep=keep)
         return VersionChanges(changes, found.digest_changes, found.history, found.history_digests, found.fault)
-
-    def _keep(self, ordinal: int, change: BlockChange) -> BlockChange | None:
-        return self.places[ordinal].keep(change)
-
-    def decode_part(self, body: Body) -> DecodedPart:
-        """Decode the local tiles of a part against this state.
-
-        Raises:
-            FormatError: or a subclass, for bad bytes; StateError: a local slice splits a tile.
-        """
-        self._check_codecs(body)
-        wanted = None if self.whole else self.tiles
-        part = patch.decode_tiles(body.index, body.sections, self.layout, self, wanted=wanted)
-        return DecodedPart(tuple(self._local(part.patches)), part.sums)
 
     def _check_codecs(self, body: Body) -> None:
         """A partly local tile can be read only with a codec that needs no old weights except those that it changes."""
@@ -151,13 +123,8 @@ class HostState(LiveState[Bits, Changes, History]):
                     tensor=name,
                 )
 
-    def _local(self, patches: Iterable[TilePatch]) -> Iterable[TilePatch]:
-        for one in patches:
-            place = self.places[one.tile.ordinal]
-            kept = one.blocks if place.whole else tuple(b for block in one.blocks if (b := place.keep(block)))
-            yield TilePatch(one.tile, one.codec, kept, one.cut)
-
-    # Changes
+    def no_changes(self) -> Changes:
+        return {}
 
     def inverse(self, changes: Changes) -> Changes:
         return {key: inverse(change) for key, change in changes.items()}
@@ -168,7 +135,15 @@ class HostState(LiveState[Bits, Changes, History]):
         both = {key: compose(first.get(key), then.get(key)) for key in first.keys() | then.keys()}
         return {key: change for key, change in both.items() if change}
 
-    # Writing
+    def count_digest_changes(self, changes: Changes) -> Mapping[int, Sum]:
+        tiles, by = self.layout.tiles, dict[int, Sum]()
+        counted = spread(lambda item: digest.moved_by(tiles[item[0][0]], item[1]), changes.items())
+        for (ordinal, _), one in zip(changes, counted, strict=True):
+            by[ordinal] = by[ordinal] + one if ordinal in by else one
+        return by
+
+    def count_changed(self, changes: Changes) -> int:
+        return sum(change.positions.size for change in changes.values())
 
     def write(self, changes: Changes) -> None:
         for (ordinal, _), change in changes.items():
@@ -180,7 +155,7 @@ class HostState(LiveState[Bits, Changes, History]):
     def write_block(self, tile: Tile, number: int, bits: Bits) -> None:
         self.places[tile.ordinal].write_range(self.memory, number * BLOCK, bits)
 
-    # Whole tiles
+    # Anchors
 
     def write_blocks(self, blocks: Sequence[WholeBlock]) -> None:
         spread(self._write_decoded, blocks)
@@ -218,22 +193,11 @@ class HostState(LiveState[Bits, Changes, History]):
         kept = place.keep(BlockChange.from_zeros(block.number, bits))
         return BlockSums(total, digest.moved_by(block.tile, kept) if kept else Sum(0, 0))
 
-    def load_tiles(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
-        """Write whole tiles that were checked into the weights. If this fails, they are between two versions."""
-        with self.lock:
-            for ordinal, bits in tiles.items():
-                tile = self.layout.tiles[ordinal]
-                for number in range(tile.block_count):
-                    self.write_block(tile, number, bits[number * BLOCK : (number + 1) * BLOCK])
-            self.sums, self.history = {**self.sums, **sums}, History()
-
-    def adopt(self, tiles: Mapping[int, Bits], sums: Mapping[int, Sum]) -> None:
-        """Use these arrays as the memory of tiles that are a whole tensor each: for a state that owns its memory."""
-        with self.lock:
-            for ordinal, bits in tiles.items():
-                self.flats[self.layout.tiles[ordinal].tensor.name] = bits
-            self.__dict__.pop("memory", None)  # it has changed
-            self.sums, self.history = {**self.sums, **sums}, History()
+    def adopt(self, tiles: Mapping[int, Bits]) -> None:
+        """Use these arrays as the memory of tiles that are a whole tensor each."""
+        for ordinal, bits in tiles.items():
+            self.flats[self.layout.tiles[ordinal].tensor.name] = bits
+        self.__dict__.pop("memory", None)  # it has changed
 
 
 def _scratch(tile: Tile, size: int) -> Bits:
@@ -242,8 +206,3 @@ def _scratch(tile: Tile, size: int) -> Bits:
         _mine.scratch = np.empty(BLOCK, np.uint64)
     scratch: Bits = _mine.scratch
     return scratch.view(tile.tensor.kind.bits)[:size]
-
-
-def count_digest_changes(patches: Sequence[TilePatch]) -> dict[int, Sum]:
-    """By how much patches change the digests of tiles, by ordinal."""
-    return {one.tile.ordinal: by for one, by in zip(patches, spread(digest.moved, patches), strict=True)}

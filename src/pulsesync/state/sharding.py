@@ -106,7 +106,7 @@ class Shards:
         return ShardWeights(self.published, {n: place for n, place in found.items() if place and place.whole})
 
     def slices(self) -> dict[str, Slice | None]:
-        """The same for a `Subscriber` or a `HostState`: tensors that are not listed are not local."""
+        """The same for a `Subscriber` or a `HostBackend`: tensors that are not listed are not local."""
         return _slices(self.windows)
 
 

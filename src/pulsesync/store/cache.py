@@ -1,9 +1,8 @@
 """A cache on the disk of a host: one of the host's processes fetches an object, and the others read it from there.
 
 An object is kept in aligned pieces of 1 MiB, whatever ranges of it are requested, so that it never takes more space
-than its own size. Each piece is a file of its own: the SHA-256 of its content, then the content. A piece that was
-truncated or damaged is thereby detected, removed and fetched again. The size of an object of 1 MiB or more is kept as a
-file too, so that it is known while the store does not answer.
+than its own size. Each piece is a file of its own (cache_folder.py). The size of an object of 1 MiB or more is kept as
+a file too, so that it is known while the store does not answer.
 
     parts%2F<id>@0        the first piece of parts/<id>
     parts%2F<id>@size     its size in bytes, as a u64
@@ -13,32 +12,25 @@ file too, so that it is known while the store does not answer.
 import hashlib
 import logging
 import os
-import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
 from pulsesync.core import arguments
-from pulsesync.core.scratch import make_private
 from pulsesync.errors import StoreError
 from pulsesync.store.base import WINDOW_BYTES, Store, WrappedStore, is_content_addressed, size_of
+from pulsesync.store.cache_folder import SUSPECT, CacheFolder
 from pulsesync.store.contents import MAX_TRANSFERS, Arrivals, ContentCheck, DamagedTransferError
-from pulsesync.store.host_lock import PATIENCE_S, locked
 
 MAX_BYTES = 1 << 34  # the default limit of a cache
 
 _SIZE = struct.Struct("<Q")
-_DIGEST_BYTES = 32
 _PIECE_BYTES = 1 << 20
-_SUSPECT = "!"  # the end of a file name; a quoted key contains neither ! nor @
 _PROBES = 64  # pieces after a missing one that are looked for
-_LOCK = ".lock-"
-_SPOOL = ".spool-"
 _ASK_AGAIN_S = 10.0  # wait after the store failed: each failure may take as long
 _MAX_RIGHT = 1024  # objects whose hash was checked that are remembered
 
@@ -51,7 +43,8 @@ class CachedStore(WrappedStore):
     """Keeps content-addressed objects in a folder; all other calls go to the store.
 
     Processes of one host, also those of several runs, may share the folder. If the disk is full, read-only or broken,
-    objects are not cached, but reads succeed.
+    objects are not cached, but reads succeed. A process waits while another fetches the same piece; if the other makes
+    no progress for 15 s (it was stopped, or its machine hangs), this one fetches the piece itself.
 
     Damage by the disk is found by checksums. An object is hashed while it is fetched from its beginning to its end, and
     dropped if it is not what its key names; then it is fetched again. What came damaged three times in a row is
@@ -63,23 +56,13 @@ class CachedStore(WrappedStore):
         folder: Where they are kept; created if it does not exist.
         max_bytes: The folder is kept below this size, except for what is being written at the moment, by removing what
             was not used for longest; None for no limit.
-        patience_s: While another process fetches the same piece, this one waits for it. If the other makes no progress
-            for this long (it was stopped, or its machine hangs), this one fetches the piece itself.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        folder: str | os.PathLike[str],
-        max_bytes: int | None = MAX_BYTES,
-        *,
-        patience_s: float = PATIENCE_S,
-    ) -> None:
+    def __init__(self, store: Store, folder: str | os.PathLike[str], max_bytes: int | None = MAX_BYTES) -> None:
         super().__init__(store)
         self.folder = arguments.folder("folder", folder)
         self.max_bytes = arguments.optional_whole("max_bytes", max_bytes, what="a number of bytes")
-        self._patience_s = arguments.seconds("patience_s", patience_s)
-        self._room_bytes = 0  # bytes that may be written before the folder is measured again
+        self._files = CacheFolder(self.folder, self.max_bytes)
         self._right: dict[str, bytes] = {}  # by key, the fingerprint of pieces that have the hash that the key states
         self._arrivals = Arrivals(self._look_up)
         self._away_until: dict[str, float] = {}  # by key, when to ask the store again for what was reported as bad
@@ -110,7 +93,7 @@ class CachedStore(WrappedStore):
             return size_of(self.store, key)
         size = self._known_size(key)
         if size is None:
-            size = self._ask(key, lambda: self._measure(key), lambda: self._known_size(key, _SUSPECT))
+            size = self._ask(key, lambda: self._measure(key), lambda: self._known_size(key, SUSPECT))
         return size
 
     def has(self, key: str, begin: int = 0, end: int | None = None) -> bool:
@@ -120,7 +103,7 @@ class CachedStore(WrappedStore):
             return False
         stop = size if end is None else min(end, size)
         numbers = range(begin // _PIECE_BYTES, -(-stop // _PIECE_BYTES))
-        return all(os.path.exists(self.folder / _name(key, number)) for number in numbers)
+        return all(self._files.has(_name(key, number)) for number in numbers)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self.store.put(key, data)
@@ -143,23 +126,13 @@ class CachedStore(WrappedStore):
                 logger.info("A reader reported %s as bad; the copy in %s has the right hash.", key, self.folder)
                 return
             self._arrivals.drop(key)
-            with suppress(OSError):
-                for path in self._files(key):
-                    if not path.name.endswith(_SUSPECT):
-                        path.replace(path.with_name(path.name + _SUSPECT))
+            self._files.suspect(_name(key, ""))
         super().forget(key)
 
     def _drop(self, key: str, suspects: bool = False) -> None:
         """Remove an object, or what of it readers have not reported."""
         self._arrivals.drop(key)
-        with suppress(OSError):
-            for path in self._files(key):
-                if suspects or not path.name.endswith(_SUSPECT):
-                    path.unlink(missing_ok=True)
-
-    def _files(self, key: str) -> Iterator[Path]:
-        prefix = _name(key, "")
-        return (self.folder / name for name in os.listdir(self.folder) if name.startswith(prefix))
+        self._files.remove_all(_name(key, ""), suspects)
 
     def _is_right(self, key: str) -> bool:
         """Return whether all pieces of an object are cached and have the hash that its key states.
@@ -187,18 +160,17 @@ class CachedStore(WrappedStore):
         """Return a hash over the digests of the pieces of an object, and their length; None if there is no piece."""
         digests, length = hashlib.sha256(), 0
         for number in count():
-            try:
-                with (self.folder / _name(key, number)).open("rb") as file:
-                    digests.update(file.read(_DIGEST_BYTES))
-                    length += os.fstat(file.fileno()).st_size - _DIGEST_BYTES
-            except OSError:
+            stated = self._files.stated(_name(key, number))
+            if stated is None:
                 return (digests.digest() if number else None), length
+            digests.update(stated[0])
+            length += stated[1]
         raise AssertionError("unreachable: there is a last piece")
 
     def _pieces(self, key: str) -> Iterator[bytes]:
         """Yield the pieces of an object up to the first that is not cached."""
         for number in count():
-            piece = self._read(_name(key, number))
+            piece = self._files.read(_name(key, number))
             if piece is None:
                 return
             yield piece
@@ -209,7 +181,7 @@ class CachedStore(WrappedStore):
 
     def _look_up(self, key: str, at: int, suspect: str = "") -> tuple[bytes, bool] | None:
         """Return the piece that begins at a position, if it is cached, and whether the object ends with it."""
-        piece = self._read(_name(key, at // _PIECE_BYTES) + suspect)
+        piece = self._files.read(_name(key, at // _PIECE_BYTES) + suspect)
         return None if piece is None else (piece, len(piece) < _PIECE_BYTES)
 
     def _fetch(self, key: str, at: int, stop: int | None) -> tuple[bytes, bool]:
@@ -217,7 +189,7 @@ class CachedStore(WrappedStore):
 
         Of several readers that miss a piece in the same window of an object, one fetches it.
         """
-        with self._turn(_name(key, f"w{at // WINDOW_BYTES}")):
+        with self._files.turn(_name(key, f"w{at // WINDOW_BYTES}")):
             found = self._look_up(key, at)  # another reader may have fetched it meanwhile
             if found is not None:
                 return found
@@ -225,9 +197,9 @@ class CachedStore(WrappedStore):
 
     def _recall(self, key: str, at: int) -> tuple[bytes, bool] | None:
         """Look up a piece in the copy that a reader reported as bad; at its end, return no bytes."""
-        found = self._look_up(key, at, _SUSPECT)
+        found = self._look_up(key, at, SUSPECT)
         if found is None:
-            size = self._stored_size(key, _SUSPECT)
+            size = self._stored_size(key, SUSPECT)
             found = (b"", True) if size is not None and at >= size else None
         return found
 
@@ -274,27 +246,14 @@ class CachedStore(WrappedStore):
         first = at // _PIECE_BYTES
         last = first + _PROBES if stop is None else -(-stop // _PIECE_BYTES)
         for number in range(first + 1, min(last, first + _PROBES)):
-            if os.path.exists(self.folder / _name(key, number)):  # False for a name that is too long
+            if self._files.has(_name(key, number)):
                 return number * _PIECE_BYTES
         return None if stop is None else last * _PIECE_BYTES
 
-    @contextmanager
-    def _turn(self, name: str) -> Iterator[None]:
-        """Let one thread of one process at a time enter the block; all of them, if the disk cannot lock."""
-        with ExitStack() as stack:
-            try:
-                make_private(self.folder)
-                stack.enter_context(locked(self.folder / f"{_LOCK}{name}", self._patience_s))
-            except TimeoutError:
-                logger.warning("Another process that uses %s makes no progress on %s; fetching it.", self.folder, name)
-            except OSError:  # as after every failure of the disk, reads succeed without the cache
-                logger.debug("Cannot lock in %s.", self.folder, exc_info=True)
-            yield
-
-    # Files
+    # Sizes and pieces
 
     def _stored_size(self, key: str, suspect: str = "") -> int | None:
-        data = self._read(_name(key, "size") + suspect)
+        data = self._files.read(_name(key, "size") + suspect)
         return _SIZE.unpack(data)[0] if data is not None and len(data) == _SIZE.size else None
 
     def _known_size(self, key: str, suspect: str = "") -> int | None:
@@ -307,101 +266,22 @@ class CachedStore(WrappedStore):
     def _keep_size(self, key: str, size: int) -> None:
         name = _name(key, "size")
         if size >= _PIECE_BYTES:
-            self._keep(name, memoryview(_SIZE.pack(size)))
-            return
-        with suppress(
-            OSError
-        ):  # a smaller object has one piece, which shows its size; a larger copy may have had a file
-            for old in (name, name + _SUSPECT):
-                (self.folder / old).unlink(missing_ok=True)
+            self._files.keep(name, memoryview(_SIZE.pack(size)))
+        else:  # a smaller object has one piece, which shows its size; a larger copy may have had a file
+            self._files.remove(name)
 
     def _keep_pieces(self, key: str, at: int, data: memoryview, ended: bool) -> None:
         if at and not data:
             return  # beyond the object's end: there is no such piece
         for begin in range(0, max(1, len(data)), _PIECE_BYTES):
-            self._keep(_name(key, (at + begin) // _PIECE_BYTES), data[begin : begin + _PIECE_BYTES])
+            self._files.keep(_name(key, (at + begin) // _PIECE_BYTES), data[begin : begin + _PIECE_BYTES])
         if ended:
             self._keep_size(key, at + len(data))
-
-    def _read(self, name: str) -> bytes | None:
-        """Return the content of a file, None if it does not exist; one that is damaged is removed."""
-        path = self.folder / name
-        try:
-            with path.open("rb") as file:
-                digest, content = file.read(_DIGEST_BYTES), file.read(_PIECE_BYTES + 1)
-            if hashlib.sha256(content).digest() != digest:
-                path.unlink(missing_ok=True)
-                return None
-        except OSError:
-            return None
-        with suppress(OSError):  # a read-only cache is still used
-            os.utime(path)  # marks the file as used now
-        return content
-
-    def _keep(self, name: str, content: memoryview) -> None:
-        if self.max_bytes is not None and _DIGEST_BYTES + len(content) > self.max_bytes * 31 // 32:
-            return
-        spool, kept = self.folder / f"{_SPOOL}{secrets.token_hex(8)}", self.folder / name
-        try:
-            make_private(self.folder)
-            try:
-                with spool.open("xb") as file:
-                    file.write(hashlib.sha256(content).digest())
-                    file.write(content)
-                os.replace(spool, kept)
-                self._make_room(_DIGEST_BYTES + len(content), kept)
-            finally:
-                spool.unlink(missing_ok=True)
-            (self.folder / f"{name}{_SUSPECT}").unlink(missing_ok=True)
-        except OSError:
-            logger.debug("Cannot keep %s in %s.", name, self.folder, exc_info=True)
-
-    def _make_room(self, written_bytes: int, kept: Path) -> None:
-        """Bring the folder below its limit, counting a file just written. Raises: OSError, and the file is removed.
-
-        The folder is measured each time that this process has written 1/32 of the limit, and that much is left free. A
-        listing can miss a file that is renamed meanwhile. Therefore a file is renamed first and the folder measured
-        then: the last of several threads sees the files of all.
-        """
-        if self.max_bytes is None:
-            return
-        self._room_bytes -= written_bytes
-        if self._room_bytes >= 0:
-            return
-        try:
-            files = list(_measure(self.folder))
-        except OSError:
-            kept.unlink(missing_ok=True)  # a folder that cannot be measured must not grow
-            raise
-        excess = sum(size for _, size, _ in files) - self.max_bytes * 31 // 32
-        for _, size, path in sorted(files):
-            if excess <= 0:
-                break
-            path.unlink(missing_ok=True)
-            excess -= size
-        self._room_bytes = self.max_bytes // 32
 
 
 def origin_of(store: Store) -> Store:
     """Return the store behind a cache, for reads of single bytes: the cache would fetch an entire piece for each."""
     return store.store if isinstance(store, CachedStore) else store
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes that a cache takes in its folder; none if there is no folder."""
-    try:
-        return sum(size for _, size, _ in _measure(folder))
-    except OSError:
-        return 0
-
-
-def _measure(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield when each file of a cache was last used, its size and its path. Raises: OSError."""
-    for entry in os.scandir(folder):
-        with suppress(FileNotFoundError):
-            if entry.is_file() and not entry.name.startswith(_LOCK):
-                status = entry.stat()
-                yield status.st_mtime_ns, status.st_size, Path(entry.path)
 
 
 def _name(key: str, what: int | str) -> str:

@@ -19,14 +19,14 @@ _LONGEST_WAIT_S = 900.0  # wait for a process that touches its lock
 
 
 @contextmanager
-def locked(path: Path, patience_s: float) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold a lock file, which exists only while a process holds it or waits for it.
 
     Raises:
         TimeoutError: the holder does not touch the lock, or does not finish.
         OSError: the disk cannot lock.
     """
-    file = _acquire(path, patience_s)
+    file = _acquire(path)
     done = threading.Event()
     thread = threading.Thread(target=_show_life, args=(file, done), daemon=True)
     thread.start()
@@ -40,7 +40,7 @@ def locked(path: Path, patience_s: float) -> Iterator[None]:
         file.close()
 
 
-def _acquire(path: Path, patience_s: float) -> IO[bytes]:
+def _acquire(path: Path) -> IO[bytes]:
     began = alive = time.monotonic()
     beat, pause_s = 0, 0.001
     while True:
@@ -59,8 +59,8 @@ def _acquire(path: Path, patience_s: float) -> IO[bytes]:
             raise
         if seen != beat:  # compared with its last value only: the disk may have another clock
             beat, alive = seen, now
-        if now - alive > patience_s:
-            raise TimeoutError(f"the process that locked {path} does not respond; the limit is {patience_s:g} s")
+        if now - alive > PATIENCE_S:
+            raise TimeoutError(f"the process that locked {path} does not respond; the limit is {PATIENCE_S:g} s")
         if now - began > _LONGEST_WAIT_S:
             raise TimeoutError(f"{path} is still locked by a live process; the limit is {_LONGEST_WAIT_S:g} s")
         time.sleep(pause_s)

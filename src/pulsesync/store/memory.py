@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from pulsesync.errors import ConflictError, NotFoundError
 from pulsesync.store.base import ObjectEntry
@@ -13,14 +13,13 @@ class MemoryStore:
     """Keeps objects in a dictionary; they disappear with it.
 
     Args:
-        clock: Returns the time in seconds that becomes the modification time of objects.
         url: The name of this store in messages and events.
     """
 
     is_local = is_private = True
 
-    def __init__(self, clock: Callable[[], float] = time.time, url: str = "memory://") -> None:
-        self._clock, self.url = clock, url
+    def __init__(self, url: str = "memory://") -> None:
+        self.url = url
         self._objects: dict[str, tuple[bytes, float]] = {}  # content, modified
         self._lock = threading.Lock()
 
@@ -34,7 +33,7 @@ class MemoryStore:
         check_key(key)
         content = bytes(data)
         with self._lock:
-            self._objects[key] = content, self._clock()
+            self._objects[key] = content, time.time()
 
     def create(self, key: str, data: bytes) -> None:
         check_key(key)
@@ -42,7 +41,7 @@ class MemoryStore:
         with self._lock:
             if key in self._objects:
                 raise ConflictError(f"{key} exists already in memory", key=key)
-            self._objects[key] = content, self._clock()
+            self._objects[key] = content, time.time()
 
     def list(self, prefix: str) -> Iterator[ObjectEntry]:
         check_prefix(prefix)

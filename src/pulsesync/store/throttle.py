@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from pulsesync.core.arguments import number, seconds
 from pulsesync.store.base import ObjectEntry, Store, WrappedStore, size_of
@@ -18,8 +18,6 @@ class ThrottledStore(WrappedStore):
         store: The store whose calls are slowed down.
         bytes_per_s: Bandwidth, of reads and writes of all threads together.
         latency_s: Added to every call.
-        clock: Returns the time in seconds.
-        sleep: Waits for a number of seconds.
 
     Raises:
         ValueError: bytes_per_s is not above 0.
@@ -27,19 +25,10 @@ class ThrottledStore(WrappedStore):
 
     is_local = False  # it simulates a network, whatever it wraps
 
-    def __init__(
-        self,
-        store: Store,
-        bytes_per_s: float,
-        latency_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, store: Store, bytes_per_s: float, latency_s: float = 0.0) -> None:
         super().__init__(store)
         self._bytes_per_s = number("bytes_per_s", bytes_per_s, what="a number of bytes", above=0)
         self._latency_s = seconds("latency_s", latency_s)
-        self._clock = clock
-        self._sleep = sleep
         self._free_at = 0.0  # when all bytes of earlier calls are transferred
         self._lock = threading.Lock()
 
@@ -71,8 +60,8 @@ class ThrottledStore(WrappedStore):
     def _carry(self, size_bytes: int) -> None:
         """Wait until the link has transferred these bytes and the latency of a call is over."""
         with self._lock:
-            now = self._clock()
+            now = time.perf_counter()
             if size_bytes:  # a call without content does not wait for other calls
                 self._free_at = max(now, self._free_at) + size_bytes / self._bytes_per_s
             wait_s = (self._free_at - now if size_bytes else 0.0) + self._latency_s
-        self._sleep(wait_s)
+        time.sleep(wait_s)

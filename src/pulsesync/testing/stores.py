@@ -46,10 +46,6 @@ class StoreTests:
         store.put("parts/a", b"one")
         assert store.get("parts/a") == b"one"
 
-    def test_an_object_may_be_empty(self, store: Store) -> None:
-        store.put("parts/a", b"")
-        assert store.get("parts/a") == b""
-
     def test_put_replaces(self, store: Store) -> None:
         store.put("head", b"100")
         store.put("head", b"2")

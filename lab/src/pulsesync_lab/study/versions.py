@@ -22,8 +22,8 @@ from pulsesync.format.predict import PREDICTING
 from pulsesync.maintain.verify import find_records
 from pulsesync.run import planner
 from pulsesync.run.bodies import check_room, fetch_body
+from pulsesync.run.follower import RunFollower
 from pulsesync.run.reader import RunReader
-from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.views import new_tensors
 from pulsesync.store import Store
 from pulsesync_lab.study.recording import PatchBytes, Recording, RecordingHeader, Step, WatchedTensor
@@ -78,7 +78,7 @@ class Versions:
             Subscriber.
         """
         tensors: dict[str, Any] = {}
-        follower = Subscriber(self.store, trust=self.trust, undo=0)
+        follower = RunFollower(self.store, self.trust)
         for number, record in enumerate(self.records, 1):
             try:
                 if not tensors:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from pulsesync.errors import ChecksumError, FormatError, LimitError, NotFoundError, UnsupportedError
 from pulsesync.format.json_reader import load_json
-from pulsesync.state.checkpoint_files import INDEX, open_file, read_metadata, reading_from
+from pulsesync.state.checkpoint_files import INDEX, SHARD_BYTES, open_file, read_metadata, reading_from
 
 Octets: TypeAlias = NDArray[np.uint8]
 Encoding: TypeAlias = Literal["xor", "overwrite"]
@@ -305,14 +305,14 @@ def decode_tensor(index: FolderIndex, name: str, delta: TensorDelta, old: Octets
 
 
 def delta_files(
-    deltas: Mapping[str, tuple[bytes, str]], max_bytes: int
+    deltas: Mapping[str, tuple[bytes, str]],
 ) -> tuple[dict[str, list[bytes]], dict[str, str]]:
     """Return the files of frames with their checksums, as pieces to write one after the other; and the weight_map."""
     groups: list[list[str]] = []
     filled = 0
     for name in sorted(deltas, key=str.encode):
         size = len(deltas[name][0])
-        if not groups or filled + size > max_bytes:
+        if not groups or filled + size > SHARD_BYTES:
             groups.append([])
             filled = 0
         groups[-1].append(name)

@@ -23,11 +23,10 @@ from pulsesync.integrations.folder import fetch_file, flush_names, owned
 from pulsesync.maintain.verify import find_records
 from pulsesync.run import planner
 from pulsesync.run.bodies import check_room
+from pulsesync.run.follower import RunFollower
 from pulsesync.run.reader import RunReader, location_of
-from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.checkpoint_files import (
     INDEX,
-    SHARD_BYTES,
     TensorFolder,
     is_companion,
     plan_files,
@@ -56,7 +55,6 @@ class DeltaExporter:
         encoding: "xor", which is smaller; or "overwrite", which can be applied twice.
         checksum: The checksum of every new tensor: "xxh3-128", "blake3" or "adler32".
         trust: As for a `Subscriber`.
-        shard_bytes: The most bytes of weights or deltas in a file.
 
     Raises:
         ValueError: an argument is not one of its choices; UnsupportedError: the checksum needs a package that is not
@@ -72,7 +70,6 @@ class DeltaExporter:
         encoding: Encoding = "xor",
         checksum: Checksum = "xxh3-128",
         trust: str | Collection[str] | None = None,
-        shard_bytes: int = SHARD_BYTES,
     ) -> None:
         form.choose("encoding", encoding, get_args(Encoding))
         form.choose("checksum", checksum, get_args(Checksum))
@@ -80,7 +77,6 @@ class DeltaExporter:
         self.store = open_store(location)
         self.folder, self.trust = arguments.folder("folder", folder), trusted(trust)
         self.encoding, self.checksum = encoding, checksum
-        self.shard_bytes = arguments.whole("shard_bytes", shard_bytes, 1, what="a number of bytes")
         self._first = arguments.optional_whole("first", first, what="the number of a version")
         self._weights: _ReplayedWeights | None = None
         self._stack = ExitStack()
@@ -195,7 +191,7 @@ class DeltaExporter:
             flush_names(self.folder)
 
     def _write_checkpoint(self, folder: Path, record: Manifest, weights: "_ReplayedWeights") -> int:
-        plan = plan_files(weights.layout, self.shard_bytes)
+        plan = plan_files(weights.layout)
         TensorFolder.create(folder, plan)
         files = TensorFolder(folder, plan)
         for name, array in files.arrays.items():
@@ -211,7 +207,7 @@ class DeltaExporter:
         return len(weight_map)
 
     def _write_deltas(self, folder: Path, record: Manifest, deltas: Mapping[str, tuple[bytes, str]]) -> None:
-        files, weight_map = form.delta_files(deltas, self.shard_bytes)
+        files, weight_map = form.delta_files(deltas)
         for name, pieces in files.items():
             _write(folder / name, pieces)
         metadata = form.delta_metadata(record.version, self.encoding, self.checksum)
@@ -225,13 +221,13 @@ class _ReplayedWeights:
         self.layout: Layout = records.layout(record.layout)
         check_room(store, planner.find_path(None, record, records.look)[0], self.layout)
         self.tensors: dict[str, Any] = new_tensors(self.layout.tensors)
-        self._reader = Subscriber(store, trust=records.trust, undo=0)
+        self._follower = RunFollower(store, records.trust)
         self._sync(record)
         self._before = {name: octets(tensor).copy() for name, tensor in self.tensors.items()}
         self._names = stored_names(self.layout)
 
     def _sync(self, record: Manifest) -> None:
-        report = self._reader.sync(self.tensors, version=record.version)
+        report = self._follower.sync(self.tensors, version=record.version)
         if report.digest != record.digest:
             raise ConflictError(f"version {record.version} was replaced while it was exported; export again")
         self.version = record.version

@@ -15,8 +15,8 @@ from pulsesync.format.signature import SigningKey, check_signing_key
 from pulsesync.integrations.delta_folder import deltas as form
 from pulsesync.integrations.delta_folder.deltas import DeltaVersion, FolderIndex, Octets, find_folders, octets
 from pulsesync.publish.publisher import Publisher
+from pulsesync.run.follower import RunFollower
 from pulsesync.run.reader import RunReader, location_of
-from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.checkpoint_files import INDEX, Checkpoint, open_checkpoint
 from pulsesync.state.views import new_tensors
 from pulsesync.store import Location, open_store
@@ -162,9 +162,7 @@ class DeltaImporter:
         layout = RunReader(self.store, self._trust).layout(newest.layout)
         tensors = new_tensors(layout.tensors)
         try:
-            reader = Subscriber(self.store, trust=self._trust, undo=0)
-            reader.events.muted = True
-            reader.sync(tensors, version=newest.version)
+            RunFollower(self.store, self._trust).sync(tensors, version=newest.version)
         except NothingPublishedError:
             return False
         if (name := _find_different(tensors, folder, base)) is not None:

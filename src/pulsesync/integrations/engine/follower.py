@@ -20,7 +20,7 @@ from pulsesync.format.layout import Layout
 from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.integrations.engine.adapter import EngineAdapter
 from pulsesync.integrations.engine.weights import EngineWeights, changed_names, find_weights
-from pulsesync.run.pointers import FollowTarget
+from pulsesync.run.goals import GoalFinder
 from pulsesync.run.reader import RunReader
 from pulsesync.run.reporting import SyncReport
 from pulsesync.run.subscriber import Subscriber
@@ -456,9 +456,8 @@ def find_version(options: RunOptions, limits: EngineLimits | None = None) -> int
     options = limits.applied(options)
     movers = trusted_for_pointers(options.trust_pointers, options.trust)
     reader = RunReader(limits.open(options), trusted(options.trust), trust_pointers=movers)
-    found = FollowTarget(options.pointer, None).find(reader, None)
-    if found is None:
-        raise reader.nothing_published()
+    found = GoalFinder(options.pointer).find(reader, None)
+    assert found is not None  # without a local version, finding none is an error
     return found.version
 
 

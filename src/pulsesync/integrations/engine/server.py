@@ -16,8 +16,8 @@ from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.integrations.engine.answers import has_error, parse_answer
 from pulsesync.integrations.engine.update import UpdateEvents, UpdateReport, raise_error
+from pulsesync.run.goals import GoalFinder
 from pulsesync.run.heartbeats import HeartbeatWriter
-from pulsesync.run.pointers import FollowTarget
 from pulsesync.run.reader import RunReader
 from pulsesync.run.reporting import SyncEvents
 from pulsesync.store import Store
@@ -232,7 +232,7 @@ class ServerFollower:
             "kv_cache": kv_cache,
             "follow_replaced": follow_replaced,
         }
-        self._target = FollowTarget(pointer, max_staleness)
+        self._goals = GoalFinder(pointer, max_staleness)
         self._version: int | None = None  # the server's version when it was last asked
         self._is_torn = False  # what it said then
         self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=pointer)
@@ -261,14 +261,14 @@ class ServerFollower:
                 self._heartbeat.synced(
                     report.version,
                     report.step,
-                    newest=self._target.version,
+                    newest=self._goals.version,
                     pause_s=report.pause_s,
                     fetched_bytes=report.fetched_bytes,
                 )
             elif goal is not None:
-                self._heartbeat.synced(goal.version, goal.step, newest=self._target.version)
+                self._heartbeat.synced(goal.version, goal.step, newest=self._goals.version)
         if report is None and goal is not None:
-            self._events.newest = self._target.version
+            self._events.newest = self._goals.version
             self._events.found_nothing(goal.version, goal.step, goal.digest)
         return report
 
@@ -279,7 +279,7 @@ class ServerFollower:
         except NothingPublishedError:  # it waits for a version; metrics do not count that as a failure
             raise
         except Exception as e:
-            self._events.newest = self._target.version
+            self._events.newest = self._goals.version
             self._events.failed(e, self._version, torn=self._is_torn)
             raise
         if goal is not None:
@@ -299,11 +299,7 @@ class ServerFollower:
         whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
         if version is not None:
             return None, whole
-        reader = RunReader(self._store, self._trust, trust_pointers=self._movers)
-        goal = self._target.find(reader, None)
-        if goal is None:
-            raise reader.nothing_published()
-        return goal, whole
+        return self._goals.find(RunReader(self._store, self._trust, trust_pointers=self._movers), None), whole
 
     def follow(
         self, interval_s: float = 1.0, on_error: Callable[[PulseError], None] | None = None
@@ -317,4 +313,4 @@ class ServerFollower:
             SignatureError, UnsupportedError, StateError, RunChangedError: waiting would not help. StaleWeightsError:
             the server cannot be updated, and differs from the version to follow by more than `max_staleness`.
         """
-        return self._target.follow(self.update, lambda: self._version, interval_s, on_error)
+        return self._goals.follow(self.update, lambda: self._version, interval_s, on_error)

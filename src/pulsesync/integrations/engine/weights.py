@@ -23,7 +23,7 @@ from pulsesync.integrations.runtime import (
     fused,
     place,
 )
-from pulsesync.run.subscriber import attach
+from pulsesync.run.follower import attach
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slices
 from pulsesync.state.views import CASTS, torch_dtype

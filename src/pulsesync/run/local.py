@@ -1,0 +1,111 @@
+"""The weights of a worker, the version that they are, and how to undo the last syncs: the three change together."""
+
+from collections import deque
+from dataclasses import replace
+from typing import NamedTuple
+
+from pulsesync.core.threads import finish
+from pulsesync.core.types import Sum
+from pulsesync.format.manifest import Manifest
+from pulsesync.run.planner import Position
+from pulsesync.run.reporting import SyncMeter
+from pulsesync.state.anchors import AnchorLoader
+from pulsesync.state.backend import Transition
+from pulsesync.state.staging import StagedBlocks
+from pulsesync.state.weights import WeightState
+
+
+class _Undo(NamedTuple):
+    """An undo log. It is for the weights of one position, and no others."""
+
+    since: Position
+    back: Transition  # to the position before
+
+
+class LocalWeights:
+    """The local weights and the undo logs that lead back from them.
+
+    Args:
+        undo: How many syncs can be undone.
+    """
+
+    def __init__(self, undo: int) -> None:
+        self.state: WeightState | None = None
+        self._undo: deque[_Undo] = deque(maxlen=undo)
+
+    @property
+    def position(self) -> Position | None:
+        """The position of the weights in the run; None: they are no version that is known."""
+        position = self.state.position if self.state else None
+        assert position is None or isinstance(position, Position)
+        return position
+
+    @property
+    def version(self) -> int | None:
+        return self.position.version if self.position else None
+
+    def attach(self, state: WeightState, record: Manifest | None = None) -> None:
+        """Begin with other weights, which are the version of a record, or none that is known."""
+        self.forget()
+        self.state, state.position = state, Position.of(record) if record else None
+
+    def forget(self) -> None:
+        """Release the weights and the undo logs."""
+        self.state = None
+        self._undo.clear()
+
+    def commit(self, transition: Transition, record: Manifest, meter: SyncMeter, *, joins: bool = False) -> None:
+        """Write a transition to the weights, which are then the version of a record.
+
+        joins: it is undone together with the commit before it.
+        """
+        assert self.state is not None
+        before, position = self.position, Position.of(record)
+        with meter.timed("apply"):
+            back = self.state.commit(replace(transition, position=position))
+        meter.changed += transition.changed
+        if joins and self._undo and self._undo[-1].since == before:
+            back = self.state.join(back, self._undo.pop().back)
+        if back.position is not None:
+            self._undo.append(_Undo(position, back))
+
+    def load(self, anchor: Manifest, staged: StagedBlocks, sums: dict[int, Sum], meter: SyncMeter) -> None:
+        """Write the staged blocks of an anchor that was checked; an interrupt of the caller waits for the end.
+
+        If writing fails, the weights are forgotten.
+        """
+        state = self.state
+        assert state is not None
+        with meter.timed("apply"):
+            self.forget()
+            try:
+                finish(lambda: AnchorLoader(state).load_whole(staged, sums))
+            finally:
+                meter.torn = state.torn
+        self.attach(state, anchor)
+        meter.changed += sum(len(flat) for flat in state.flats.values())
+
+    def undo_depth(self, goal: Manifest) -> int:
+        """Return how many syncs to undo to be at a version; 0 if none of the undo logs leads there."""
+        self._drop_stale()
+        began = (entry.back.position for entry in reversed(self._undo))
+        return next((n for n, position in enumerate(began, 1) if position == Position.of(goal)), 0)
+
+    def can_undo(self) -> bool:
+        self._drop_stale()
+        return bool(self._undo)
+
+    def undo(self, meter: SyncMeter, depth: int = 1) -> None:
+        """Undo the last syncs, one after the other."""
+        assert self.state is not None
+        with meter.timed("apply"):
+            for _ in range(depth):
+                entry = self._undo.pop()
+                self.state.commit(entry.back)
+                meter.changed += entry.back.changed
+        meter.path.append("undo")
+
+    def _drop_stale(self) -> None:
+        """Drop undo logs that are not for these weights: a commit was interrupted before its own was kept."""
+        while self._undo and self._undo[-1].since != self.position:
+            self._undo.pop()
