@@ -107,7 +107,7 @@ UNCHECKED = {
         "verify", "follow_replaced", "widen", "wait", "now", "coalesce", "nesterov", "to", "resume", "take_over",
         "api_key_in_clear",
     },
-    "tensors: what is wrong with them is an error of its own": {"source", "weights", "old", "model", "inner_optimizer"},
+    "tensors: what is wrong with them is an error of its own": {"source", "weights", "model", "inner_optimizer"},
     "for tests and measurements alone": {
         "epoch_patches", "executor", "clock", "sleep", "options",
     },
@@ -261,7 +261,7 @@ CASES = [
     (entry, name)
     for entry, (call, _) in ENTRIES.items()
     for name in inspect.signature(SIGNATURES.get(entry, call)).parameters
-    if name not in EXEMPT and name != "self"
+    if name not in EXEMPT and name != "self" and not name.startswith("_")
 ]
 
 

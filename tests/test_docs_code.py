@@ -174,7 +174,6 @@ HF, JAX, KERAS, RANKS = (
 )
 COMPILED = {
     ("README.md", "GRPOTrainer("): HF,
-    ("docs/gpu.md", 'keep="hook"'): "needs a GPU: make gpu-test publishes with keep='hook'",
     ("docs/gpu.md", "pulse.warm_up(device="): "needs a GPU: make gpu-test warms its kernels up",
     (
         "docs/integrations/other_trainers.md",

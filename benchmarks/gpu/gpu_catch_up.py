@@ -163,7 +163,7 @@ class CatchUp:
             for body in bodies:
                 opened = decode.open_part(body.index, body.sections, here.tiles, history)
                 for number, coded in opened.coded.items():
-                    pile = here.pile_of(coded.tiles[0].ordinal)
+                    pile = here.piles.of(coded.tiles[0].ordinal)
                     tiles = np.arange(len(coded.tiles))
                     for some in np.array_split(tiles, min(count, len(tiles))):
                         weights = pile.locate(here.tensors)

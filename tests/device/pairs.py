@@ -1,6 +1,6 @@
 """A state on the host and the same on a device, moved together: whatever one makes, the other must make too."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ def to_bits(flats: Mapping[str, torch.Tensor]) -> dict[str, Bits]:
     return {name: to_host(flat)[0].copy().view(f"u{flat.element_size()}") for name, flat in flats.items()}
 
 
-def piles_of(layout: Layout, device: str, places: Mapping[int, Tile] | None = None) -> list[Pile]:
+def piles_of(layout: Layout, device: str, places: Mapping[int, Tile] | None = None) -> Sequence[Pile]:
     """The piles of a layout whose tensors are all on one device."""
     if places is None:
         places = {tile.ordinal: tile for tile in layout.tiles if tile.size}

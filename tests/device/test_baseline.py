@@ -411,15 +411,24 @@ def test_tensors_on_other_hardware_are_refused(others: dict[str, torch.Tensor], 
         Publisher(MemoryStore()).publish({**others, "b": torch.zeros(3, device="meta")})
 
 
-@pytest.mark.parametrize("keep", ["device", "hook"])
-def test_a_base_on_a_device_is_for_tensors_there(keep: Any) -> None:
+def test_a_base_on_a_device_is_for_tensors_there() -> None:
     with pytest.raises(ValueError, match="applies to tensors on a GPU"):
-        Publisher(MemoryStore(), keep=keep).publish({"a": torch.zeros(3)})
+        Publisher(MemoryStore(), keep="device").publish({"a": torch.zeros(3)})
 
 
 def test_a_way_to_keep_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="keep must be one of 'device', 'host', 'hook'; got"):
+    with pytest.raises(ValueError, match=r"keep must be one of 'device', 'host'; got 'disk'$"):
         Publisher(MemoryStore(), keep="disk")  # type: ignore[arg-type]
+
+
+def test_what_took_the_old_weights_from_the_caller_was_removed() -> None:
+    with pytest.raises(ValueError, match=r"got 'hook'; keep='hook' was removed in 0\.2: use keep='device'"):
+        Publisher(MemoryStore(), keep="hook")  # type: ignore[arg-type]
+    publish: Any = Publisher(MemoryStore()).publish
+    with pytest.raises(TypeError, match=r"no longer takes old=: .* leave old= out"):
+        publish({}, old={})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wiat'"):
+        publish({}, wiat=True)
 
 
 def test_tensors_that_came_or_went_are_refused(device: str) -> None:

@@ -78,14 +78,10 @@ def train_(weights: Model, step: int) -> None:
 def published(device: str, versions: int, **options: Any) -> tuple[MemoryStore, list[Model]]:
     """A run, and the weights of each version; "host" is no device."""
     store, states, weights = MemoryStore(), [], model("cpu" if device == "host" else device)
-    old: Model | None = None
     with nullcontext() if device == "host" else on(device), Publisher(store, **options) as pub:
         for step in range(versions):
-            pub.publish(weights, step=step, old=old)
+            pub.publish(weights, step=step)
             states.append(kept(weights))
-            if options.get("keep") == "hook":
-                old = {name: tensor.clone() for name, tensor in weights.items() if name != "tied"}
-                old["tied"] = old["a"]
             train_(weights, step)
     return store, states
 
@@ -125,9 +121,8 @@ def test_a_state_has_one_digest_however_it_is_cut_and_bundled(dtypes: list[str],
     [
         ("history", "device", 3),
         ("gap", "host", 2),
-        slow("auto", "hook", 2),
+        slow("auto", "device", 2),
         slow("history", "host", 3),
-        slow("history", "hook", 3),
         slow("context", "device", 2),
         slow("dense", "device", 2),
     ],
@@ -316,18 +311,16 @@ def train_plain_(weights: Model, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", ["device", "host", "hook"])
+@pytest.mark.parametrize("keep", ["device", "host"])
 def test_a_source_that_stays_costs_a_publisher_no_views_and_no_tables(
     keep: Keep, device: str, work: list[str], many_lanes: None
 ) -> None:
-    weights, old, counts = plain(device), plain(device), []
+    weights, counts = plain(device), []
     with on(device), Publisher(MemoryStore(), codec="history", keep=keep) as pub:
         for step in range(5):
             work.clear()
-            pub.publish(weights, step=step, old=old if keep == "hook" and step else None)
+            pub.publish(weights, step=step)
             counts.append(list(work))
-            for name in old:
-                old[name].copy_(weights[name])
             train_plain_(weights, step)
     assert {"view", "pieces", "addresses", "table", "pile"} <= {*counts[0], *counts[1]}
     assert counts[2:] == [[], [], []]
@@ -349,20 +342,13 @@ def test_a_source_that_stays_costs_a_worker_no_views_and_no_tables(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", ["device", "hook"])
-def test_a_source_that_moves_is_found_where_it_is(keep: Keep, device: str, many_lanes: None) -> None:
+def test_a_source_that_moves_is_found_where_it_is(device: str, many_lanes: None) -> None:
     stores = MemoryStore(), MemoryStore()
     for store, here in zip(stores, (True, False), strict=True):
-        weights, old = plain(device if here else "cpu"), None
-        with (
-            on(device) if here else nullcontext(),
-            Publisher(store, codec="history", keep=keep if here else None) as pub,
-        ):
+        weights = plain(device if here else "cpu")
+        with on(device) if here else nullcontext(), Publisher(store, codec="history") as pub:
             for step in range(4):
-                pub.publish(weights, step=step, old=old)
-                if here and keep == "hook":
-                    old = {name: tensor.clone() for name, tensor in weights.items()}
-                    old["tied"] = old["a"]
+                pub.publish(weights, step=step)
                 train_plain_(weights, step)
                 weights["layers.1.down"] = weights["layers.1.down"].clone()
                 weights[f"layers.{step % 3}.scale"] = weights[f"layers.{step % 3}.scale"].clone()

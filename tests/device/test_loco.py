@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from pulsesync import device as devices
-from pulsesync.device.vectors import DeviceVectors
+from pulsesync.device.vectors import DeviceKernels
 from pulsesync.errors import RoundError, StateError
 from pulsesync.kernels import spec
 from pulsesync.loco import SGD, GroupExchange, PulseLoCo
 from pulsesync.loco.fragments import FragmentTensors
-from pulsesync.loco.vectors import HOST
+from pulsesync.loco.vectors import HOST, vectors_at
 from pulsesync.store import MemoryStore
 from tests.backends import host_as_device
 from tests.device import interpreter
@@ -49,7 +49,7 @@ def trainer(exchange: Any, who: int, on: str, **options: Any) -> Trainer:
     with host_as_device(on != "host"):
         made = Trainer(exchange, who, device="cpu" if on == "host" else on, **options)
     for fragment in made.loco._fragments:
-        assert isinstance(fragment.tensors.vectors, DeviceVectors) == (on != "host")
+        assert (fragment.tensors.vectors is HOST) == (on == "host")
     return made
 
 
@@ -71,7 +71,7 @@ SLOW_WAYS = ("PulseLoCo, exact", "DiLoCo", "everything is sent", "nothing is sen
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW_WAYS)) for way in WAYS])
 def test_rounds_are_those_of_the_host_byte_for_byte(device: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceVectors, "chunk", 100)
+    monkeypatch.setattr(DeviceKernels, "chunk", 100)
     found = []
     for on in (device, "host"):
         with trainer(alone(), 0, on, **WAYS[way]) as one:
@@ -213,7 +213,7 @@ def test_parameters_in_several_places_are_refused(device: str, monkeypatch: pyte
         fragments = [{"there": masters["there"]}, {"here": masters["here"]}]
         optimizer = torch.optim.SGD(list(masters.values()), lr=0.1)
         loco = PulseLoCo(fragments, optimizer, exchange=alone(), sync_every=2)
-        assert isinstance(loco._fragments[0].tensors.vectors, DeviceVectors)
+        assert loco._fragments[0].tensors.vectors is vectors_at(torch.device("cuda", 0))
         assert loco._fragments[1].tensors.vectors is HOST
         assert [w.device.type for w in loco.shared_weights().values()] == ["cuda", "cpu"]
 
@@ -261,14 +261,14 @@ def test_models_of_one_tensor_are_read_in_place(device: str) -> None:
 
 def test_a_step_without_a_round_does_not_wait_for_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[int] = []
-    in_own_stream = DeviceVectors.in_own_stream
+    in_own_stream = DeviceKernels.in_own_stream
 
-    def counted(self: DeviceVectors) -> Any:
+    def counted(self: DeviceKernels) -> Any:
         entered.append(1)
         return in_own_stream(self)
 
     with trainer(alone(), 0, device, sync_every=3) as one:
-        monkeypatch.setattr(DeviceVectors, "in_own_stream", counted)
+        monkeypatch.setattr(DeviceKernels, "in_own_stream", counted)
         one.step(2)
         assert not entered
         one.step()

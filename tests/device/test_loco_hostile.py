@@ -9,16 +9,17 @@ import torch
 
 pytest.importorskip("cryptography", reason="hostile payloads are NOT tested: pip install cryptography")
 
-from pulsesync.device.vectors import vectors_on
+
 from pulsesync.errors import FormatError
 from pulsesync.loco.payload import Coder
+from pulsesync.loco.vectors import vectors_at
 from tests.hostile import forge
 from tests.hostile.test_loco_payloads import ATTACKS, LAYOUT, SIZE, Attack, letter, spoilt_payload, victim
 
 
 def brought(coder: Coder, device: str) -> Coder:
     """The same reader on a device."""
-    there: Any = vectors_on(torch.empty(0, device=device).device)
+    there: Any = vectors_at(torch.empty(0, device=device).device)
     described = None if coder.described is None else there.to_backend(coder.described.view(np.int16))
     return replace(coder, described=described, vectors=there)
 

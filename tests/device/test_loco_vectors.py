@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from pulsesync.core.types import BLOCK
-from pulsesync.device.vectors import DeviceVectors, vectors_on
+from pulsesync.device.vectors import DeviceKernels
 from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.loco.gate import SparseVector, VisibilityGate, WholeUpdate, unit_of
 from pulsesync.loco.outer_step import Nesterov, OwnMomentum, SharedMomentum, aggregate
 from pulsesync.loco.payload import Coder, describe
 from pulsesync.loco.shared import Outcome, SharedState
-from pulsesync.loco.vectors import HOST, Vectors, vectors_of
+from pulsesync.loco.vectors import HOST, VectorOps, vectors_at, vectors_of
 from tests.kernels.fp32_cases import F32, updates, weights
 
 SIZES = (1, 31, 4096, 4097, 9001)
@@ -21,9 +21,9 @@ CHUNK = 1000  # entries of a vector that are worked on together here, so that th
 
 
 @pytest.fixture
-def there(device: str, monkeypatch: pytest.MonkeyPatch) -> Vectors:
-    monkeypatch.setattr(DeviceVectors, "chunk", CHUNK)
-    return vectors_on(torch.empty(0, device=device).device)
+def there(device: str, monkeypatch: pytest.MonkeyPatch) -> VectorOps:
+    monkeypatch.setattr(DeviceKernels, "chunk", CHUNK)
+    return vectors_at(torch.empty(0, device=device).device)
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +54,11 @@ def assert_same(there: Any, here: Any) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_updates_and_momenta(there: Any, size: int, nesterov: bool) -> None:
-    given, here = case(size, 4), cast(Any, HOST)
-    found = there.advance(*map(there.to_backend, given), 0.7, 0.9, nesterov)
+    given, here = case(size, 4), cast(Any, HOST.kernels)
+    found = there.kernels.advance(*map(there.to_backend, given), 0.7, 0.9, nesterov)
     for one, other in zip(found, here.advance(*given, 0.7, 0.9, nesterov), strict=True):
         assert_same(one, other)
-    found = there.step(*map(there.to_backend, given[:3]), 3, 0.7, 0.9, nesterov)
+    found = there.kernels.step(*map(there.to_backend, given[:3]), 3, 0.7, 0.9, nesterov)
     for one, other in zip(found, here.step(*given[:3], 3, 0.7, 0.9, nesterov), strict=True):
         assert_same(one, other)
 
@@ -67,7 +67,7 @@ def test_products_and_sums_are_not_fused(there: Any) -> None:
     """With values at which that would show: most results would differ."""
     rng = np.random.default_rng(1)
     theta, e, m, x = (rng.normal(0, 0.02, 4096).astype(np.float32) for _ in range(4))
-    s, moved = there.advance(*map(there.to_backend, (theta, e, m, x)), 0.7, 0.9, True)
+    s, moved = there.kernels.advance(*map(there.to_backend, (theta, e, m, x)), 0.7, 0.9, True)
     delta = (theta - e) - x
     fused = (np.float64(np.float32(0.9)) * m.astype(np.float64) + delta).astype(np.float32)
     assert (there.fetch(moved) != fused).any()
@@ -78,28 +78,31 @@ def test_products_and_sums_are_not_fused(there: Any) -> None:
 @pytest.mark.parametrize("by", [3.0, 0.7, 7.0])
 def test_quotients_are_rounded_to_the_nearest(there: Any, by: float) -> None:
     values = case(5000, 2)[1]
-    assert_same(there.divide(there.to_backend(values), by), HOST.divide(values, by))
+    assert_same(there.kernels.divide(there.to_backend(values), by), HOST.kernels.divide(values, by))
     exact = np.arange(1, 4096, dtype=np.float32)  # times by, over by: nearly all multiples of the reciprocal are off
-    assert_same(there.divide(there.to_backend(exact * np.float32(by)), by), HOST.divide(exact * np.float32(by), by))
+    assert_same(
+        there.kernels.divide(there.to_backend(exact * np.float32(by)), by),
+        HOST.kernels.divide(exact * np.float32(by), by),
+    )
 
 
 def test_subnormal_numbers_are_not_flushed_to_zero(there: Any) -> None:
     tiny = np.arange(-3000, 3000, dtype=np.int64)
     values = (np.abs(tiny).astype(np.uint32) | (tiny < 0).astype(np.uint32) << np.uint32(31)).view(np.float32)
     zeros = np.zeros_like(values)
-    s, moved = there.advance(*map(there.to_backend, (values, zeros, values, zeros)), 1.0, 0.5, False)
-    for one, other in zip((s, moved), HOST.advance(values, zeros, values, zeros, 1.0, 0.5, False), strict=True):
+    s, moved = there.kernels.advance(*map(there.to_backend, (values, zeros, values, zeros)), 1.0, 0.5, False)
+    for one, other in zip((s, moved), HOST.kernels.advance(values, zeros, values, zeros, 1.0, 0.5, False), strict=True):
         assert_same(one, other)
         assert np.count_nonzero(other) > 5000
-    assert_same(there.divide(there.to_backend(values), 4.0), HOST.divide(values, 4.0))
+    assert_same(there.kernels.divide(there.to_backend(values), 4.0), HOST.kernels.divide(values, 4.0))
     assert_same(there.to_backend(values) - there.to_backend(values[::-1].copy()), values - values[::-1])
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_entries_that_are_visible(there: Any, size: int) -> None:
     theta, s = case(size, 2)
-    found = there.find_visible(there.to_backend(theta), there.to_backend(s), 1.4, 77)
-    expected = HOST.find_visible(theta, s, 1.4, 77)
+    found = there.kernels.find_visible(there.to_backend(theta), there.to_backend(s), 1.4, 77)
+    expected = HOST.kernels.find_visible(theta, s, 1.4, 77)
     assert_same(found.positions, expected.positions)
     assert_same(found.values, expected.values)
     assert found.largest == expected.largest
@@ -111,7 +114,7 @@ def test_what_is_not_finite_is_found(there: Any, bad: float) -> None:
     s = np.zeros(5000, np.float32)
     s[4321] = bad
     values = there.to_backend(s)
-    assert not np.isfinite(there.largest(values))
+    assert not np.isfinite(there.kernels.largest(values))
     assert not np.isfinite(VisibilityGate(0, 1.4).select(there.to_backend(theta), WholeUpdate(values)).largest)
     assert there.first_beyond(values, np.finfo(np.float32).max) == 4321
     assert there.first_beyond(there.to_backend(theta), np.float32(1)) is None
@@ -261,11 +264,11 @@ def test_steps_in_several_blocks(there: Any) -> None:
     positions = np.sort(np.concatenate([near[::2], [0, BLOCK - 1, BLOCK, size - 1]]))
     positions = np.unique(positions)
     sizes, negative = rng.integers(1, 9, positions.size), rng.integers(0, 2, positions.size)
-    data = HOST.encode_steps(described, positions, sizes, negative)
+    data = HOST.kernels.encode_steps(described, positions, sizes, negative)
     brought = there.to_backend(described.view(np.int16))
-    assert there.encode_steps(brought, *map(there.to_backend, (positions, sizes, negative))) == data
+    assert there.kernels.encode_steps(brought, *map(there.to_backend, (positions, sizes, negative))) == data
     for found, expected in zip(
-        there.decode_steps(brought, memoryview(data), positions.size), (positions, sizes, negative), strict=True
+        there.kernels.decode_steps(brought, memoryview(data), positions.size), (positions, sizes, negative), strict=True
     ):
         assert_same(found, expected)
 
@@ -273,7 +276,7 @@ def test_steps_in_several_blocks(there: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [None, 0])
 def test_a_round_of_several_blocks_and_pieces(there: Any, bits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceVectors, "chunk", 1 << 19)
+    monkeypatch.setattr(DeviceKernels, "chunk", 1 << 19)
     rng = np.random.default_rng(6)
     theta = rng.normal(0, 0.02, 1_300_001).astype(np.float32)
     s = rng.normal(0, 1e-5, theta.size).astype(np.float32)
@@ -309,12 +312,14 @@ def test_payloads_that_are_damaged_or_of_another_state_are_refused(there: Any) -
         damaged[place] ^= 4
         with pytest.raises(FormatError):
             one.decode(bytes(damaged), "ada", 0, 1500)
-    steps = bytes(HOST.encode_steps(other.described, sent.positions, np.ones(300, np.int64), sent.positions % 2))
+    steps = bytes(
+        HOST.kernels.encode_steps(other.described, sent.positions, np.ones(300, np.int64), sent.positions % 2)
+    )
     with pytest.raises(FormatError, match="the number of entries"):
-        there.decode_steps(one.described, memoryview(steps), 299)
+        there.kernels.decode_steps(one.described, memoryview(steps), 299)
     with pytest.raises(FormatError, match="must have no bytes"):
-        there.decode_steps(one.described, memoryview(steps), 0)
+        there.kernels.decode_steps(one.described, memoryview(steps), 0)
     assert one.described is not None
     changed = one.described.flip(0)
     with pytest.raises((FormatError, ChecksumError)):
-        there.decode_steps(changed, memoryview(steps), 300)
+        there.kernels.decode_steps(changed, memoryview(steps), 300)

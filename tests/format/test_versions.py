@@ -16,7 +16,7 @@ from pulsesync.format import versions
 from pulsesync.format.manifest import CHECK_BYTES, MAGIC
 from pulsesync.maintain.prune import prune
 from pulsesync.maintain.squash import Squasher
-from pulsesync.publish.resume import PublisherState
+from pulsesync.publish.checkpoint import PublisherState
 from pulsesync.run import keys
 from pulsesync.state.views import new_tensors
 from pulsesync.store import LocalStore

@@ -12,10 +12,10 @@ import torch
 
 from pulsesync.core import digest
 from pulsesync.core.types import BLOCK, DTYPES, Bits, Sum, TensorSpec
+from pulsesync.device.blocks import count_blocks, count_pile
 from pulsesync.device.changes import PileChanges, WriteAddresses, block_moves, digest_changes, find_changes
 from pulsesync.device.decode import BlockPlaces, fetch_weights
 from pulsesync.device.memory import starts_of, to_device
-from pulsesync.device.state import count_blocks, count_pile
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.kernels import reference

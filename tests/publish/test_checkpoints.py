@@ -32,7 +32,7 @@ from pulsesync.errors import (
 )
 from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.maintain.prune import prune
-from pulsesync.publish.resume import PublisherState
+from pulsesync.publish.checkpoint import PublisherState
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run import keys, reader
 from pulsesync.store import LocalStore, MemoryStore, Store
@@ -518,7 +518,8 @@ def test_a_publisher_that_resumes_its_own_run_is_not_refused() -> None:
     with Publisher(store) as pub:
         pub.publish(Training(seed=0).weights)
         pub.flush()
-        pub._writer.base = None
+        assert pub._sender is not None
+        pub._sender.committed.base = None
         assert pub.publish(Training(seed=1).weights).version == 1
 
 

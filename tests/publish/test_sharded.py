@@ -155,18 +155,10 @@ class Group:
         ]
         self.split = split or by_rows
 
-    def try_publish(
-        self,
-        weights: Mapping[str, Any],
-        step: int = 0,
-        steps: Sequence[int] | None = None,
-        old: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        shards, before = self.shards_of(weights), self.shards_of(old)
+    def try_publish(self, weights: Mapping[str, Any], step: int = 0, steps: Sequence[int] | None = None) -> list[Any]:
+        shards = self.shards_of(weights)
         return self.crew.act(
-            lambda team: self.pubs[team.rank].publish(
-                shards[team.rank], step=steps[team.rank] if steps else step, old=before[team.rank]
-            )
+            lambda team: self.pubs[team.rank].publish(shards[team.rank], step=steps[team.rank] if steps else step)
         )
 
     def flush(self) -> None:
@@ -175,14 +167,14 @@ class Group:
             if isinstance(one, BaseException):
                 raise one
 
-    def shards_of(self, weights: Mapping[str, Any] | None) -> list[Any]:
+    def shards_of(self, weights: Mapping[str, Any]) -> list[Any]:
         """By rank."""
         size = self.crew.size
-        return [None if weights is None else self.split(weights, rank, size) for rank in range(size)]
+        return [self.split(weights, rank, size) for rank in range(size)]
 
-    def publish(self, weights: Mapping[str, Any], step: int = 0, old: Mapping[str, Any] | None = None) -> Any:
+    def publish(self, weights: Mapping[str, Any], step: int = 0) -> Any:
         """The report, which is the same on all ranks but for its times."""
-        reports = self.try_publish(weights, step, old=old)
+        reports = self.try_publish(weights, step)
         for one in reports:
             if isinstance(one, BaseException):
                 raise one

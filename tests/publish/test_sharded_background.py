@@ -512,7 +512,9 @@ def test_ranks_without_the_same_base_resume_the_run_in_the_same_call_whichever_i
     ranks.begin()
     with stopped(ranks.threads[1]):
         ahead = [ranks.go(1, step) for step in (1, 2, 3)]
-    ranks.pubs[0]._writer.base = None
+    sender = ranks.pubs[0]._sender
+    assert sender is not None
+    sender.committed.base = None
     failed = ranks.crew.act(lambda team: ranks.go(0, 1) if team.rank == 0 else ahead[1].exception(PATIENCE_S))
     assert all(isinstance(error, GroupError) for error in failed)
     refused = [ranks.go(0, step).exception(PATIENCE_S) for step in (2, 3)]

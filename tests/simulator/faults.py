@@ -30,13 +30,14 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import _Span
-from pulsesync.publish import commit, writer
+from pulsesync.publish import commit, committed, writer
 from pulsesync.publish.anchors import AnchorWriter
 from pulsesync.publish.baseline import HostDifference, RankBase
+from pulsesync.publish.committed import Draft
 from pulsesync.publish.ownership import RankReport, VersionTables
 from pulsesync.publish.pending import PendingVersion
 from pulsesync.publish.sharded import ShardedPublisher
-from pulsesync.publish.writer import Draft, RunWriter
+from pulsesync.publish.writer import RunWriter
 from pulsesync.run import keys, planner
 from pulsesync.run.follower import RunFollower
 from pulsesync.run.goals import GoalFinder
@@ -366,7 +367,7 @@ def never_follow_a_pointer_back(self: GoalFinder, records: RunReader, local: int
 
 # Of teams: each is a mistake about what several ranks make together, whichever function makes it
 
-OFFER, COMPLETE_ANCHOR = RunWriter._offer, AnchorWriter.complete
+ENCODE_TILES, COMPLETE_ANCHOR = RunWriter._encode, AnchorWriter.complete
 TABLES_AFTER, SHARE_OF = VersionTables.after, sharding.share_of
 
 
@@ -400,13 +401,13 @@ def take_a_rank_that_failed_for_one_without_changes(
     self: RunWriter, base: RankBase, version: PendingVersion, clock: Any
 ) -> RankReport:
     try:
-        return OFFER(self, base, version, clock)
+        return ENCODE_TILES(self, base, version, clock)
     except StoreError:
         if self.rounds.coordinates:
             raise
         assert version.difference is not None
-        encoded = version.difference.encode(base.last, self.options.codec)
-        self._draft = Draft(base.last.version + 1, *encoded, None)
+        encoded = version.difference.encode(base.last, self.agreement.codec)
+        self.settler.draft = Draft(base.last.version + 1, *encoded, None)
         return RankReport()
 
 
@@ -455,7 +456,7 @@ FAULTS = [
     replacing(_Span, "then", squash_the_second_half_alone, Invariant.ANCHOR_AND_SQUASH_CONTENT, 1, 8),
     replacing(_Span, "then", squash_from_the_wrong_version, Invariant.ANCHOR_AND_SQUASH_CONTENT, 25, 8),
     replacing(
-        writer,
+        committed,
         "is_committed",
         take_the_version_of_another_publisher_for_ones_own,
         Invariant.VERSION_ORDER,
@@ -488,7 +489,7 @@ FAULTS = [
     ),
     replacing(
         RunWriter,
-        "_offer",
+        "_encode",
         take_a_rank_that_failed_for_one_without_changes,
         Invariant.PUBLISHED_STATE,
         25,

@@ -22,7 +22,7 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import Squasher
-from pulsesync.publish import anchors, commit, publisher, writer
+from pulsesync.publish import agreement, anchors, commit, publisher, writer
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run import bodies, fetcher
@@ -109,7 +109,7 @@ class World:
                 (publisher, "time", times),
                 (writer, "time", times),
                 (anchors, "time", times),
-                (writer, "CALL_TIMEOUT_S", 0.0),  # a rank that has not made a call does not make it while others wait
+                (agreement, "CALL_TIMEOUT_S", 0.0),  # a rank that has not made a call makes none while others wait
                 (commit, "time", times),
                 (commit, "secrets", chance),
                 (pointing, "time", times),

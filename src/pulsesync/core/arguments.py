@@ -88,6 +88,17 @@ def function(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be None or a function; got {shown(value)}")
 
 
+def removed(call: str, given: Mapping[str, Any], advice: Mapping[str, str]) -> None:
+    """Check that a call was given no argument that it does not have; advice: for those that it had. Raises: TypeError.
+
+    A call takes these as `**_removed`.
+    """
+    for name in given:
+        if name in advice:
+            raise TypeError(f"{call} no longer takes {name}=: {advice[name]}")
+        raise TypeError(f"{call} got an unexpected keyword argument {name!r}")
+
+
 def shown(value: Any) -> str:
     """Show a value that is wrong: numbers and short texts as they are, otherwise its type."""
     if value is None or isinstance(value, bool | int | float):

@@ -295,7 +295,11 @@ def finish(work: Callable[[], None]) -> None:
             done.set()
 
     thread = threading.Thread(target=run, name="pulse-finish", daemon=True)
-    thread.start()  # an interrupt here changes nothing: the work waits for `go`
+    try:
+        thread.start()  # an interrupt here changes nothing: the work waits for `go`
+    except RuntimeError:  # the interpreter is shutting down
+        work()
+        return
     interrupt: BaseException | None = None
     while not done.is_set():
         try:

@@ -52,8 +52,6 @@ class DeviceBaseline:
     A source that is spread over several devices has its base spread in the same way; device: the first of them.
     """
 
-    caller_passes_old_weights = False
-
     def __init__(self, device: torch.device, keep: Literal["device", "host"]) -> None:
         self.device, self.keep = device, keep
         self._stream: DeviceStream | None = None  # of all devices of a base, once there is one
@@ -122,7 +120,7 @@ class DeviceBaseline:
         return kept
 
     def compare(
-        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest
     ) -> "DeviceDifference":
         base = backend_of(state)
         self.wait()
@@ -138,7 +136,7 @@ class DeviceBaseline:
             self._over.wait()
 
     def compare_later(
-        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest
     ) -> "DeviceDifference | LaterDifference":
         """Compare in a thread with a base in host memory, which is copied over the bus piece by piece.
 

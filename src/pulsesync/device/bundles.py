@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import Sum, Tile
+from pulsesync.device.blocks import TiedTensors, begin_count
 from pulsesync.device.changes import PileChanges, block_moves, device_keys
 from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once
 from pulsesync.device.memory import (
@@ -30,9 +31,9 @@ from pulsesync.device.memory import (
     worker_of,
 )
 from pulsesync.device.pieces import Pieces, padded
-from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, keep, make_piles, parts_of, place_of
+from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, keep, make_piles, place_of
 from pulsesync.device.source import DeviceSource
-from pulsesync.device.state import DeviceBackend, backend_of, begin_count
+from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format.layout import Layout
 from pulsesync.kernels import cuda
@@ -55,7 +56,7 @@ class WholeTiles:
 
     def __init__(self, pile: Pile, begins: NDArray[np.int64]) -> None:
         self.pile, self._begins, self._wide = pile, begins, pile.kind.itemsize
-        self._addresses: dict[tuple[DeviceBackend, int], torch.Tensor] = {}
+        self._addresses: dict[tuple[TiedTensors, int], torch.Tensor] = {}
 
     @cached_property
     def _pieces(self) -> Pieces:
@@ -67,25 +68,25 @@ class WholeTiles:
         with on(self.pile.device):
             self._pieces.gather(tensors, self._wide, message.view(INTEGERS[self._wide]))
 
-    def scatter(self, message: torch.Tensor, backend: DeviceBackend) -> None:
+    def scatter(self, message: torch.Tensor, tied: TiedTensors) -> None:
         """Write the tiles of a message into tensors, and into those that are tied to them."""
         run = message.view(INTEGERS[self._wide])
         with on(self.pile.device):
-            for n in range(backend.memories_of(self.pile)):
-                self._pieces.table.scatter(run, self._at(backend, n))
+            for n in range(tied.count_of(self.pile)):
+                self._pieces.table.scatter(run, self._at(tied, n))
 
-    def _at(self, backend: DeviceBackend, n: int) -> torch.Tensor:
-        """The addresses of the pieces in the n-th memory that each tensor has; those of a backend are cached."""
-        if (backend, n) not in self._addresses:
-            flats = [backend.memory(name, n) for name in self._pieces.names]
-            self._addresses[backend, n] = to_device(self._pieces.addresses(flats, self._wide), self.pile.device)
-        return self._addresses[backend, n]
+    def _at(self, tied: TiedTensors, n: int) -> torch.Tensor:
+        """The addresses of the pieces in the n-th memory that each tensor has, cached."""
+        if (tied, n) not in self._addresses:
+            flats = [tied.memory(name, n) for name in self._pieces.names]
+            self._addresses[tied, n] = to_device(self._pieces.addresses(flats, self._wide), self.pile.device)
+        return self._addresses[tied, n]
 
-    def make_ready(self, backend: DeviceBackend) -> None:
+    def make_ready(self, tied: TiedTensors) -> None:
         """Make all tables that `scatter` needs."""
         with on(self.pile.device):
-            for n in range(backend.memories_of(self.pile)):
-                self._at(backend, n)
+            for n in range(tied.count_of(self.pile)):
+                self._at(tied, n)
             self._pieces.table  # noqa: B018 - made when it is first asked for
 
     def begin_count(self, message: torch.Tensor) -> Callable[[], NDArray[np.uint64]]:
@@ -199,7 +200,7 @@ def read_table(
         FormatError: a change is outside its tile, or they are not in order.
     """
     runs, faults = list[PileChanges](), list[torch.Tensor]()
-    for _, part in backend.parts(ordinals):
+    for _, part in backend.piles.parts(ordinals):
         with on(part.device):
             run, wrong = _read_part(part, table, message)
         runs.append(run)
@@ -283,8 +284,7 @@ class SourceBundles:
         self._source, self._tensors = source, source.tensors
         workers = {name: worker_of(view.tensor, self.device) for name, view in source.views.items()}
         self._live = make_piles(self.layout.tiles, self._places, workers)
-        pile_of = {tile.ordinal: pile for pile in self._live for tile in pile.tiles}
-        self.shapes = MessageShapes(lambda ordinals: parts_of(pile_of, ordinals))
+        self.shapes = MessageShapes(self._live.parts)
         self._pairs: dict[tuple[int, ...], PilePair] = {}
 
     def gather(self, begins: Mapping[int, int], message: torch.Tensor) -> Sequence[WholeTiles]:
@@ -351,7 +351,7 @@ class SourceBundles:
         """Copy tiles as they were last sent into a message."""
         assert self.base is not None
         base = backend_of(self.base)
-        for tiles in MessageShapes(base.parts)(begins):
+        for tiles in MessageShapes(base.piles.parts)(begins):
             tiles.gather(base.tensors, message)
 
     def compare(self, tiles: Sequence[Tile]) -> list[PileChanges]:
@@ -368,7 +368,7 @@ class SourceBundles:
     def _pairs_of(self, tiles: Sequence[Tile]) -> list[PilePair]:
         assert self.base is not None
         out = []
-        for _, here in backend_of(self.base).parts(tile.ordinal for tile in tiles):
+        for _, here in backend_of(self.base).piles.parts(tile.ordinal for tile in tiles):
             key = tuple(here.index)
             if (pair := self._pairs.get(key)) is None:
                 pair = PilePair.of(here, here.elsewhere(self._places), self._source.dtypes)

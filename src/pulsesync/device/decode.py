@@ -1,6 +1,6 @@
 """Decode parts on the device: streams are copied to the device, and the decoded changes stay there."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,13 +9,22 @@ from numpy.typing import NDArray
 
 from pulsesync.core.threads import begin as begin_work
 from pulsesync.core.threads import spread
-from pulsesync.core.types import Bits, Codec, Tile
-from pulsesync.device.changes import SPREAD, BlockMoves, PileChanges, find_changes, on_whole
+from pulsesync.core.types import Bits, Codec, Sum, Tile
+from pulsesync.device.changes import (
+    SPREAD,
+    BlockMoves,
+    PileChanges,
+    begin_moves,
+    digest_changes,
+    find_changes,
+    on_whole,
+)
 from pulsesync.device.memory import (
     INTEGERS,
     all_to_stream,
     empty,
     fetch,
+    on,
     on_host,
     starts_of,
     to_host,
@@ -23,10 +32,11 @@ from pulsesync.device.memory import (
     unsigned,
     warps_of,
 )
-from pulsesync.device.pile import Pile, PileAddresses
-from pulsesync.device.tracked import DeviceHistory, HotWeights, find_hot
+from pulsesync.device.pile import Pile, PileAddresses, Piles
+from pulsesync.device.tracked import DeviceHistory, HotWeights, begin_remember, find_hot
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import patch, tables
+from pulsesync.format.body import Body
 from pulsesync.format.codecs import gap, step
 from pulsesync.format.codecs.heads import (
     BegunPayloads,
@@ -371,3 +381,70 @@ def _whole(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> Pil
         for n, old in zip(flipped, part.copy(weights.of(pile, part)), strict=True):
             tiles[n] ^= old
     return find_changes(pile, weights, pile.located(tiles), cast=False)
+
+
+@dataclass(frozen=True)
+class DecodedPatch:
+    """The changes of a patch, and what follows from them."""
+
+    runs: list[PileChanges]
+    digest_changes: Mapping[int, Sum]  # of all tiles of the piles that have changes, by ordinal
+    history: DeviceHistory | None  # after it
+
+
+def decode_patch(
+    bodies: Sequence[Body],
+    piles: Piles,
+    tiles: Mapping[int, Tile],
+    history: DeviceHistory | None,
+    locate: Callable[[Pile], PileAddresses],
+) -> DecodedPatch:
+    """Decode the parts of a patch against the weights.
+
+    Args:
+        bodies: The parts.
+        piles: Of all local tiles.
+        tiles: Those to decode, by ordinal.
+        history: Before the patch; None: no history is kept.
+        locate: Finds the weights of a pile.
+
+    Raises:
+        FormatError: or a subclass, for bad bytes; VerificationError: changes do not match their check.
+    """
+    runs: list[PileChanges] = []
+    cuts: dict[int, int] = {}
+    checks: list[GroupChecks] = []
+    hot: dict[Pile, HotWeights] = {}
+    for body in bodies:
+        opened = open_part(body.index, body.sections, tiles, history)
+        for pile, decoded in _decode_by_table(opened, piles, history, locate):
+            runs += decoded.runs
+            checks.append(decoded.checks)
+            if history is not None and decoded.hot.pile is pile and pile in piles.only_ones:
+                hot[pile] = decoded.hot.without_list()
+            del decoded  # frees memory before the next pile is decoded
+        for pile, numbers in piles.numbers([tile for tile, *_ in opened.plain]):
+            with on(pile.device):
+                runs += decode_plain(pile, [opened.plain[n] for n in numbers], locate(pile))
+        cuts.update(opened.cuts)
+    counting, remembering = begin_moves(runs), None
+    if history is not None:
+        touched = {entry.tile for body in bodies for entry in body.index.entries}
+        remembering = begin_remember(piles, locate, history, cuts, runs, touched, hot)
+    by_block = counting()
+    for one in checks:
+        one.verify(by_block)
+    return DecodedPatch(runs, digest_changes(by_block), remembering() if remembering is not None else None)
+
+
+def _decode_by_table(
+    opened: OpenedPayloads, piles: Piles, history: DeviceHistory | None, locate: Callable[[Pile], PileAddresses]
+) -> Iterator[tuple[Pile, DecodedTiles]]:
+    """Decode the tiles that are coded against their old weights; for each pile and table."""
+    for number, coded in opened.coded.items():
+        table = opened.tables[number]
+        known = history if history is not None and table.frequencies.shape[1] > 1 else DeviceHistory()
+        for pile, numbers in piles.numbers(coded.tiles):
+            with on(pile.device):
+                some = coded.part(np.array(numbers)) if len(numbers) < len(coded.tiles) else coded
+                yield pile, decode_coded(pile, some, table, locate(pile), known)

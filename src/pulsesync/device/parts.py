@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Codec, Sum, Tile
 from pulsesync.device.changes import BlockMoves, PileChanges, block_moves, digest_changes
 from pulsesync.device.encode import code_piles
-from pulsesync.device.memory import DeviceStream, on, pinned, starts_of, to_host, to_stream
-from pulsesync.device.pile import Pile, PileAddresses
-from pulsesync.device.state import DeviceBackend, backend_of
-from pulsesync.device.tracked import DeviceHistory, HotWeights
+from pulsesync.device.memory import DeviceStream, pinned, starts_of, to_host, to_stream
+from pulsesync.device.pile import Pile
+from pulsesync.device.state import backend_of
+from pulsesync.device.tracked import DeviceHistory, HotWeights, begin_remember
 from pulsesync.format import patch
 from pulsesync.format.container import Allocate, new_bytes
 from pulsesync.format.index import FrequencyTable
@@ -49,7 +49,7 @@ def encode_changes(
     by_block: BlockMoves = {}
     for dtype, some in groupby(runs, lambda run: run.pile.tiles[0].tensor.dtype):
         if codec in ("auto", "context", "history") and DTYPES[dtype].exponent_shift is not None:
-            piles = code_piles([(run, _locate(run.pile, backend)) for run in some], known, len(shared))
+            piles = code_piles([(run, backend.locate(run.pile)) for run in some], known, len(shared))
             shared.append(piles.table)
             coded |= piles.tiles
             hot |= piles.hot if known is not None else {}
@@ -61,11 +61,11 @@ def encode_changes(
     after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
     # Nearly always the coded payloads are also chosen, so the device computes this while the host writes the file.
     likely = _cuts_of(coded.items())
-    remembering = backend.begin_remember(memories, likely, runs, set(after), hot)
+    remembering = begin_remember(backend.piles, backend.locate, memories, likely, runs, after, hot)
     done = patch.finish(state.layout, diffs, state, shared, coded, after, codec, allocate=allocate)
     cuts = _cuts_of((diff.tile.ordinal, choice) for diff, choice in zip(diffs, done.chosen, strict=True))
     if cuts != likely:
-        remembering = backend.begin_remember(memories, cuts, runs, set(after), hot)
+        remembering = begin_remember(backend.piles, backend.locate, memories, cuts, runs, after, hot)
     later = remembering()
     sums: dict[int, Sum] = {**state.sums, **after}
     return EncodedPart(done.id, done.data, (), after), Transition(runs, sums, later, backend.count_changed(runs))
@@ -74,11 +74,6 @@ def encode_changes(
 def host_bytes(device: torch.device) -> Allocate:
     """A function that allocates host memory for finished bytes of a device."""
     return pinned if device.type == "cuda" else new_bytes
-
-
-def _locate(pile: Pile, backend: DeviceBackend) -> PileAddresses:
-    with on(pile.device):
-        return pile.locate(backend.tensors)
 
 
 def _cuts_of(tiles: Iterable[tuple[int, CodedTile]]) -> dict[int, int]:

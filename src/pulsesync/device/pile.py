@@ -410,8 +410,46 @@ class PileAddresses:
         return PileAddresses(self.at[to_stream(whole.blocks_of(part), whole.device)], self.memory)
 
 
-def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mapping[str, torch.device]) -> list[Pile]:
-    """Piles of the local tiles, in the order of dtypes, and then of tiles.
+class Piles(Sequence[Pile]):
+    """The piles of some tiles, in the order of dtypes, and then of tiles."""
+
+    def __init__(self, piles: Iterable[Pile]) -> None:
+        self._piles = sorted(piles, key=order)
+        self._of = {ordinal: pile for pile in self._piles for ordinal in pile.index}
+
+    def __len__(self) -> int:
+        return len(self._piles)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._piles[number]
+
+    def of(self, ordinal: int) -> Pile:
+        """The pile of a tile."""
+        return self._of[ordinal]
+
+    def parts(self, ordinals: Iterable[int]) -> list[tuple[Pile, Pile]]:
+        """The piles of some tiles, each with the pile of only these tiles, in order."""
+        found: dict[Pile, list[int]] = {}
+        for ordinal in sorted(ordinals):
+            found.setdefault(self._of[ordinal], []).append(ordinal)
+        return [(pile, pile.part(found[pile])) for pile in sorted(found, key=order)]
+
+    def numbers(self, tiles: Sequence[Tile]) -> Iterable[tuple[Pile, list[int]]]:
+        """The piles of some tiles, and the numbers of those in each."""
+        found: dict[Pile, list[int]] = {}
+        for n, tile in enumerate(tiles):
+            found.setdefault(self._of[tile.ordinal], []).append(n)
+        return found.items()
+
+    @cached_property
+    def only_ones(self) -> set[Pile]:
+        """The piles that are the only one of a dtype on their device: for others, less is kept in memory at a time."""
+        keys = [(pile.kind, pile.device) for pile in self._piles]
+        return {pile for pile, key in zip(self._piles, keys, strict=True) if keys.count(key) == 1}
+
+
+def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mapping[str, torch.device]) -> "Piles":
+    """Piles of the local tiles.
 
     devices: the devices that work on the tensors, by name; for a bundle, that of its first tensor.
     """
@@ -422,7 +460,7 @@ def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mappi
             name = (place.pieces[0] if place.pieces else place).tensor.name
             groups.setdefault((tile.tensor.dtype, devices[name]), []).append(tile)
     split = ((device, some) for (_, device), group in groups.items() for some in _split(group))
-    return sorted((Pile(some, [places[tile.ordinal] for tile in some], device) for device, some in split), key=order)
+    return Piles(Pile(some, [places[tile.ordinal] for tile in some], device) for device, some in split)
 
 
 def _split(tiles: Sequence[Tile]) -> list[list[Tile]]:
@@ -443,14 +481,6 @@ def _split(tiles: Sequence[Tile]) -> list[list[Tile]]:
 def order(pile: Pile) -> tuple[str, int]:
     """The sort key of piles: those of a dtype are together."""
     return pile.tiles[0].tensor.dtype, pile.tiles[0].ordinal
-
-
-def parts_of(pile_of: Mapping[int, Pile], ordinals: Iterable[int]) -> list[tuple[Pile, Pile]]:
-    """The piles of some tiles, each with the pile of only these tiles, in order."""
-    found: dict[Pile, list[int]] = {}
-    for ordinal in sorted(ordinals):
-        found.setdefault(pile_of[ordinal], []).append(ordinal)
-    return [(pile, pile.part(found[pile])) for pile in sorted(found, key=order)]
 
 
 def place_of(place: TileStorage) -> Tile:

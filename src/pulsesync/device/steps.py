@@ -8,13 +8,13 @@ from functools import cache, lru_cache
 import torch
 
 from pulsesync.core.types import BLOCK, Bits, TensorSpec, Tile
+from pulsesync.device.blocks import count_pile
 from pulsesync.device.changes import PileChanges, block_moves, compose, digest_changes
 from pulsesync.device.decode import decode_coded, decode_plain, open_part
 from pulsesync.device.encode import code_piles
 from pulsesync.device.memory import DeviceStream, to_host
 from pulsesync.device.parts import diffs_of
 from pulsesync.device.pile import Pile
-from pulsesync.device.state import count_pile
 from pulsesync.device.tracked import DeviceHistory
 from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.format import container, patch

@@ -1,6 +1,6 @@
 """Hot weights (those below the cut of their tile) on a device: marked, listed with table rows, and tracked."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -208,6 +208,44 @@ def _joined(tiles: Sequence[TileMemory], device: torch.device) -> torch.Tensor:
         pieces.append((tile.memory, begin, tile.end))
     found = [memory[begin:end].to(device) for memory, begin, end in pieces]
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def begin_remember(
+    piles: Iterable[Pile],
+    locate: Callable[[Pile], PileAddresses],
+    memories: DeviceHistory,
+    cuts: Mapping[int, int],
+    runs: Changes,
+    touched: Collection[int],
+    hot: Mapping[Pile, HotWeights],
+) -> Callable[[], DeviceHistory]:
+    """Begin to compute the history after changes of some tiles. Returns a function that waits for it.
+
+    Args:
+        piles: Of all local tiles.
+        locate: Finds the weights of a pile.
+        memories: The history before the changes.
+        cuts: Of those tiles that were coded with a history, by ordinal.
+        runs: The changes.
+        touched: The tiles.
+        hot: Hot weights that are already known. They are used if they have these cuts, and if the history was looked
+            up, which a patch coded without a history does not do.
+    """
+
+    def find() -> Iterator[HotWeights]:
+        """One pile after the other, to limit memory."""
+        for pile in piles:
+            new = np.array([cuts.get(ordinal, 0) for ordinal in pile.index], np.int64)
+            then = np.where([n in touched for n in pile.index], np.maximum(memories.cuts(pile), new), 0)
+            if not then.any():
+                continue
+            one = hot.get(pile)
+            if one is None or (one.cuts != then).any() or one.remembers != (memories.index > 0):
+                with on(pile.device):
+                    one = find_hot(pile, locate(pile), then, memories)()
+            yield one
+
+    return begin_advance(memories, memories.index + 1, find(), runs)
 
 
 def begin_advance(

@@ -1,4 +1,4 @@
-"""Vectors of a LoCo fragment on a device, with the bits that `loco.vectors` has in host memory.
+"""What LoCo computes with vectors on a device, with the bits that `loco.vectors` has in host memory.
 
 `kernels.gpu.rounds` lists the conditions under which the bits are equal. torch's own operators round every result
 separately, with one exception that is avoided: on a GPU, dividing a tensor by a Python number multiplies it by the
@@ -8,19 +8,18 @@ between machines.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pulsesync.core.types import MovedEntries, Sum, TensorSpec, VisibleEntries
 from pulsesync.device import steps
+from pulsesync.device.blocks import count_pile
 from pulsesync.device.memory import DeviceStream, StreamPoint, empty, on, scan, shared, to_host, unsigned
 from pulsesync.device.pile import CHUNK as MARKED
 from pulsesync.device.pile import WORDS, Pile
-from pulsesync.device.state import count_pile
 from pulsesync.format import layout as layouts
 from pulsesync.kernels import cuda
 
@@ -28,15 +27,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 CHUNK = 1 << 25  # entries that are processed together: temporary results occupy 128 MB a vector
 SPAN = 1024  # entries of a program
-UPPER = 1 << 15  # number of values of the upper 16 bits of an FP32 number without the sign
 EXACT = {"enable_fp_fusion": False}  # option of a launch: products and sums are rounded separately
-DTYPES: dict[type, torch.dtype] = {np.float32: torch.float32, np.int64: torch.int64}
-
-
-@cache
-def vectors_on(device: torch.device) -> "DeviceVectors":
-    """The vectors of a device: all trainers of a process on this device compute in one stream."""
-    return DeviceVectors(device)
 
 
 @lru_cache(64)
@@ -45,8 +36,8 @@ def _pile_of(name: str, dtype: str, size: int, device: torch.device) -> Pile:
     return Pile(tiles, tiles, device)
 
 
-class DeviceVectors:
-    """As `loco.vectors.Vectors` describes them. Everything is launched in the current stream.
+class DeviceKernels:
+    """As `loco.vectors.HostKernels` describes them. Everything is launched in the current stream.
 
     Args:
         device: Where the vectors are.
@@ -73,48 +64,18 @@ class DeviceVectors:
         chunk = self.chunk
         return self.spread(work, (slice(at, min(at + chunk, size)) for at in range(0, size, chunk)))
 
-    # Making and moving vectors
-
-    def empty(self, size: int) -> torch.Tensor:
+    def _empty(self, size: int) -> torch.Tensor:
         return empty(size, torch.float32, self.device)
 
-    def zeros(self, size: int) -> torch.Tensor:
-        return self.empty(size).zero_()
-
-    def signs(self, size: int) -> torch.Tensor:
-        return empty(size, torch.int8, self.device).zero_()
-
-    def copy(self, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
-
-    def join(self, vectors: Sequence[torch.Tensor], dtype: type = np.float32) -> torch.Tensor:
-        if len(vectors) == 1:
-            return vectors[0]
-        return torch.cat([torch.empty(0, dtype=DTYPES[dtype], device=self.device), *vectors])
-
-    def search(self, positions: torch.Tensor, borders: Sequence[int]) -> list[int]:
-        found: list[int] = torch.searchsorted(positions, torch.tensor(borders, device=self.device)).tolist()
-        return found
-
-    def to_backend(self, values: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)
-
-    def fetch(self, values: torch.Tensor) -> NDArray[Any]:
-        return values.cpu().numpy()  # not through pinned memory, which torch would keep
-
-    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().reshape(-1)
-
-    def tensor(self, values: torch.Tensor) -> torch.Tensor:
-        return values
+    def _results(self, kinds: int, programs: int) -> torch.Tensor:
+        """Zeros for the results of programs; rows begin at multiples of 16 bytes, so that kernels are compiled once."""
+        return torch.zeros((kinds, -(-programs // 4) * 4), dtype=torch.int32, device=self.device)
 
     def assign(self, tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
         torch._foreach_copy_(list(tensors), list(values.split([tensor.numel() for tensor in tensors])))
 
     def hand_out(self, values: torch.Tensor) -> torch.Tensor:
         return shared(values)
-
-    # Searching and counting
 
     def _measure(self, values: torch.Tensor) -> tuple[int, int]:
         """The number of values that are not zero, and the largest bit pattern without the sign."""
@@ -129,38 +90,11 @@ class DeviceVectors:
         done = self.each(measure, values.numel())
         return sum(one[0] for one in done), max((one[1] for one in done), default=0)
 
-    def _results(self, kinds: int, programs: int) -> torch.Tensor:
-        """Zeros for the results of programs; rows begin at multiples of 16 bytes, so that kernels are compiled once."""
-        return torch.zeros((kinds, -(-programs // 4) * 4), dtype=torch.int32, device=self.device)
-
     def largest(self, values: torch.Tensor) -> np.float32:
         return np.uint32(self._measure(values)[1]).view(np.float32)
 
     def count_nonzero(self, values: torch.Tensor) -> int:
         return self._measure(values)[0]
-
-    def nonzero(self, values: torch.Tensor) -> torch.Tensor:
-        def find(here: slice) -> torch.Tensor:
-            return torch.nonzero(values[here]).view(-1).add_(here.start)
-
-        return self.join(self.each(find, values.numel()), np.int64)
-
-    def first_beyond(self, values: torch.Tensor, limit: np.float32) -> int | None:
-        found = torch.nonzero(~(values.abs() <= float(limit))).view(-1)[:1].tolist()  # NaN compares as False
-        return found[0] if found else None
-
-    def count_upper(self, values: torch.Tensor) -> NDArray[np.int64]:
-        found = torch.zeros(UPPER, dtype=torch.int64, device=self.device)
-
-        def count(here: slice) -> None:
-            upper = (values[here].view(torch.int32) >> 16) & (UPPER - 1)
-            found.add_(torch.bincount(upper, minlength=UPPER))
-
-        self.each(count, values.numel())
-        return self.fetch(found)
-
-    def count_small(self, numbers: torch.Tensor) -> NDArray[np.int64]:
-        return self.fetch(torch.bincount(numbers, minlength=256))
 
     def count(self, name: str, values: torch.Tensor) -> Sum:
         dtype, bits = ("U8", torch.uint8) if values.dtype == torch.int8 else ("F32", torch.int32)
@@ -168,8 +102,6 @@ class DeviceVectors:
             return Sum(0, 0)
         with on(self.device):
             return count_pile(_pile_of(name, dtype, values.numel(), self.device), {name: values.view(bits)})[0]
-
-    # Computing
 
     def advance(
         self,
@@ -182,7 +114,7 @@ class DeviceVectors:
         nesterov: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         size = theta.numel()
-        s, moved = self.empty(size), self.empty(size)
+        s, moved = self._empty(size), self._empty(size)
         if size:
             with on(self.device):
                 cuda.advance[(-(-size // SPAN),)](
@@ -201,7 +133,7 @@ class DeviceVectors:
         )  # fmt: skip
         offsets = scan(counts)
         count, most = to_host(torch.stack((offsets[-1], largest.max().to(torch.int64))))[0].tolist()
-        positions, values = empty(count, torch.int64, device), self.empty(count)
+        positions, values = empty(count, torch.int64, device), self._empty(count)
         if count:
             cuda.list_visible[(chunks,)](s, unsigned(bitmap), offsets, first, positions, values)
         return VisibleEntries(positions, values, most)
@@ -235,7 +167,7 @@ class DeviceVectors:
         mu: float,
         nesterov: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        after, moved = self.empty(theta.numel()), self.empty(theta.numel())
+        after, moved = self._empty(theta.numel()), self._empty(theta.numel())
 
         def step(here: slice) -> None:
             size = here.stop - here.start
@@ -248,7 +180,7 @@ class DeviceVectors:
         return after, moved
 
     def divide(self, values: torch.Tensor, by: float) -> torch.Tensor:
-        out = self.empty(values.numel())
+        out = self._empty(values.numel())
 
         def divide(here: slice) -> None:
             size = here.stop - here.start
@@ -261,29 +193,6 @@ class DeviceVectors:
         if count := positions.numel():
             with on(self.device):
                 cuda.add_at[(-(-count // SPAN),)](total, positions, values, count, SPAN=SPAN, **EXACT)
-
-    # Encoding
-
-    def in_units(self, values: torch.Tensor, unit: int) -> torch.Tensor:
-        return values.to(torch.float64) * 2.0**-unit
-
-    def from_units(self, units: torch.Tensor, unit: int) -> torch.Tensor:
-        return (units.to(torch.float64) * 2.0**unit).to(torch.float32)
-
-    def rint(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.round(values)
-
-    def clip(self, values: torch.Tensor, most: int) -> torch.Tensor:
-        return torch.clamp(values, -most, most)
-
-    def integers(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(torch.int64)
-
-    def bits(self, values: torch.Tensor) -> torch.Tensor:
-        return values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-
-    def from_bits(self, bits: torch.Tensor) -> torch.Tensor:
-        return bits.to(torch.int32).view(torch.float32)
 
     def encode_steps(
         self, described: torch.Tensor, positions: torch.Tensor, sizes: torch.Tensor, negative: torch.Tensor

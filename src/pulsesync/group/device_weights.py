@@ -191,7 +191,7 @@ class DeviceReceiverWeights:
         flats, copies = receiver_tensors(shards.published, wire.ties)
         self.backend = DeviceBackend(wire.layout, flats, copies, places=places, device=device)
         self.state = WeightState(self.backend, sums)
-        self._shapes = MessageShapes(self.backend.parts)
+        self._shapes = MessageShapes(self.backend.piles.parts)
         self._work = _Work(self.backend.devices)
 
     def begin(self) -> None:
@@ -240,7 +240,7 @@ class DeviceReceiverWeights:
         begins = _begins(table)
         tiles = self._shapes({n: begins[n] for n in whole.tolist()}) if whole.size else ()
         for some in tiles:
-            some.make_ready(self.backend)  # now, while a lack of memory can still be reported to all ranks
+            some.make_ready(self.backend.tied)  # now, while a lack of memory can still be reported to all ranks
         with clock.timed("digest"):
             after = messages.sums_of(before, sparse) + moving().of(sparse)
             self._check(sparse, after, promised)
@@ -263,7 +263,7 @@ class DeviceReceiverWeights:
             with self.backend.exclusive():
                 for bucket in made:
                     for tiles in dict.fromkeys(bucket.whole.values()):
-                        tiles.scatter(bucket.message, self.backend)
+                        tiles.scatter(bucket.message, self.backend.tied)
             self.state.sums = {**self.state.sums, **sums}
 
 
@@ -312,6 +312,6 @@ def _write_changes(state: WeightState, made: Sequence[Bucket], sums: Mapping[int
     """Write changes; those of some tiles of a pile are written as changes of the whole pile."""
     changes = (run for bucket in made for run in bucket.changes)
     backend = backend_of(state)
-    runs = [on_whole(run, backend.pile_of(run.pile.tiles[0].ordinal)) for run in changes]
+    runs = [on_whole(run, backend.piles.of(run.pile.tiles[0].ordinal)) for run in changes]
     local = {ordinal: sums[ordinal] for ordinal in state.places}
     return state.commit(Transition(runs, local, DeviceHistory(), backend.count_changed(runs)))

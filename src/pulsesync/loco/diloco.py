@@ -376,7 +376,7 @@ class DDP(FragmentTrainer):
         decided = exchange.propose(coder, exchange.prepare(coder, part), tensors.size)
         exchange.confirm(coder, decided, None)
         mean, members = mean_of(decided.total, len(decided.members)), decided.members
-        moved = tensors.vectors.count_nonzero(mean)
+        moved = tensors.vectors.kernels.count_nonzero(mean)
         if diverges(mean):
             logger.warning(
                 "Step %d is empty for all trainers in fragment %d: the mean of the gradients of %s has values "

@@ -15,7 +15,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.loco.gate import ReadPiece, SentUpdate, SparseVector, Update
 from pulsesync.loco.outer_step import OuterRule, TrainerUpdate
 from pulsesync.loco.shared import SharedState
-from pulsesync.loco.vectors import Vector, Vectors, vectors_at
+from pulsesync.loco.vectors import Vector, VectorOps, vectors_at
 
 MOST_ATTEMPTS = 8  # at a round, each with a new update: more would fill the memory
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # of a tensor: address, shape and strides
@@ -81,7 +81,7 @@ class FragmentTensors:
             source = tensor.grad if gradients else tensor
             out[place] = 0 if source is None else v.flat(source)
 
-        v.spread(copy, (item for item in self._places() if item[1].numel()))
+        v.kernels.spread(copy, (item for item in self._places() if item[1].numel()))
         return out
 
     def read_piece(self, here: slice) -> Vector:
@@ -108,20 +108,20 @@ class FragmentTensors:
 
         def write(here: slice) -> None:
             parts = [tensor.detach().view(-1)[part] for tensor, part in self._parts(here)]
-            v.assign(parts, read(here))
+            v.kernels.assign(parts, read(here))
 
         def write_tensor(item: tuple[str, Any, slice]) -> None:
             _, tensor, place = item
             tensor.detach().copy_(v.tensor(read(place)).view(tensor.shape))
 
         if self.is_contiguous:
-            v.each(write, self.size)
+            v.kernels.each(write, self.size)
         else:
-            v.spread(write_tensor, (item for item in self._places() if item[1].numel()))
+            v.kernels.spread(write_tensor, (item for item in self._places() if item[1].numel()))
 
     def views(self, values: Vector) -> dict[Place | None, Any]:
         """A vector of this fragment as tensors, by the addresses of their parameters."""
-        values = self.vectors.hand_out(values)
+        values = self.vectors.kernels.hand_out(values)
         return {
             place_of(tensor): self.vectors.tensor(values[place]).view(tensor.shape)
             for _, tensor, place in self._places()
@@ -131,7 +131,7 @@ class FragmentTensors:
     def write_gradients(self, values: Vector | None) -> None:
         """Replace the gradients; None removes them, so that an optimizer's step changes nothing."""
         if values is not None:
-            values = self.vectors.hand_out(values)
+            values = self.vectors.kernels.hand_out(values)
         for _, tensor, place in self._places():
             if values is None:
                 tensor.grad = None
@@ -156,7 +156,7 @@ class FragmentTensors:
         return next(name for name, _, place in self._places() if entry < place.stop)
 
 
-def _vectors_of(tensors: Mapping[str, Any]) -> Vectors:
+def _vectors_of(tensors: Mapping[str, Any]) -> VectorOps:
     """The backend for the device of all tensors of a fragment.
 
     Raises:
@@ -236,7 +236,7 @@ class Fragment:
     def of(cls, index: int, tensors: FragmentTensors, rule: OuterRule, shared: SharedState | None = None) -> "Fragment":
         """A fragment without a state of its own, at a shared state; if not given, before the first round."""
         v, size = tensors.vectors, tensors.size
-        with v.in_own_stream():
+        with v.kernels.in_own_stream():
             shared = shared or SharedState(tensors.layout, tensors.read(), rule.first_trend(size, v))
             return cls(index, tensors, rule, shared, v.zeros(size), v.zeros(size) if rule.own_momentum else None)
 
@@ -266,8 +266,8 @@ class Fragment:
     def first_beyond(self, update: Update, limit: np.float32) -> int | None:
         """The first entry of an update whose magnitude is not within a limit, if there is one."""
         v = self.tensors.vectors
-        for begin in range(0, update.size, v.chunk):
-            here = slice(begin, min(begin + v.chunk, update.size))
+        for begin in range(0, update.size, v.kernels.chunk):
+            here = slice(begin, min(begin + v.kernels.chunk, update.size))
             if (found := v.first_beyond(update.read(here), limit)) is not None:
                 return begin + found
         return None
@@ -282,7 +282,7 @@ def in_own_streams(fragments: Iterable[Fragment]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for v in dict.fromkeys(fragment.tensors.vectors for fragment in fragments):
-            stack.enter_context(v.in_own_stream())
+            stack.enter_context(v.kernels.in_own_stream())
         yield
 
 

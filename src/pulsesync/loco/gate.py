@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from pulsesync.core.types import VisibleEntries
-from pulsesync.loco.vectors import Vector, as_number, vectors_of
+from pulsesync.loco.vectors import Vector, as_number, kernels_of, vectors_of
 
 ReadPiece = Callable[[slice], Vector]  # returns some entries of a vector, which may be computed only then
 LARGEST = (1 << 15) - 1  # of a rounded value, in units; the excess stays in the residual
@@ -53,14 +53,14 @@ class SparseVector:
         if self.is_whole:
             total += self.values
         else:
-            vectors_of(self.values).add_at(total, self.positions, self.values)
+            kernels_of(self.values).add_at(total, self.positions, self.values)
 
     def take_from(self, left: Vector) -> None:
         """Subtract the entries from a whole vector, in place: x − y and x + (−y) are the same bits."""
         if self.is_whole:
             left -= self.values
         else:
-            vectors_of(self.values).add_at(left, self.positions, -self.values)
+            kernels_of(self.values).add_at(left, self.positions, -self.values)
 
 
 class Update(Protocol):
@@ -71,7 +71,7 @@ class Update(Protocol):
         """The number of entries."""
 
     def read(self, here: slice) -> Vector:
-        """A copy of a piece of it, of at most `Vectors.chunk` entries."""
+        """A copy of a piece of it, of at most `HostKernels.chunk` entries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,18 +131,18 @@ class VisibilityGate:
         v = vectors_of(theta)
 
         def search(here: slice) -> VisibleEntries:
-            return v.find_visible(theta[here], update.read(here), self.reach, here.start)
+            return v.kernels.find_visible(theta[here], update.read(here), self.reach, here.start)
 
-        found = v.each(search, update.size)
+        found = v.kernels.each(search, update.size)
         largest = as_number(max((piece.largest for piece in found), default=0))
-        positions = v.join([piece.positions for piece in found], np.int64)
+        positions = v.join([piece.positions for piece in found], "int64")
         values = v.join([piece.values for piece in found])
         del found
         if self.bits is None or not np.isfinite(largest):
             return SentUpdate(SparseVector(update.size, positions, values), None, largest)
         unit = unit_of(values, self.bits)
         most = min(LARGEST, int(np.ldexp(float(np.finfo(np.float32).max), -unit)))
-        units = v.clip(v.rint(v.in_units(values, unit)), most)
+        units = v.xp.clip(v.xp.round(v.in_units(values, unit)), -most, most)
         some = units != 0
         return SentUpdate(SparseVector(update.size, positions[some], v.from_units(units[some], unit)), unit, largest)
 
@@ -160,8 +160,8 @@ class DenseGate:
         def fill(here: slice) -> None:
             values[here] = update.read(here)
 
-        v.each(fill, update.size)
-        return SentUpdate(SparseVector.whole(values), None, v.largest(values))
+        v.kernels.each(fill, update.size)
+        return SentUpdate(SparseVector.whole(values), None, v.kernels.largest(values))
 
 
 def unit_of(values: Vector, bits: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from pulsesync.core.arguments import number
 from pulsesync.core.types import MovedEntries
 from pulsesync.loco.gate import ReadPiece, SparseVector
-from pulsesync.loco.vectors import HOST, Vector, Vectors, as_number, vectors_of
+from pulsesync.loco.vectors import HOST, Vector, VectorOps, as_number, kernels_of, vectors_of
 
 # Where the shared weights are heading, entry by entry: the shared momentum, or the signs of the last shared step, int8.
 Trend = Vector
@@ -65,7 +65,7 @@ class SGD:
 
         Nothing is modified.
         """
-        return vectors_of(theta).step(theta, momentum, total, trainers, self.lr, self.momentum, self.nesterov)
+        return kernels_of(theta).step(theta, momentum, total, trainers, self.lr, self.momentum, self.nesterov)
 
 
 def Nesterov(lr: float = 0.7, momentum: float = 0.9) -> SGD:  # noqa: N802 - it is used like a class
@@ -75,7 +75,7 @@ def Nesterov(lr: float = 0.7, momentum: float = 0.9) -> SGD:  # noqa: N802 - it 
 
 def diverges(values: Vector) -> bool:
     """Whether an update, or the mean of several, has a value that is not finite or is above LARGEST_UPDATE."""
-    return not bool(vectors_of(values).largest(values) <= LARGEST_UPDATE)  # NaN compares as False
+    return not bool(kernels_of(values).largest(values) <= LARGEST_UPDATE)  # NaN compares as False
 
 
 def aggregate(parts: Iterable[SparseVector], size: int) -> Vector:
@@ -89,13 +89,13 @@ def aggregate(parts: Iterable[SparseVector], size: int) -> Vector:
             for part in in_order:
                 part.part(here.start, here.stop).add_to(total[here])
 
-    v.each(add, size)
+    v.kernels.each(add, size)
     return total
 
 
 def mean_of(total: Vector, trainers: int) -> Vector:
     """Divide by the number of all trainers in the round: an entry that one of them did not send counts as zero."""
-    return vectors_of(total).divide(total, trainers)
+    return kernels_of(total).divide(total, trainers)
 
 
 # The two forms of the outer step
@@ -118,7 +118,7 @@ class OuterRule(Protocol):
     def own_momentum(self) -> bool:
         """Whether each trainer has an outer momentum of its own."""
 
-    def first_trend(self, size: int, v: Vectors = HOST) -> Trend:
+    def first_trend(self, size: int, v: VectorOps = HOST) -> Trend:
         """The trend before the first round, on the device of the fragment's vectors."""
 
     def start(self, theta: Vector, residual: Vector) -> Vector:
@@ -146,7 +146,7 @@ class SharedMomentum:
     outer: SGD
     own_momentum = False
 
-    def first_trend(self, size: int, v: Vectors = HOST) -> Trend:
+    def first_trend(self, size: int, v: VectorOps = HOST) -> Trend:
         return v.zeros(size)
 
     def start(self, theta: Vector, residual: Vector) -> Vector:
@@ -162,10 +162,10 @@ class SharedMomentum:
         return None
 
     def step(self, theta: Vector, trend: Trend, total: Vector, trainers: int) -> OuterStep:
-        v = vectors_of(theta)
-        largest, moved = v.largest(total), v.count_nonzero(total)
+        kernels = kernels_of(theta)
+        largest, moved = kernels.largest(total), kernels.count_nonzero(total)
         after, momentum = self.outer.step(theta, trend, total, trainers)
-        finite = bool(np.isfinite(v.largest(after)) and np.isfinite(v.largest(momentum)))
+        finite = bool(np.isfinite(kernels.largest(after)) and np.isfinite(kernels.largest(momentum)))
         return OuterStep(after, momentum, moved, np.float32(largest / np.float32(trainers)), finite)
 
 
@@ -180,7 +180,7 @@ class OwnMomentum:
     outer: SGD
     own_momentum = True
 
-    def first_trend(self, size: int, v: Vectors = HOST) -> Trend:
+    def first_trend(self, size: int, v: VectorOps = HOST) -> Trend:
         return v.signs(size)
 
     def start(self, theta: Vector, residual: Vector) -> Vector:
@@ -190,22 +190,21 @@ class OwnMomentum:
         self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
     ) -> tuple[Vector, Vector | None]:
         assert momentum is not None
-        outer = self.outer
-        v = vectors_of(theta)
-        return v.advance(theta, residual, momentum, local, outer.lr, outer.momentum, outer.nesterov)
+        outer, kernels = self.outer, kernels_of(theta)
+        return kernels.advance(theta, residual, momentum, local, outer.lr, outer.momentum, outer.nesterov)
 
     def first_momentum(self, before: Vector, after: Vector) -> Vector | None:
         # If delta is always the same, the momentum is delta / (1 − mu), and the update lr times that.
-        return vectors_of(before).divide(before - after, self.outer.lr)
+        return kernels_of(before).divide(before - after, self.outer.lr)
 
     def step(self, theta: Vector, trend: Trend, total: Vector, trainers: int) -> OuterStep:
         v = vectors_of(theta)
         signs = v.signs(len(theta))
 
         def step(here: slice) -> MovedEntries:
-            return v.move(theta[here], total[here], trainers, signs[here])
+            return v.kernels.move(theta[here], total[here], trainers, signs[here])
 
-        done = v.each(step, len(theta))
+        done = v.kernels.each(step, len(theta))
         largest_mean = as_number(max((one.largest_mean for one in done), default=0))
         largest = as_number(max((one.largest_theta for one in done), default=0))
         return OuterStep(total, signs, sum(one.moved for one in done), largest_mean, bool(np.isfinite(largest)))
@@ -250,4 +249,4 @@ class TrainerUpdate:
                 self.momentum[here] = momentum
             self.committed.add(here.start)
 
-        vectors_of(self.theta).each(advance, self.size)
+        kernels_of(self.theta).each(advance, self.size)

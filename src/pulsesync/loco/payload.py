@@ -19,7 +19,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format.json_reader import load_json
 from pulsesync.loco.gate import LARGEST, LOWEST_UNIT, SparseVector
 from pulsesync.loco.outer_step import Trend
-from pulsesync.loco.vectors import HOST, Vector, Vectors, vectors_of
+from pulsesync.loco.vectors import HOST, Vector, VectorOps, kernels_of, vectors_of
 
 FORMAT = "pulse-loco/1"
 MAX_HEAD_BYTES = 1 << 12
@@ -51,7 +51,7 @@ def describe(theta: Vector, trend: Trend) -> Vector:
     The class is twice the octave of the distance to the nearest border of the BF16 value, plus one where the trend does
     not point there. Differences of neighbouring FP32 numbers are exact, so all machines get the same result.
     """
-    return vectors_of(theta).describe(theta, trend)
+    return kernels_of(theta).describe(theta, trend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class Coder:
     round: int
     base: str
     described: Vector | None  # None where payloads are dense
-    vectors: Vectors = HOST  # the device of the entries
+    vectors: VectorOps = HOST  # the device of the entries
 
     def encode(self, trainer: str, sent: SparseVector, unit: int | None, begin: int = 0, terms: int = 1) -> bytes:
         """Write entries, those of the fragment from begin on. unit: values are multiples of 2^unit, else exact."""
@@ -81,7 +81,7 @@ class Coder:
                 sizes = 1 + ((off << 1) ^ (off >> 63))
                 rest = _pack(v.fetch(bits & 0x7FFFFF).astype(np.uint32))
             described = self.described[begin : begin + sent.size]
-            coded = v.encode_steps(described, sent.positions, sizes, bits >> 31)
+            coded = v.kernels.encode_steps(described, sent.positions, sizes, bits >> 31)
         head = _sealed(
             PayloadHeader(
                 trainer,
@@ -127,7 +127,7 @@ class Coder:
             raise FormatError(f"this exchange does not take payloads in mode {head.mode}")
         sent = self._read(head, body)
         if terms == 1 and not np.isfinite(
-            self.vectors.largest(sent.values)
+            self.vectors.kernels.largest(sent.values)
         ):  # a sum may overflow: its round is then empty
             raise FormatError("a payload contains a value that is not finite")
         return head, sent
@@ -139,7 +139,7 @@ class Coder:
                 raise FormatError("a dense payload does not have the length of its entries")
             return SparseVector.whole(v.to_backend(np.frombuffer(body, "<f4").astype(np.float32)))
         described = self.described[head.begin : head.end]
-        positions, sizes, negative = v.decode_steps(described, body[: head.coded], head.count)
+        positions, sizes, negative = v.kernels.decode_steps(described, body[: head.coded], head.count)
         rest = body[head.coded :]
         if head.mode == COMPACT:
             if len(rest) or not LOWEST_UNIT <= head.scale <= 127 or (sizes > LARGEST).any():
@@ -155,7 +155,7 @@ class Coder:
 
     def nothing(self, size: int) -> SparseVector:
         """A vector of this size without entries."""
-        return SparseVector(size, self.vectors.join([], np.int64), self.vectors.empty(0))
+        return SparseVector(size, self.vectors.join([], "int64"), self.vectors.empty(0))
 
 
 def read_head(data: bytes | memoryview) -> tuple[PayloadHeader, memoryview]:
@@ -235,4 +235,4 @@ def summed_unit(total: SparseVector, units: list[int | None]) -> int | None:
     unit = min(unit for unit in units if unit is not None)
     v = vectors_of(total.values)
     sizes = v.in_units(total.values, unit)
-    return unit if (abs(sizes) <= LARGEST).all() and (sizes == v.rint(sizes)).all() else None
+    return unit if (abs(sizes) <= LARGEST).all() and (sizes == v.xp.round(sizes)).all() else None

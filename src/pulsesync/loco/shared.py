@@ -14,7 +14,7 @@ from pulsesync.errors import ChecksumError, FormatError
 from pulsesync.format.json_reader import load_json
 from pulsesync.loco.gate import SparseVector
 from pulsesync.loco.outer_step import LARGEST_UPDATE, OuterRule, Trend
-from pulsesync.loco.vectors import Vector, vectors_of
+from pulsesync.loco.vectors import Vector, kernels_of, vectors_of
 
 FORMAT = "pulse-loco-state/1"
 MAX_HEAD_BYTES = 1 << 20
@@ -68,7 +68,7 @@ class SharedState:
         """Equal for equal weights, trend and round, bit for bit: O(all)."""
         h = hashlib.sha256(f"pulse loco 2 {self.layout} {self.round}\n".encode())
         for name, values in (("theta", self.theta), ("trend", self.trend)):
-            h.update(vectors_of(values).count(name, values).to_bytes())
+            h.update(kernels_of(values).count(name, values).to_bytes())
         return h.hexdigest()
 
     def resolve(self, decided: Outcome, rule: OuterRule) -> RoundResult:

@@ -1,8 +1,7 @@
 """The baseline, with which a publisher compares: the tiles that a process owns, as they were in the last version.
 
 A process that has the entire model owns all tiles. The copy of a source in host memory is in host memory. The copy of a
-source on a GPU is on the GPU or in pinned host memory (`device.baseline`); or there is none, and the caller passes the
-old weights to every comparison (`device.hook`).
+source on a GPU is on the GPU or in pinned host memory (`device.baseline`).
 """
 
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from pulsesync.state.slices import TileStorage, place_tile
 from pulsesync.state.views import new_tensors
 from pulsesync.state.weights import WeightState
 
-Keep = Literal["device", "host", "hook"]
+Keep = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,6 @@ class Difference(Protocol):
 class Baseline(Protocol):
     """Where the last version of a share is kept, and how a source is compared with it."""
 
-    caller_passes_old_weights: bool  # whether no weights are kept, and the caller passes the old ones to `compare`
-
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         """Return the source's tensors as they are published. Raises: StateError."""
         ...
@@ -75,10 +72,10 @@ class Baseline(Protocol):
         """Return a base that equals the source as it is now."""
         ...
 
-    def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any] | None:
+    def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
         """Return new tensors in the windows of the share, which a subscriber of its slices then syncs to a version.
 
-        They equal the source as it is now, because a path may begin there. None: no base is kept.
+        They equal the source as it is now, because a path may begin there.
         """
         ...
 
@@ -87,16 +84,13 @@ class Baseline(Protocol):
         ...
 
     def compare(
-        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest
     ) -> Difference:
-        """Compare a source with the base, which is the version `last`; when this returns, the source may change.
-
-        old: the weights of the base, if the caller passes them.
-        """
+        """Compare a source with the base, which is the version `last`; when this returns, the source may change."""
         ...
 
     def compare_later(
-        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest
     ) -> Difference:
         """Compare a source that changes only after `wait`: this may return before the source is compared."""
         ...
@@ -106,10 +100,12 @@ class Baseline(Protocol):
         ...
 
 
-def check_keep(keep: Keep | None) -> None:
+def check_keep(keep: str | None) -> None:
     """Raises: ValueError, if keep is not one of its choices."""
     if keep not in (None, *get_args(Keep)):
-        raise ValueError(f"keep must be one of {', '.join(map(repr, get_args(Keep)))}; got {keep!r}")
+        advice = "keep='hook' was removed in 0.2: use keep='device', or keep='host' to keep the copy in host memory"
+        error = f"keep must be one of {', '.join(map(repr, get_args(Keep)))}; got {keep!r}"
+        raise ValueError(f"{error}; {advice}" if keep == "hook" else error)
 
 
 def baseline_for(source: Any, keep: Keep | None) -> Baseline:
@@ -126,18 +122,12 @@ def baseline_for(source: Any, keep: Keep | None) -> Baseline:
                 "keep="
             )
         return HostBaseline()
-    baseline: Baseline
-    if keep == "hook":
-        baseline = device.load("hook").HookBaseline(where)
-    else:
-        baseline = device.load("baseline").DeviceBaseline(where, keep or "device")
+    baseline: Baseline = device.load("baseline").DeviceBaseline(where, keep or "device")
     return baseline
 
 
 class HostBaseline:
     """Source and base in host memory."""
-
-    caller_passes_old_weights = False
 
     def __init__(self) -> None:
         self._memo = SourceMemo()
@@ -172,7 +162,7 @@ class HostBaseline:
         return adopted
 
     def compare(
-        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest, old: Any = None
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest
     ) -> "HostDifference":
         diffs = patch.find_diff(share.tiles, state, ShardWeights(shards.published, share.places), codec)
         changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}

@@ -37,6 +37,7 @@ class Cadence:
             every = whole("publish_every", every, 1, what="'auto' or a number of steps")
         self.every, self.longest = every, whole("max_behind", longest, 1, what="a number of steps")
         self.waiting = 0  # steps since the last version
+        self.lowest_skipped: int | None = None  # the lowest of these that was skipped
         self._sent: deque[SentVersion] = deque(maxlen=WINDOW)
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
         self._last_call: float | None = None
@@ -60,9 +61,13 @@ class Cadence:
         """Return the target of a call: a rank that lags uses the one that the others used for the same call."""
         return next((target for after_call, target in reversed(self._agreed) if call > after_call), self.target())
 
+    def skip(self, step: int) -> None:
+        """Note that the version of this step is skipped: the next one contains it."""
+        self.lowest_skipped = step if self.lowest_skipped is None else min(step, self.lowest_skipped)
+
     def published(self) -> int:
         """Note that a version with all waiting steps is being sent; return how many are in it besides the last."""
-        coalesced, self.waiting = max(0, self.waiting - 1), 0
+        coalesced, self.waiting, self.lowest_skipped = max(0, self.waiting - 1), 0, None
         return coalesced
 
     def sent(self, sent: SentVersion) -> None:

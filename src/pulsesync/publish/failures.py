@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal
 
-from pulsesync.errors import StateError, StoreError
+from pulsesync.errors import StoreError
 from pulsesync.publish.pending import PendingVersion, PublishFuture
 
 Caller = Literal["publish", "flush", "close"]
@@ -58,11 +58,6 @@ class FailureLedger:
             if failure.version == version:
                 del self._failed[: number + 1]
                 return
-
-    @property
-    def has_lost_weights(self) -> bool:
-        """Whether a version failed after its call had returned, so that the caller no longer has its old weights."""
-        return any(not (one.was_read and isinstance(one.error, ValueError | StateError)) for one in self._failed)
 
     @property
     def has_unread(self) -> bool:

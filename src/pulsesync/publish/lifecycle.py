@@ -75,6 +75,7 @@ class SendQueue:
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)
         self.is_alone, self._guard, self._ended = alone, guard, ended
+        self.closed = guard.closed
         self.stage = Stage.IDLE
         self.calls = 0  # of publish that were counted
         self.lost: BaseException | None = None  # why this process can publish nothing any more
@@ -85,10 +86,6 @@ class SendQueue:
         self._latest: PublishFuture | None = None
         self.failures = FailureLedger(longest, alone)
         self._rejected: tuple[int, BaseException] | None = None  # calls up to this one are in no version, and why
-
-    @property
-    def closed(self) -> bool:
-        return self._guard.closed.is_set()
 
     def _move(self, stage: Stage) -> None:
         assert (self.stage, stage) in MOVES, (self.stage, stage)
@@ -188,8 +185,8 @@ class SendQueue:
     def close(self) -> bool:
         """Accept no more calls; return whether calls were accepted before."""
         with self.lock:
-            accepted = not self.closed
-            self._guard.closed.set()
+            accepted = not self.closed.is_set()
+            self.closed.set()
             self._changed.notify_all()
             return accepted
 
@@ -227,9 +224,9 @@ class SendQueue:
                     f"this rank waits for its publish call number {version.call}, but another rank is at call number "
                     f"{last_call}: every rank must call publish the same number of times, with the same wait="
                 )
-            self._changed.wait_for(lambda: self._is_fixed or self.closed, timeout_s)
+            self._changed.wait_for(lambda: self._is_fixed or self.closed.is_set(), timeout_s)
             if not self._is_fixed:
-                when = "and then closed its publisher" if self.closed else f"and none for {timeout_s:g} s"
+                when = "and then closed its publisher" if self.closed.is_set() else f"and none for {timeout_s:g} s"
                 raise GroupError(
                     f"this rank called publish {self.calls} times {when}, but another rank called it {last_call} "
                     "times: every rank must call publish the same number of times"

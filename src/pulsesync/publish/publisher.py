@@ -13,47 +13,39 @@ and by `close`, once by each, until a later version is committed, which contains
 """
 
 import logging
-import reprlib
 import time
-import weakref
 from collections.abc import Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 from pulsesync.core import arguments
 from pulsesync.core.process_guard import ProcessGuard
-from pulsesync.core.scratch import ScratchFolder
-from pulsesync.core.threads import if_cancelled, outlives_threads, start, submit
-from pulsesync.errors import AnotherPublisherError, ClosedError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.epochs import EPOCH_PATCHES
-from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import MAX_VERSION, Manifest
+from pulsesync.format.manifest import Manifest
 from pulsesync.format.signature import SigningKey, check_signing_key
 from pulsesync.group.collective import SoloTeam, Team
-from pulsesync.publish.anchors import AnchorWriter
-from pulsesync.publish.baseline import Keep, RankBase, baseline_for, check_keep
+from pulsesync.publish.baseline import Keep, RankBase, check_keep
 from pulsesync.publish.cadence import Cadence, Every
+from pulsesync.publish.checkpoint import PublisherState, checked_state, state_of
 from pulsesync.publish.companions import Files
-from pulsesync.publish.costs import AnchorCodecChoice, AnchorCosts, LinkSpeed, PatchCosts
-from pulsesync.publish.failures import Caller
-from pulsesync.publish.lease import PublisherLease
+from pulsesync.publish.costs import AnchorCodecChoice
+from pulsesync.publish.holds import OptimizerHolds
+from pulsesync.publish.intake import VersionIntake, check_interpreter, checked_step
 from pulsesync.publish.lifecycle import SendQueue
 from pulsesync.publish.pending import PendingVersion, PublishReport
-from pulsesync.publish.records import RunRecords
+from pulsesync.publish.records import RunRecords, WriterOptions
 from pulsesync.publish.reporting import PublishEvents
-from pulsesync.publish.resume import PublisherState
-from pulsesync.publish.team import TeamRounds
-from pulsesync.publish.writer import RunWriter, WriterOptions
+from pulsesync.publish.sender import VersionSender
 from pulsesync.run.reader import CACHE_BYTES, location_of
-from pulsesync.run.spool import Outbox
-from pulsesync.state.sharding import Shards
 from pulsesync.state.views import Cast, read_cast
 from pulsesync.store import CachedStore, Location, open_store
-from pulsesync.store.base import is_local
+
+FORKED = " and does not have its threads; create a new Publisher in the child, or start the process with 'spawn'"
+CLOSED = "is closed; create a new one, which resumes the run"
+REMOVED = {"old": "the Publisher compares with the copy that it keeps of the last version; leave old= out"}
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +87,8 @@ class Publisher:
         spool: A folder that only this trainer uses. Bodies are kept in it for a restart, and anchors until they are
             uploaded; a temporary folder if not given.
         keep: Where the copy of the last version is, for tensors on a GPU: "device", on the GPU too, which is the
-            default; "host", in pinned host memory, in which case `hold` overlaps the transfer with the next step; or
-            "hook": no copy is kept, and the caller passes the old weights to every publish, see `device.hook`.
+            default; or "host", in pinned host memory, in which case `hold` overlaps the transfer with the next
+            step.
         executor: Encodes and sends in the background; None: one thread for versions and one for anchors. It is not
             shut down by the publisher.
         epoch_patches: As for a `Subscriber`.
@@ -134,62 +126,38 @@ class Publisher:
         take_over: bool = False,
     ) -> None:
         check_keep(keep)
-        if keep == "hook" and publish_every != 1:
-            raise ValueError(
-                "keep='hook' publishes every step, because there is no base to compare a later step with; leave out "
-                "publish_every="
-            )
-        if codec not in get_args(patch.CodecName):
-            raise ValueError(f"codec must be one of {', '.join(map(repr, get_args(patch.CodecName)))}; got {codec!r}")
-        if anchor_codec not in get_args(AnchorCodecChoice):
-            choices = ", ".join(map(repr, get_args(AnchorCodecChoice)))
-            raise ValueError(f"anchor_codec must be one of {choices}; got {anchor_codec!r}")
-        if link is not None:
-            arguments.number("link", link, what="None or a number of bits per second", above=0)
-        min_tile = arguments.whole("min_tile", min_tile, 1, what="a number of weights")
-        anchor_every = arguments.number("anchor_every", anchor_every, what="a fraction of the anchor's bytes")
         arguments.mapping("grid", grid, "names of tensors to two sizes")
         arguments.mapping("files", files, "names of files to their bytes or paths")
-        check_signing_key(signing_key)
-        self._anchor_codec: AnchorCodecChoice = anchor_codec
-        self._link = link
-        self.team: Team = team or SoloTeam()
-        self.keep: Keep | None = keep
-        self.cast = read_cast(cast)
-        self.store = open_store(location)
-        self._scratch: ScratchFolder | None = None  # made by the first publish, if no spool is given
-        self._spool = None if spool is None else arguments.folder("spool", spool)
-        if self._spool:
-            self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
-        self._given = executor
-        self._sender, self._anchor_sender = (
-            ThreadPoolExecutor(1, thread_name_prefix=name) if executor is None else executor
-            for name in ("pulse-send", "pulse-anchor")
-        )
-        self._cadence = Cadence(publish_every, max_behind)
-        self._lowest_skipped: int | None = None  # of the steps since the last version
-        self.events = PublishEvents(location_of(self.store), self.team)
-        self._guard = ProcessGuard(
-            "Publisher",
-            forked=" and does not have its threads; create a new Publisher in the child, or start the process with "
-            "'spawn'",
-            closed="is closed; create a new one, which resumes the run",
-        )
-        self._queue = SendQueue(max_behind, self.team.size == 1, self._guard, self.events.ended)
-        self._lease = PublisherLease(self.store, take_over)
-        weakref.finalize(self, self._lease.close)
-        self._holds: list[Any] = []  # hooks of optimizers, until the publisher is closed
-        self._writer: RunWriter  # made by the first publish
-        self._records = RunRecords(self.store, signing_key, epoch_patches)
         self._options = WriterOptions(
             codec,
             dict(grid or {}),
             min_tile,
             dict(files or {}),
             anchor_every,
+            anchor_codec,
+            link,
             resume,
+            take_over,
             warns_of_fp32=cast is None,
         )
+        check_signing_key(signing_key)
+        self.team: Team = team or SoloTeam()
+        self.keep: Keep | None = keep
+        self.cast = read_cast(cast)
+        self.store = open_store(location)
+        self._spool = None if spool is None else arguments.folder("spool", spool)
+        if self._spool:
+            self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
+        self._records = RunRecords(self.store, signing_key, epoch_patches)
+        self._executor = executor
+        self._cadence = Cadence(publish_every, max_behind)
+        self.events = PublishEvents(location_of(self.store), self.team)
+        self._guard = ProcessGuard("Publisher", FORKED, CLOSED)
+        self._queue = SendQueue(max_behind, self.team.size == 1, self._guard, self.events.ended)
+        self._holds = OptimizerHolds(self._wait_until_compared)
+        # Made by the first publish: a fork before that does no harm.
+        self._sender: VersionSender | None = None
+        self._intake: VersionIntake | None = None
 
     # Publishing
 
@@ -202,7 +170,6 @@ class Publisher:
         wait: Literal[True] = ...,
         now: bool = ...,
         coalesce: bool = ...,
-        old: Any = ...,
     ) -> PublishReport: ...
     @overload
     def publish(
@@ -213,7 +180,6 @@ class Publisher:
         wait: Literal[False],
         now: bool = ...,
         coalesce: bool = ...,
-        old: Any = ...,
     ) -> "Future[PublishReport]": ...
     def publish(
         self,
@@ -223,7 +189,7 @@ class Publisher:
         wait: bool = True,
         now: bool = False,
         coalesce: bool = True,
-        old: Any = None,
+        **_removed: Any,
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a module, state dict or mapping of arrays as the next version; the first one in full.
 
@@ -251,7 +217,6 @@ class Publisher:
             now: publish this step regardless of publish_every.
             coalesce: False makes a version of this step alone. No other step is coalesced with it, so publish waits
                 while another version is queued: at most two are in memory. It excludes publish_every.
-            old: the weights of the last version, if no copy is kept (keep="hook").
 
         Raises:
             StateError: tensors were added, removed, reshaped or tied differently, or the first weights do not continue
@@ -262,8 +227,23 @@ class Publisher:
             the base is still the last committed version: the next version contains the changes of both steps.
         """
         began = time.perf_counter()
-        if old is not None and self.keep != "hook":
-            raise ValueError("old= is for a Publisher with keep='hook'; this one keeps a copy itself: leave old= out")
+        arguments.removed("publish", _removed, REMOVED)
+        step = self._check_call(step, wait, coalesce)
+        with self._queue.call(alone=not coalesce, idle=lambda: self._base is None):
+            intake = self._start()
+            version = PendingVersion(self._queue.count_call(), step, alone=not coalesce, waits=wait)
+            if (done := intake.skip(version, now, began)) is not None:
+                return done.result() if wait else done
+            inline = self._base is None
+            intake.compare(version, source, keeps_source=wait or inline, later=bool(self._holds) and not wait)
+            version.blocked_s = time.perf_counter() - began
+            future, starts = self._queue.put(version, awaited=wait or inline)
+        if starts:
+            intake.sender.start(inline)
+        return intake.outcome(version, future)
+
+    def _check_call(self, step: int, wait: bool, coalesce: bool) -> int:
+        """Check what needs no lock, which may stay locked for ever in a forked process; return the step."""
         if not coalesce and self._cadence.every != 1:
             raise ValueError(
                 f"coalesce=False makes a version of every step, but publish_every={self._cadence.every!r} makes one of "
@@ -271,165 +251,31 @@ class Publisher:
             )
         if self._queue.is_alone:
             step = checked_step(step)
-        self._guard.check_process()  # before the lock, which may stay locked for ever in a forked process
-        caller_passes_old_weights = self.keep == "hook"
-        self._queue.check_caller("publish", waits=wait or not coalesce or caller_passes_old_weights)
-        with self._queue.call(alone=not coalesce, idle=lambda: caller_passes_old_weights or self._base is None):
-            self._check_interpreter()
-            self._start()
-            self._queue.raise_failure("publish")
-            writer = self._writer
-            if caller_passes_old_weights and self._queue.failures.has_lost_weights:
-                writer.base = None  # no later patch can contain the failed step: a new root is published next
-            version = PendingVersion(self._queue.count_call(), step, alone=not coalesce, waits=wait)
-            is_due = self._cadence.step(time.monotonic(), version.call)
-            if (rejection := self._queue.rejection(version.call)) is not None:
-                return _failed(rejection, wait)
-            if not (is_due or now) and writer.base is not None:
-                return self._skipped(writer.base.state.layout, step, wait, began)
-            version.coalesced, version.earlier_step = self._cadence.published(), self._lowest_skipped
-            self._lowest_skipped = None
-            inline = writer.base is None
-            self._compare(version, source, old, keeps_source=wait or inline)
-            version.blocked_s = time.perf_counter() - began
-            future, starts = self._queue.put(version, awaited=wait or inline)
-            at_start = writer.base is not None and writer.base.last.next_patch[1] == self._records.epoch_patches
-        if starts:
-            self._start_sender(inline)
-        if version.fault is not None:
-            future.was_read = True  # by this exception
-            raise version.fault
-        if caller_passes_old_weights and at_start:
-            future.wait()  # an anchor may be due, which reads the source
-        if not (wait or inline):
-            return future
-        try:
-            report = future.result()
-        finally:
-            future.awaited = False  # an interrupted caller does not get a later failure from this call
-        if wait and version.is_root:
-            written = report.payload_bytes + self._finish_anchor()
-            report = replace(report, payload_bytes=written, anchor=self._writer.anchors.writer.choice)
-        return report if wait else future
+        self._guard.check_process()
+        self._queue.check_caller("publish", waits=wait or not coalesce)
+        return step
 
-    def _compare(self, version: PendingVersion, source: Any, old: Any, keeps_source: bool) -> None:
-        """Read and compare a source. In a team, an error is not raised here: the sender reports it to all ranks."""
-        writer = self._writer
-        try:
-            version.step = checked_step(version.step)
-            if writer.base is None or writer.baseline is None:
-                self._wait_until_compared()
-                writer.baseline = baseline_for(source, self.keep)
-            shards = writer.baseline.read(source, self.cast)
-            if self._queue.is_alone:
-                check_complete(shards)
-            if keeps_source:
-                version.shards, version.source = shards, source
-            writer.compare(version, shards, old, later=bool(self._holds) and not version.waits)
-        except Exception as e:
-            if self._queue.is_alone:
-                self.events.failed(version.step, e)
-                raise
-            version.fault = e
-
-    def _start_sender(self, inline: bool) -> None:
-        """Have queued versions sent: in the background, or in this thread if it has to wait for them anyway."""
-        if inline:
-            self._send()
-            return
-        try:
-            if_cancelled(submit(self._sender, self._send), self._revive)
-        except RuntimeError:  # no thread can be started: the caller sends, and waits for it
-            self._send()
-
-    def _send(self) -> None:
-        """Send queued versions until there are none. Raises nothing: an exception of this thread would be lost."""
-        while (version := self._queue.take()) is not None:
-            try:
-                report = self._writer.write(version)
-            except BaseException as e:  # noqa: BLE001 - raised by the futures and by the next call
-                writer = self._writer
-                if isinstance(e, AnotherPublisherError):
-                    self._lease.close()
-                self._queue.failed(version, e, writer.resolve_at_once, is_lost=writer.rounds.is_lost)
-            else:
-                self._queue.completed(report)
-            del version  # an exception's traceback refers to this frame, for as long as the future is kept
-
-    def _revive(self) -> None:
-        """Run the sender in a new thread: an executor was shut down with cancel_futures=True before it ran it.
-
-        If no thread can be started, what is queued fails, and the next publish tries again.
-        """
-        try:
-            start(self._send)  # not with submit: the thread that shuts an executor down has its lock
-        except RuntimeError as e:
-            self._queue.start_failed(e)
-
-    def _skipped(self, layout: Layout, step: int, wait: bool, began: float) -> "PublishReport | Future[PublishReport]":
-        """Return the report of a step that is skipped: the next version contains its changes."""
-        blocked_s = time.perf_counter() - began
-        if arguments.is_whole(step):  # otherwise the next version of a team says so on all ranks
-            self._lowest_skipped = step if self._lowest_skipped is None else min(step, self._lowest_skipped)
-        report = PublishReport(None, step, 0, layout.size, 0, layout.size_bytes, 0, blocked_s, 0.0, 0.0)
-        if wait:
-            return report
-        done: Future[PublishReport] = Future()
-        done.set_result(report)
-        return done
-
-    def _start(self) -> None:
-        """Create what belongs to the process that publishes, at its first publish: a fork before that does no harm."""
-        if self._guard.process is not None:
-            return
-        if self._spool is None:
-            self._scratch = ScratchFolder()
-            self._spool = self._scratch.path
-        outbox = Outbox(self._spool / ("outbox" if self._queue.is_alone else f"outbox-{self.team.rank}"))
-        queue, link = self._queue, LinkSpeed(self._link, is_local(self.store))
-        anchors = AnchorWriter(
-            self.store,
-            outbox,
-            self._sign,
-            self._anchor_sender,
-            queue.wait_until_quiet,
-            ranks=self.team.size,
-            costs=AnchorCosts(self._anchor_codec, link),
-            created=self.events.anchored,
-        )
-        costs = PatchCosts(self._options.codec, link)
-        self._writer = RunWriter(
-            self._records,
-            TeamRounds(self.team),
-            queue,
-            self._cadence,
-            anchors,
-            costs,
-            self._options,
-            self.events,
-            self._lease,
-        )
-        self._guard.claim()
-
-    def _sign(self, record: Manifest) -> bytes:
-        """Sign a record of an anchor. As a bound method, it keeps this publisher and its temporary folder alive."""
-        return self._records.sign(record)
-
-    def _check_interpreter(self) -> None:
-        """Raises: ClosedError, if nothing can be sent any more."""
-        if outlives_threads():
-            raise ClosedError(
-                "the interpreter is shutting down and waits for no more threads, so nothing can be published; publish "
-                "and close before the main thread ends, not in an atexit handler or a daemon thread"
+    def _start(self) -> VersionIntake:
+        """Create, at the first publish, what belongs to this process; raise an earlier failure."""
+        check_interpreter()
+        if self._intake is None:
+            queue, cadence, events = self._queue, self._cadence, self.events
+            sender = VersionSender(
+                queue, self._records, self._options, self.team, cadence, events, self._spool, self._executor
             )
+            intake = VersionIntake(sender, queue, cadence, events, self.keep, self.cast)
+            self._guard.claim()
+            self._sender, self._intake = sender, intake
+        self._queue.raise_failure("publish")
+        return self._intake
 
     @property
     def _base(self) -> RankBase | None:
-        return self._writer.base if self._guard.process else None
+        return self._sender.committed.base if self._sender else None
 
     @property
     def _last(self) -> Manifest | None:
-        return self._writer.last if self._guard.process else None
+        return self._sender.committed.last if self._sender else None
 
     @property
     def version(self) -> int | None:
@@ -454,7 +300,7 @@ class Publisher:
     @property
     def anchor_bytes(self) -> int:
         """The bytes of anchors that this process has uploaded so far."""
-        return self._writer.anchors.writer.written_bytes if self._guard.process else 0
+        return self._sender.anchors.written_bytes if self._sender else 0
 
     def state_dict(self) -> PublisherState:
         """Return what to save in a checkpoint of the trainer: the run, and the last version that was committed.
@@ -464,7 +310,7 @@ class Publisher:
         """
         if (last := self._last) is None:
             return self._options.continues.copy()
-        return {"run": last.run, "version": last.version, "step": last.step, "digest": last.digest}
+        return state_of(last)
 
     def load_state_dict(self, state: PublisherState) -> None:
         """Continue the run that a checkpoint of the trainer names, however far it has advanced since.
@@ -483,15 +329,7 @@ class Publisher:
                 "load_state_dict was called after this publisher had published or resumed the run; create a new "
                 "Publisher and call it before publish"
             )
-        if not isinstance(state, dict) or {name: type(value) for name, value in state.items()} not in (
-            {},
-            PublisherState.__annotations__,
-        ):
-            raise ValueError(
-                f"load_state_dict needs what state_dict() of a Publisher returned, a dictionary with "
-                f"{', '.join(PublisherState.__annotations__)}, or an empty one; got {reprlib.repr(state)}"
-            )
-        self._options.continues = state.copy()
+        self._options.continues = checked_state(state)
 
     def hold(self, optimizer: Any) -> None:
         """Make an optimizer wait before each step until no comparison reads the weights any more.
@@ -515,18 +353,12 @@ class Publisher:
             TypeError: it has no hooks before its steps; ClosedError: the publisher was closed.
         """
         self._guard.check_open()
-        register = getattr(optimizer, "register_step_pre_hook", None)
-        if register is None:
-            raise TypeError(
-                "hold needs an optimizer with register_step_pre_hook, as every torch.optim.Optimizer has; got "
-                f"{type(optimizer).__name__}"
-            )
-        self._holds.append(register(lambda *_: self._wait_until_compared()))
+        self._holds.add(optimizer)
 
     def _wait_until_compared(self) -> None:
         """Wait until no comparison reads the trainer's weights. In a forked process no thread does."""
-        if self._guard.process is not None and not self._guard.is_forked and self._writer.baseline is not None:
-            self._writer.baseline.wait()
+        if self._sender is not None and not self._guard.is_forked:
+            self._sender.wait_until_compared()
 
     def flush(self) -> None:
         """Wait until everything that was published is in the store, anchors too. In a team every rank calls it.
@@ -540,7 +372,8 @@ class Publisher:
         """
         self._guard.check_process()
         self._queue.check_caller("flush")
-        self._finish("flush")
+        if self._sender is not None:
+            self._sender.finish("flush")
 
     def close(self) -> None:
         """Finish what is in progress, and stop. A publisher that is not closed finishes when the process ends.
@@ -562,18 +395,13 @@ class Publisher:
                 self._cadence.every,
             )
         try:
-            self._finish("close")
+            if self._sender is not None:
+                self._sender.finish("close")
         finally:
             self._wait_until_compared()
-            for hook in self._holds:
-                hook.remove()
-            for executor in (self._sender, self._anchor_sender):
-                if executor is not self._given:
-                    executor.shutdown()
-            if self._scratch:
-                self._scratch.close()
-            self._lease.close()
-            self._lease.join()
+            self._holds.release()
+            if self._sender is not None:
+                self._sender.close()
 
     def __enter__(self) -> "Publisher":
         return self
@@ -585,45 +413,3 @@ class Publisher:
             if kind is None:
                 raise
             logger.warning("Closing the publisher failed as well: %s: %s", type(e).__name__, e)
-
-    def _finish(self, caller: Caller) -> None:
-        self._send()  # what an interrupted publish has queued, and started no sender for
-        self._queue.wait()
-        try:
-            self._finish_anchor()
-        except Exception:
-            self._queue.raise_failure(caller)  # the failure of a version is raised first, then that of an anchor
-            raise
-        self._queue.raise_failure(caller)
-
-    def _finish_anchor(self) -> int:
-        """Wait for an anchor that is being written, unless the team has lost a rank."""
-        return (
-            0
-            if self._guard.process is None or self._writer.rounds.is_lost
-            else self._writer.anchors.finish(lambda: self._writer.base)
-        )
-
-
-def _failed(error: BaseException, wait: bool) -> "Future[PublishReport]":
-    if wait:
-        raise error
-    future: Future[PublishReport] = Future()
-    future.set_exception(error)
-    return future
-
-
-def checked_step(step: int) -> int:
-    """Raises: ValueError, TypeError, if step is not a whole number in the permitted range."""
-    return arguments.whole("step", step, 0, MAX_VERSION)
-
-
-def check_complete(shards: Shards) -> None:
-    """Raises: StateError, if a tensor is only a shard of the model's."""
-    for name, window in shards.windows.items():
-        if shards.partial and not window.whole:
-            raise StateError(
-                f"tensor {name!r} is only a shard, {window.local.shape} of {window.tensor.shape}; publish the shards "
-                "of all ranks with ShardedPublisher, or gather the tensor first",
-                tensor=name,
-            )

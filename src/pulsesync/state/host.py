@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import WholeBlock
 from pulsesync.format.predict import PREDICTING
-from pulsesync.format.replay import replay
+from pulsesync.format.replay import Keep, replay
 from pulsesync.format.weights import Changes, compose, inverse
 from pulsesync.state.backend import BlockSums, StateBackend, VersionChanges
 from pulsesync.state.slices import GatheredTile, LocalTile, Memory, TileStorage, WidenedTile
@@ -80,22 +81,8 @@ class HostBackend(StateBackend):
         yield from [some] if some else ()
 
     def count_tiles(self, tiles: Sequence[Tile]) -> Mapping[int, Sum]:
-        return dict(zip((tile.ordinal for tile in tiles), spread(self._count_tile, tiles), strict=True))
-
-    def _count_tile(self, tile: Tile) -> Sum:
-        place = self.places[tile.ordinal]
-        if not tile.pieces and place.tile == tile and isinstance(place, LocalTile):
-            return digest.count_tile(tile, self.flats[tile.tensor.name])
-        total = digest.sum_up(
-            spread(lambda n: digest.count_block(tile, n, self.block(tile, n)), range(tile.block_count))
-        )
-        return total if self._exact(tile, place) else total + Sum(1, 1)  # which differs from every published state
-
-    def _exact(self, tile: Tile, place: TileStorage) -> bool:
-        """Whether all weights of a tile are numbers that the dtype of the run has."""
-        if not isinstance(place, WidenedTile | GatheredTile):
-            return True
-        return all(spread(lambda n: place.exact(self.memory, n), range(tile.block_count)))
+        sums = spread(lambda tile: _count_tile(tile, self.places[tile.ordinal], self.memory), tiles)
+        return dict(zip((tile.ordinal for tile in tiles), sums, strict=True))
 
     # Patches
 
@@ -103,25 +90,15 @@ class HostBackend(StateBackend):
         return history
 
     def decode(self, versions: Sequence[Sequence[Body]], after: Changes, history: History | None) -> VersionChanges:
-        for bodies in versions:
-            for body in bodies:
-                self._check_codecs(body)
-        wanted, keep = (None, None) if self.whole else (self.tiles, lambda n, change: self.places[n].keep(change))
+        wanted: Mapping[int, Tile] | None = None
+        keep: Keep | None = None
+        if not self.whole:
+            wanted, keep = self.tiles, lambda ordinal, change: self.places[ordinal].keep(change)
+            for body in chain.from_iterable(versions):
+                _check_codecs(body, self.layout, self.places)
         changes = after if isinstance(after, dict) else dict(after)
         found = replay(versions, self.layout, self, changes, history, wanted=wanted, keep=keep)
         return VersionChanges(changes, found.digest_changes, found.history, found.history_digests, found.fault)
-
-    def _check_codecs(self, body: Body) -> None:
-        """A partly local tile can be read only with a codec that needs no old weights except those that it changes."""
-        for entry in body.index.entries if not self.whole else ():
-            place = self.places.get(entry.tile)
-            if place and place.splits_coding_group and entry.codec in PREDICTING:
-                name = self.layout.tiles[entry.tile].names[0]
-                raise StateError(
-                    f"the local slice of {name!r} splits a tile of the run: publish with a grid that has "
-                    "borders there, or with codec='step' or 'gap'",
-                    tensor=name,
-                )
 
     def no_changes(self) -> Changes:
         return {}
@@ -161,7 +138,9 @@ class HostBackend(StateBackend):
         spread(self._write_decoded, blocks)
 
     def take_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
-        return spread(lambda block: self._sums_of(block, self._write_decoded(block)), blocks)
+        return spread(
+            lambda block: _sums_of(block, self.places[block.tile.ordinal], self._write_decoded(block)), blocks
+        )
 
     def _write_decoded(self, block: WholeBlock) -> Bits:
         """Decode a block in place, if its memory has the run's order; else into memory of this thread."""
@@ -180,24 +159,50 @@ class HostBackend(StateBackend):
     def _check_block(self, block: WholeBlock, staged: StagedBlocks | None) -> BlockSums:
         room = staged.room_for(block) if staged is not None else None
         bits = block.decode(_scratch(block.tile, block.size) if room is None else room)
-        found = self._sums_of(block, bits)
-        if staged is not None and not self.places[block.tile.ordinal].has(self.memory, block.number * BLOCK, bits):
+        place = self.places[block.tile.ordinal]
+        found = _sums_of(block, place, bits)
+        if staged is not None and not place.has(self.memory, block.number * BLOCK, bits):
             staged.add(block, bits, found.all)
         return found
-
-    def _sums_of(self, block: WholeBlock, bits: Bits) -> BlockSums:
-        place = self.places[block.tile.ordinal]
-        total = digest.count_block(block.tile, block.number, bits)
-        if place.whole:
-            return BlockSums(total, total)
-        kept = place.keep(BlockChange.from_zeros(block.number, bits))
-        return BlockSums(total, digest.moved_by(block.tile, kept) if kept else Sum(0, 0))
 
     def adopt(self, tiles: Mapping[int, Bits]) -> None:
         """Use these arrays as the memory of tiles that are a whole tensor each."""
         for ordinal, bits in tiles.items():
             self.flats[self.layout.tiles[ordinal].tensor.name] = bits
         self.__dict__.pop("memory", None)  # it has changed
+
+
+def _count_tile(tile: Tile, place: TileStorage, memory: Memory) -> Sum:
+    if not tile.pieces and place.tile == tile and isinstance(place, LocalTile):
+        return digest.count_tile(tile, memory[tile.tensor.name][0])
+    numbers = range(tile.block_count)
+    total = digest.sum_up(
+        spread(lambda n: digest.count_block(tile, n, place.read(memory, *tile.block_range(n))), numbers)
+    )
+    if isinstance(place, WidenedTile | GatheredTile) and not all(spread(lambda n: place.exact(memory, n), numbers)):
+        return total + Sum(1, 1)  # the run's dtype has no such numbers: this differs from every published state
+    return total
+
+
+def _check_codecs(body: Body, layout: Layout, places: Mapping[int, TileStorage]) -> None:
+    """A partly local tile can be read only with a codec that needs no old weights except those that it changes."""
+    for entry in body.index.entries:
+        place = places.get(entry.tile)
+        if place and place.splits_coding_group and entry.codec in PREDICTING:
+            name = layout.tiles[entry.tile].names[0]
+            raise StateError(
+                f"the local slice of {name!r} splits a tile of the run: publish with a grid that has "
+                "borders there, or with codec='step' or 'gap'",
+                tensor=name,
+            )
+
+
+def _sums_of(block: WholeBlock, place: TileStorage, bits: Bits) -> BlockSums:
+    total = digest.count_block(block.tile, block.number, bits)
+    if place.whole:
+        return BlockSums(total, total)
+    kept = place.keep(BlockChange.from_zeros(block.number, bits))
+    return BlockSums(total, digest.moved_by(block.tile, kept) if kept else Sum(0, 0))
 
 
 def _scratch(tile: Tile, size: int) -> Bits:
