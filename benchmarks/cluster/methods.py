@@ -21,8 +21,8 @@ from pulsesync.core import digest
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Sum
 from pulsesync.format import patch
+from pulsesync.group import bundles
 from pulsesync.group.broadcast import Broadcast
-from pulsesync.group.bundles import Bundle
 
 Model = dict[str, torch.Tensor]
 SMALL = 1 << 16  # weights: tensors below this are gathered before they are compared, above it they are not copied
@@ -299,7 +299,7 @@ def without_checks() -> Iterator[None]:
         (digest, "moved", lambda *_: nothing),
         (patch, "moved", lambda *_: nothing),
         (digest, "count_block", lambda *_: nothing),
-        (Bundle, "pick", lambda _, __, positions: np.zeros(positions.size, np.uint16)),
+        (bundles, "pick", lambda _, __, ___, positions: np.zeros(positions.size, np.uint16)),
     )
     with ExitStack() as stack:
         for owner, name, swap in swaps:

@@ -394,7 +394,7 @@ def test_a_sample_tells_how_much_has_changed(device: str) -> None:
             flat = tensor.view(-1)
             flat[: round(share * flat.numel())] += 1
         pair.update_tensors(new)
-        for load in pair.source.weights.sample(0):
+        for load in pair.source.sample(0):
             assert load.changed == pytest.approx(share * load.weights, abs=3), share
 
 

@@ -19,12 +19,12 @@ from torch import distributed
 from pulsesync.errors import GroupError, PulseError, StateError, VerificationError
 from pulsesync.group import peers
 from pulsesync.group.broadcast import NOTE_BYTES, Broadcast, BroadcastReport
-from pulsesync.group.bundles import Bundle
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import METHODS, Method
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.peers import SourceEnd
 from pulsesync.group.session import SyncSession
+from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Placed, tensor_parallel
 from tests.processes import Fleet, die, fleet, group, join_group
 from tests.tiers import slow
@@ -1032,13 +1032,13 @@ def half_written(rank: int, size: int, folder: str) -> Any:
     if rank == 0:
         change_(model, rng, 0.01)
     if rank == 1:
-        plain = Bundle.write_block
+        plain = HostBackend.write_block
 
-        def write_block(self: Bundle, flat: Any, number: int, block: Any) -> None:
-            plain(self, flat, number, block)
+        def write_block(self: HostBackend, tile: Any, number: int, block: Any) -> None:
+            plain(self, tile, number, block)
             raise MemoryError
 
-        with patch.object(Bundle, "write_block", write_block), pytest.raises(MemoryError):
+        with patch.object(HostBackend, "write_block", write_block), pytest.raises(MemoryError):
             sync(cast, rank, model)
         assert cast.version is None
     else:

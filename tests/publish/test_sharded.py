@@ -28,6 +28,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format.history import History, digest_of
 from pulsesync.format.manifest import RecordKind
 from pulsesync.format.patch import CodecName
+from pulsesync.group.agreement import read_each
 from pulsesync.group.collective import SoloTeam
 from pulsesync.maintain.prune import prune
 from pulsesync.maintain.squash import Squasher
@@ -843,7 +844,7 @@ def test_a_rank_that_cannot_put_its_part_stops_all_and_the_next_publish_covers_b
 
 def test_a_message_that_is_no_report_names_the_rank_that_sent_it() -> None:
     with pytest.raises(FormatError, match="malformed message from rank 1"):
-        list(RankReport.from_ranks([RankReport(()).to_bytes(), b"[]\n"]))
+        read_each([RankReport(()).to_bytes(), b"[]\n"], RankReport.from_bytes)
 
 
 def test_an_error_that_is_not_ours_is_a_group_error_elsewhere() -> None:

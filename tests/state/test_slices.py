@@ -100,7 +100,7 @@ def test_reading_a_place_gives_the_tiles_weights_where_they_are_held_and_zero_el
             assert not expected.any()
         else:
             assert place.whole == (0 not in expected)
-            assert np.array_equal(place.read({place.tile.tensor.name: (flat,)}, 0), expected)
+            assert np.array_equal(place.read({place.tile.tensor.name: (flat,)}, 0, tile.size), expected)
 
 
 @given(seeds, st.floats(0, 1))
@@ -118,7 +118,7 @@ def test_a_change_of_a_tile_arrives_where_it_is_held_and_nowhere_else(seed: int,
         changed[tile.flat_indices(change.tile_positions())] = change.new
         place = held.of(spec).place(tile)
         if place and (kept := place.keep(change)):
-            assert np.array_equal(place.read({place.tile.tensor.name: (flat,)}, 0)[kept.positions], kept.old)
+            assert np.array_equal(place.read({place.tile.tensor.name: (flat,)}, 0, tile.size)[kept.positions], kept.old)
             place.write({place.tile.tensor.name: (flat,)}, kept)
     expected = changed.reshape(spec.shape)[slice(*rows), slice(*columns)]
     assert np.array_equal(flat, expected.reshape(-1))
@@ -131,9 +131,9 @@ def test_a_tile_of_several_blocks_is_cut_in_each_of_them() -> None:
     place = held.place(tile)
     assert place is not None
     flat = np.arange(1, 21, dtype=np.uint8)
-    assert not place.read({place.tile.tensor.name: (flat,)}, 0).any()
+    assert not place.read({place.tile.tensor.name: (flat,)}, *tile.block_range(0)).any()
     for block in (1, 2):
-        row = place.read({place.tile.tensor.name: (flat,)}, block)
+        row = place.read({place.tile.tensor.name: (flat,)}, *tile.block_range(block))
         assert row[10:20].tolist() == list(range(10 * block - 9, 10 * block + 1))
         assert np.count_nonzero(row) == 10
 
@@ -163,9 +163,9 @@ def test_every_bf16_number_is_written_as_the_fp32_number_it_is_and_read_back(col
         place = WidenedTile(LocalTile(tile, True))
         bits = tile.read_block(EVERY_BF16, 0)
         assert not place.exact({place.tile.tensor.name: (flat,)}, 0)
-        place.write_block({place.tile.tensor.name: (flat,)}, 0, bits)
+        place.write_range({place.tile.tensor.name: (flat,)}, 0, bits)
         assert place.exact({place.tile.tensor.name: (flat,)}, 0)
-        assert np.array_equal(place.read({place.tile.tensor.name: (flat,)}, 0), bits)
+        assert np.array_equal(place.read({place.tile.tensor.name: (flat,)}, 0, tile.size), bits)
     numbers = EVERY_BF16.view(ml_dtypes.bfloat16).astype(np.float32)
     are_numbers = ~np.isnan(numbers)  # a cast may change what a NaN carries: here its bits stay as they are
     assert np.array_equal(flat[are_numbers], numbers.view(np.uint32)[are_numbers])

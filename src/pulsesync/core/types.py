@@ -172,9 +172,13 @@ class Tile:
     def block_count(self) -> int:
         return -(-self.size // BLOCK)
 
+    def block_range(self, number: int) -> tuple[int, int]:
+        """Where a block begins and ends in the tile."""
+        return number * BLOCK, min((number + 1) * BLOCK, self.size)
+
     def read_block(self, flat: Bits, number: int) -> Bits:
         """The weights of one of the tile's blocks, as `read` gives them."""
-        return self.read(flat, number * BLOCK, min((number + 1) * BLOCK, self.size))
+        return self.read(flat, *self.block_range(number))
 
     def write_block(self, flat: Bits, number: int, bits: Bits) -> None:
         """Write all the weights of one of the tile's blocks."""

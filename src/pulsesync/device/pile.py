@@ -18,7 +18,7 @@ from pulsesync.core.types import BLOCK, Dtype, Tile
 from pulsesync.device.indices import BlockIndices
 from pulsesync.device.memory import Tensors, reachable, shared, starts_of, to_device, to_stream, wait
 from pulsesync.device.pieces import Pieces
-from pulsesync.state.slices import BundledTile, TileStorage
+from pulsesync.state.slices import GatheredTile, TileStorage
 
 CHUNK = 4096  # weights; as kernels/cuda.py has it
 WORDS = CHUNK // 32  # of a bitmap, in a chunk
@@ -493,8 +493,7 @@ def order(pile: Pile) -> tuple[str, int]:
 
 def place_of(place: TileStorage) -> Tile:
     """A tile in the coordinates of the local tensors; one in many tensors has its pieces there."""
-    assert place.tile is not None
-    return replace(place.tile, pieces=tuple(place.local)) if isinstance(place, BundledTile) else place.tile
+    return replace(place.tile, pieces=tuple(place.local)) if isinstance(place, GatheredTile) else place.tile
 
 
 def _coded_together(tile: Tile) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

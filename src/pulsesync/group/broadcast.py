@@ -15,20 +15,17 @@ resume with `regroup`.
 """
 
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from pulsesync.core.events import GroupSynced, GroupSyncFailed, describe_error, emit, has_listeners
 from pulsesync.core.threads import finish
-from pulsesync.errors import GroupError, StateError, VerificationError
+from pulsesync.errors import FormatError, GroupError, StateError, VerificationError
 from pulsesync.group import bundles
+from pulsesync.group.agreement import describe_fault, exchange_notes
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTiming, TransferLoad
 from pulsesync.group.peers import (
@@ -331,23 +328,18 @@ class Broadcast:
             "at": end.at.name if end and end.at and end.has_weights else "",
             "before": end.before[0].name if end and end.before else "",
             "on_gpu": self._on_gpu,
-            "fault": _short(faults[0]) if faults else "",
+            "fault": describe_fault(f"{type(faults[0]).__name__}: {faults[0]}", 300) if faults else "",
             **note,
         }
-        data, size = json.dumps(mine).encode(), NOTE_BYTES + 16 * len(self._sources)
-        assert len(data) <= size, data
-        rows = self._team.gather_rows(np.frombuffer(data.ljust(size), np.uint8))
+        try:
+            notes = exchange_notes(self._team, mine, NOTE_BYTES + 16 * len(self._sources))
+        except FormatError as e:
+            raise GroupError(
+                f"the group is out of step: {e}; all ranks must call push or pull_ equally often and use the group for "
+                "nothing else",
+                rank=self._team.rank,
+            ) from e
         self._latency_s = min(1.1 * self._latency_s, self._team.last_s)
-        notes = list[dict[str, Any]]()
-        for rank, row in enumerate(rows):
-            with suppress(TypeError, ValueError):  # not a note
-                notes.append(dict(json.loads(row.tobytes())))
-            if len(notes) == rank or notes[rank].keys() != mine.keys():
-                raise GroupError(
-                    f"the group is out of step: malformed message from rank {rank}; all ranks must call push or pull_ "
-                    "equally often and use the group for nothing else",
-                    rank=self._team.rank,
-                )
         if faults:
             raise faults[0]
         for rank, other in enumerate(notes):
@@ -373,9 +365,3 @@ def _choose_base(notes: Sequence[Mapping[str, Any]], sources: Sequence[int]) -> 
     late = {name: [rank for rank in receivers if not reaches(rank, name)] for name in names}
     best = min(names, key=lambda name: len(late[name]), default="")
     return (best, late[best]) if best and late[best] != receivers else ("", [])
-
-
-def _short(fault: Exception) -> str:
-    """An error, cut to the size of a note, in characters that JSON does not escape."""
-    text = f"{type(fault).__name__}: {fault}"
-    return "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in text)[:300]

@@ -7,10 +7,10 @@ else is, wherever its pieces lie in memory.
 """
 
 import hashlib
-import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +23,11 @@ from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
 from pulsesync.format.weights import Changes, Weights
 from pulsesync.state.sharding import Shards, Windows, layout_of, windows_from, windows_to
-from pulsesync.state.slices import Memory, Window
-from pulsesync.state.views import HostSource
+from pulsesync.state.slices import GatheredTile, LocalTile, Memory, Window
 
 SMALL = 1 << 18  # weights below which a piece shares a bundle with others: larger pieces are compared faster in place
-DIRECT = 1 << 17  # weights above which a run in a bundle is compared in place, not gathered first
-FEW = 1 << 13  # average weights of a run above which samples are read from each run rather than from a gathered bundle
+DIRECT = 1 << 17  # average weights of a piece above which the pieces of a bundle are compared in place, not gathered
+FEW = 1 << 13  # average weights of a piece above which some weights are read from each rather than from all, gathered
 LARGE = 1 << 24  # weights above which a piece is split, by rows
 
 
@@ -226,193 +225,89 @@ def _bundles(pieces: Sequence[TensorRegion]) -> Iterator[list[TensorRegion]]:
         yield open_
 
 
-class Bundle:
-    """A bundle in the memory of a process: a tile whose weights lie in several places.
-
-    Has the interface of `LocalTile`.
-
-    What it returns is valid until the same thread reads another bundle.
-    """
-
-    whole = True
-    splits_coding_group = False
-    tile: Tile | None = None  # it is not in one tensor
-
-    def __init__(self, tiles: Sequence[Tile], published: HostSource, copies: Sequence[Sequence[Bits]]) -> None:
-        self._tiles, self._published, self._copies = tiles, published, copies
-        self._starts: NDArray[np.int64] = np.cumsum([0, *(tile.size for tile in tiles)])
-        flats = [published.views[tile.tensor.name].flat for tile in tiles]
-        # the weights of each tile, if each is contiguous and published without a cast
-        self._runs: list[Bits] | None = None
-        if all(tile.contiguous and tile.tensor.name not in published.dtypes for tile in tiles):
-            self._runs = [flat[tile.start : tile.start + tile.size] for tile, flat in zip(tiles, flats, strict=True)]
-        self._memory = [(flat, *others) for flat, others in zip(flats, copies, strict=True)]
-
-    def read(self, memory: Memory, number: int) -> Bits:
-        """The weights of one block, as they are published: a view if they are contiguous."""
-        begin = number * BLOCK
-        return self.read_range(begin, min(begin + BLOCK, int(self._starts[-1])))
-
-    def read_range(self, begin: int, end: int) -> Bits:
-        runs = list(self._in(begin, end)) if self._runs is None else self._as_they_are(self._runs, begin, end)
-        return runs[0] if len(runs) == 1 else np.concatenate(runs, out=_scratch(end - begin, runs[0].dtype))
-
-    def _as_they_are(self, runs: list[Bits], begin: int, end: int) -> list[Bits]:
-        first, last = (int(n) - 1 for n in np.searchsorted(self._starts, (begin, end - 1), "right"))
-        some = runs[first : last + 1]
-        some[-1] = some[-1][: end - int(self._starts[last])]
-        some[0] = some[0][begin - int(self._starts[first]) :]
-        return some
-
-    def _in(self, begin: int, end: int) -> Iterator[Bits]:
-        for n, a, b in self._parts(begin, end):
-            yield self._published.read(self._tiles[n], a, b)
-
-    def changed(self, number: int, old: Bits) -> BlockChange | None:
-        """The changes of a block; large runs are compared in place."""
-        begin = number * BLOCK
-        if self._runs is None:
-            return _change(number, [(0, *kernels.active().changed(old, self.read_range(begin, begin + old.size)))])
-        found, at, waiting = [], 0, list[Bits]()
-        for run in [*self._as_they_are(self._runs, begin, begin + old.size), None]:
-            if waiting and (run is None or run.size >= DIRECT):
-                size = sum(map(len, waiting))
-                new = waiting[0] if len(waiting) == 1 else np.concatenate(waiting, out=_scratch(size, old.dtype))
-                found.append((at, *kernels.active().changed(old[at : at + size], new)))
-                at, waiting = at + size, []
-            if run is not None and run.size < DIRECT:
-                waiting.append(run)
-            elif run is not None:
-                found.append((at, *kernels.active().changed(old[at : at + run.size], run)))
-                at += run.size
-        return _change(number, found)
-
-    def pick(self, number: int, positions: NDArray[np.uint32]) -> Bits:
-        """The weights at some positions of a block."""
-        if self._runs is None or positions.size * 64 > BLOCK or len(self._runs) * FEW > self._starts[-1]:
-            out: Bits = kernels.active().pick(self.read({}, number), positions)
-            return out
-        out = np.empty(positions.size, self._runs[0].dtype)
-        begin = number * BLOCK
-        borders = np.searchsorted(positions, np.maximum(self._starts - begin, 0))
-        for n in np.flatnonzero(borders[1:] > borders[:-1]).tolist():
-            some = slice(borders[n], borders[n + 1])
-            out[some] = self._runs[n][positions[some].astype(np.int64) + (begin - int(self._starts[n]))]
-        return out
-
-    def keep(self, change: BlockChange) -> BlockChange:
-        return change
-
-    def write(self, memory: Memory, change: BlockChange) -> None:
-        begin = change.number * BLOCK
-        borders = np.searchsorted(change.positions, np.maximum(self._starts - begin, 0))
-        touched = np.flatnonzero(borders[1:] > borders[:-1])
-        counts = borders[touched + 1] - borders[touched]
-        inside: NDArray[np.int64] = np.repeat(begin - self._starts[touched], counts)
-        inside += change.positions  # from the start of their tiles
-        ends = borders[touched + 1].tolist()
-        for n, first, last in zip(touched.tolist(), borders[touched].tolist(), ends, strict=True):
-            self._write_some(n, inside[first:last], change.new[first:last])
-
-    def _write_some(self, n: int, positions: NDArray[np.int64], new: Bits) -> None:
-        if self._runs is not None and positions.size > FEW:
-            kernels.active().scatter(self._runs[n], positions, new)
-        elif self._runs is not None:
-            self._runs[n][positions] = new
+def places_of(wire: BundlePlan, tiles: Iterable[Tile], shards: Shards) -> dict[int, LocalTile | GatheredTile]:
+    """Where bundles lie in the tensors of a rank: contiguous, or in pieces that are gathered."""
+    found: dict[int, LocalTile | GatheredTile] = {}
+    for tile in tiles:
+        local = [piece.local(shards.windows[piece.tensor], tile.ordinal) for piece in wire.pieces[tile.ordinal]]
+        if tile.ordinal in wire.gathered:
+            bundle = replace(tile, pieces=tuple(local))
+            found[tile.ordinal] = GatheredTile(bundle, [LocalTile(piece, True) for piece in local])
         else:
-            self._memory[n][0][self._tiles[n].flat_indices(positions)] = new
-        for other in self._copies[n]:
-            other[self._tiles[n].flat_indices(positions)] = new
-
-    def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
-        begin, at = number * BLOCK, 0
-        if self._runs is not None and not any(self._copies):
-            for run in self._as_they_are(self._runs, begin, begin + bits.size):
-                run[:] = bits[at : at + run.size]
-                at += run.size
-            return
-        for n, a, b in self._parts(begin, begin + bits.size):
-            for flat in self._memory[n]:
-                self._tiles[n].write(flat, a, bits[at : at + b - a])
-            at += b - a
-
-    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
-        return not any(self._copies) and np.array_equal(self.read(memory, number), bits)
-
-    def untied(self) -> bool:
-        """Whether a tensor differs from one that it is tied to."""
-        return any(
-            not np.array_equal(tile.read(other, 0, tile.size), tile.read(self._memory[n][0], 0, tile.size))
-            for n, tile in enumerate(self._tiles)
-            for other in self._copies[n]
-        )
-
-    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The tiles that a range of weights covers: number, and begin and end in the tile."""
-        n = int(np.searchsorted(self._starts, begin, "right")) - 1
-        while begin < end:
-            start, stop = int(self._starts[n]), int(self._starts[n + 1])
-            yield n, begin - start, min(end, stop) - start
-            begin, n = min(end, stop), n + 1
+            found[tile.ordinal] = LocalTile(local[0], True)
+    return found
 
 
-def _change(number: int, found: Sequence[tuple[int, NDArray[np.uint32], Bits, Bits]]) -> BlockChange | None:
-    """One change of a block from the changes of its runs, given where each run begins."""
-    some = [(positions + np.uint32(at) if at else positions, old, new) for at, positions, old, new in found]
-    some = [one for one in some if one[0].size]
-    if len(some) <= 1:
-        return BlockChange(number, *some[0]) if some else None
-    positions, old, new = (np.concatenate(column) for column in zip(*some, strict=True))
-    return BlockChange(number, positions, old, new)
-
-
-_local = threading.local()
-
-
-def _scratch(size: int, dtype: "np.dtype[np.unsignedinteger]") -> Bits:
-    """Memory of this thread, the same each time: new memory costs more than the copy into it."""
-    if not hasattr(_local, "bytes") or _local.bytes.size < size * dtype.itemsize:
-        _local.bytes = np.empty(size * dtype.itemsize, np.uint8)
-    out: Bits = _local.bytes[: size * dtype.itemsize].view(dtype)
-    return out
+def pick(place: LocalTile | GatheredTile, memory: Memory, number: int, positions: NDArray[np.uint32]) -> Bits:
+    """The weights at some positions of a block of a bundle."""
+    begin, end = place.tile.block_range(number)
+    if (
+        isinstance(place, GatheredTile)
+        and positions.size * 64 <= BLOCK
+        and len(place.places) * FEW <= place.tile.size
+        and (views := place.views(memory, 0, place.tile.size)) is not None
+    ):
+        out = np.empty(positions.size, views[0].dtype)
+        for n, some, inside in place.by_piece(positions.astype(np.int64) + begin):
+            out[some] = views[n][inside]
+        return out
+    found: Bits = kernels.active().pick(place.read(memory, begin, end), positions)
+    return found
 
 
 class LocalBundles:
-    """All local bundles of a process: the memory of its tiles, to read and, on receivers, to write."""
+    """The bundles that a rank sends, in its tensors, as they are published."""
 
-    def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
-        aliases: dict[str, list[str]] = {}
-        for alias, name in wire.ties.items():
-            aliases.setdefault(name, []).append(alias)
-        self.places: dict[int, Bundle] = {}
-        for tile in tiles:
-            local, copies = [], []
-            for piece in wire.pieces[tile.ordinal]:
-                local.append(piece.local(shards.windows[piece.tensor]))
-                copies.append(_apart(aliases.get(piece.tensor, ()), shards))
-            self.places[tile.ordinal] = Bundle(local, shards.published, copies)
-
-    def block(self, tile: Tile, number: int) -> Bits:
-        return self.places[tile.ordinal].read_range(number * BLOCK, min((number + 1) * BLOCK, tile.size))
+    def __init__(self, wire: BundlePlan, tiles: Iterable[Tile], shards: Shards) -> None:
+        self._places, self._published = places_of(wire, tiles, shards), shards.published
+        self._memory = {name: (view.flat,) for name, view in shards.published.views.items()}
+        cast = self._published.dtypes.keys()
+        self._cast = {ordinal for ordinal, place in self._places.items() if not cast.isdisjoint(place.tile.names)}
 
     def read(self, tile: Tile, begin: int, end: int) -> Bits:
-        return self.places[tile.ordinal].read_range(begin, end)
+        """The weights of a bundle from begin to end: a view where they are contiguous and not cast."""
+        place = self._places[tile.ordinal]
+        if isinstance(place, LocalTile):
+            found: Bits = self._published.read(place.tile, begin, end)
+            return found
+        if tile.ordinal not in self._cast:
+            return place.read(self._memory, begin, end)
+        return np.concatenate([self._published.read(place.local[n], a, b) for n, a, b in place.parts(begin, end)])
+
+    def block(self, tile: Tile, number: int) -> Bits:
+        return self.read(tile, *tile.block_range(number))
 
     def changes(self, tiles: Iterable[Tile], old: Weights) -> Changes:
         """The changes of these bundles since the old weights."""
         jobs = [(tile, number) for tile in tiles for number in range(tile.block_count)]
-
-        def block(job: tuple[Tile, int]) -> BlockChange | None:
-            tile, number = job
-            return self.places[tile.ordinal].changed(number, old.block(tile, number))
-
-        found = zip(jobs, spread(block, jobs), strict=True)
+        found = zip(jobs, spread(lambda job: self._change(*job, old.block(*job)), jobs), strict=True)
         return {(tile.ordinal, number): change for (tile, number), change in found if change}
 
+    def _change(self, tile: Tile, number: int, old: Bits) -> BlockChange | None:
+        """The changes of a block; large pieces are compared in place."""
+        place, runs = self._places[tile.ordinal], None
+        large = isinstance(place, GatheredTile) and len(place.places) * DIRECT <= tile.size
+        if isinstance(place, GatheredTile) and large and tile.ordinal not in self._cast:
+            runs = place.views(self._memory, *tile.block_range(number))
+        found, at = [], 0
+        for new in runs or [self.block(tile, number)]:
+            positions, before, after = kernels.active().changed(old[at : at + new.size], new)
+            if positions.size:
+                found.append((positions + np.uint32(at) if at else positions, before, after))
+            at += new.size
+        if len(found) > 1:
+            positions, before, after = (np.concatenate(column) for column in zip(*found, strict=True))
+            return BlockChange(number, positions, before, after)
+        return BlockChange(number, *found[0]) if found else None
 
-def _apart(aliases: Sequence[str], shards: Shards) -> list[Bits]:
-    """The memory of names that are tied in the run but have their own tensors in this process."""
-    return [shards.published.views[alias].flat for alias in aliases if alias in shards.published.views]
+
+def receiver_tensors(published: Any, ties: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """The tensors of a receiver, flat; and, by name, those that are tied to one in the group but not here."""
+    flats = {name: view.flat for name, view in published.views.items() if view.spec.size}
+    copies: dict[str, list[Any]] = {}
+    for alias in flats.keys() & ties.keys():
+        copies.setdefault(ties[alias], []).append(flats.pop(alias))
+    return flats, copies
 
 
 def bytes_of(tiles: Iterable[Tile]) -> int:

@@ -6,9 +6,8 @@ Messages with whole weights, or with a table of changes, are made and read on th
 checked on the host, because they are hashed; only their streams are copied.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from pulsesync.core.types import Bits, Sum, Tile
 from pulsesync.device.bundles import (
     ChangeTable,
-    ReceiverBundles,
+    MessageShapes,
     SourceBundles,
     TileSums,
     count_changed,
@@ -34,16 +33,13 @@ from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.device.tracked import DeviceHistory
 from pulsesync.format.body import Body
 from pulsesync.group import messages
-from pulsesync.group.bundles import BundlePlan
-from pulsesync.group.cost_model import SAMPLE, Method, TransferLoad
+from pulsesync.group.bundles import BundlePlan, places_of, receiver_tensors
+from pulsesync.group.cost_model import SAMPLE, Method
 from pulsesync.group.messages import CODECS, NOTHING, TRAILER, Bucket, Message, SyncTimes, Table
 from pulsesync.state.backend import Transition
 from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.sharding import Shards
-from pulsesync.state.slices import BundledTile, LocalTile, TileStorage
 from pulsesync.state.weights import WeightState
-
-ALIGNED = 8  # samples begin at multiples of this number of weights: kernels read words of eight bytes
 
 
 class _Work:
@@ -89,6 +85,10 @@ class DeviceSourceWeights:
         self.bundles = SourceBundles(wire.layout, places_of(wire, tiles, shards), shards.published, device)
         self._work = _Work(_devices(shards, device))
 
+    @property
+    def state(self) -> WeightState | None:
+        return self.bundles.base
+
     def bind(self, wire: BundlePlan, shards: Shards) -> None:
         self.bundles.bind(places_of(wire, self._tiles, shards), shards.published)
         self._work = _Work(_devices(shards, self._device))
@@ -97,23 +97,9 @@ class DeviceSourceWeights:
         """A sync begins: work on the weights comes after what the calling thread has launched."""
         self._work.begin()
 
-    def sample(self, seed: int) -> list[TransferLoad]:
-        rng = np.random.default_rng(seed)
-        places = rng.random(len(self._tiles)).tolist()
-        begins = {
-            tile.ordinal: int(at * max(tile.size - SAMPLE, 0)) // ALIGNED * ALIGNED
-            for tile, at in zip(self._tiles, places, strict=True)
-        }
+    def count_differing(self, begins: Mapping[int, int]) -> dict[int, int]:
         with self._work():
-            differ = self.bundles.sample(begins, SAMPLE)
-        return [
-            TransferLoad(
-                tile.size,
-                tile.size * tile.tensor.kind.itemsize,
-                differ[tile.ordinal] / min(SAMPLE, tile.size - begins[tile.ordinal]) * tile.size,
-            )
-            for tile in self._tiles
-        ]
+            return self.bundles.sample(begins, SAMPLE)
 
     def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
         with self._work() as stream:
@@ -192,10 +178,6 @@ class DeviceSourceWeights:
     def forget(self, made: Sequence[Bucket]) -> None:
         self.bundles.drop_copy()
 
-    def roll_back(self, back: Transition) -> None:
-        assert self.bundles.base is not None
-        self.bundles.base.commit(back)
-
 
 class DeviceReceiverWeights:
     """What a rank receives, in its live weights."""
@@ -206,16 +188,11 @@ class DeviceReceiverWeights:
         self._wire, self._layout, self._device = wire, wire.layout, device
         self._local = np.array([tile.ordinal for tile in tiles], np.int64)
         places = places_of(wire, tiles, shards)
-        self._bundles = ReceiverBundles(wire.layout, places, shards.published, wire.ties, device, sums)
+        flats, copies = receiver_tensors(shards.published, wire.ties)
+        self.backend = DeviceBackend(wire.layout, flats, copies, places=places, device=device)
+        self.state = WeightState(self.backend, sums)
+        self._shapes = MessageShapes(self.backend.piles.parts)
         self._work = _Work(self.backend.devices)
-
-    @property
-    def state(self) -> WeightState:
-        return self._bundles.state
-
-    @property
-    def backend(self) -> DeviceBackend:
-        return self._bundles.backend
 
     def begin(self) -> None:
         """A sync begins: work on the weights comes after what the calling thread has launched."""
@@ -261,7 +238,7 @@ class DeviceReceiverWeights:
             runs, moving = with_old(self.backend, runs)
         promised = TileSums(table.ordinals, sums)
         begins = _begins(table)
-        tiles = self._bundles.shapes({n: begins[n] for n in whole.tolist()}) if whole.size else ()
+        tiles = self._shapes({n: begins[n] for n in whole.tolist()}) if whole.size else ()
         for some in tiles:
             some.make_ready(self.backend.tied)  # now, while a lack of memory can still be reported to all ranks
         with clock.timed("digest"):
@@ -281,32 +258,13 @@ class DeviceReceiverWeights:
         return _write_changes(self.state, made, sums)
 
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
-        some = [(bucket.message, list(dict.fromkeys(bucket.whole.values()))) for bucket in made]
-        self._bundles.load(some, sums)
-
-    def roll_back(self, back: Transition) -> None:
-        self.state.commit(back)
-
-    def find_damaged(self, sums: Mapping[int, Sum]) -> int | None:
-        differing_tie = self.backend.find_differing_tie()
-        for ordinal, counted in self.backend.count().items():
-            if counted != sums[ordinal] or differing_tie in {piece.tensor for piece in self._wire.pieces[ordinal]}:
-                return ordinal
-        return None
-
-
-def places_of(wire: BundlePlan, tiles: Iterable[Tile], shards: Shards) -> dict[int, TileStorage]:
-    """Where bundles lie in the tensors of a rank: contiguous, or in pieces that are gathered."""
-    found: dict[int, TileStorage] = {}
-    for tile in tiles:
-        local = [piece.local(shards.windows[piece.tensor], tile.ordinal) for piece in wire.pieces[tile.ordinal]]
-        if tile.ordinal in wire.gathered:
-            found[tile.ordinal] = BundledTile(
-                replace(tile, pieces=tuple(local)), [LocalTile(piece, True) for piece in local]
-            )
-        else:
-            found[tile.ordinal] = LocalTile(local[0], True)
-    return found
+        """Write whole tiles. If this fails, the weights are between two versions."""
+        with self.state.lock:
+            with self.backend.exclusive():
+                for bucket in made:
+                    for tiles in dict.fromkeys(bucket.whole.values()):
+                        tiles.scatter(bucket.message, self.backend.tied)
+            self.state.sums = {**self.state.sums, **sums}
 
 
 def _devices(shards: Shards, device: torch.device) -> list[torch.device]:

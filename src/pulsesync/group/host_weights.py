@@ -15,14 +15,14 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.weights import Changes, Weights, by_block
 from pulsesync.group import bundles, messages
-from pulsesync.group.bundles import Bundle, BundlePlan, LocalBundles
-from pulsesync.group.cost_model import SAMPLE, Method, TransferLoad
+from pulsesync.group.bundles import BundlePlan, LocalBundles
+from pulsesync.group.cost_model import SAMPLE, Method
 from pulsesync.group.messages import CODECS, NOTHING, TRAILER, WHOLE, Bucket, SyncTimes, Table
 from pulsesync.state.backend import Transition
 from pulsesync.state.host import HostBackend
 from pulsesync.state.patches import PatchTransaction
 from pulsesync.state.sharding import Shards
-from pulsesync.state.slices import LocalTile, TileStorage
+from pulsesync.state.slices import LocalTile
 from pulsesync.state.weights import WeightState
 
 
@@ -57,7 +57,9 @@ class HostSourceWeights:
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
         self._wire, self._tiles, self.spare = wire, tiles, SpareBuffers()
-        self.backend = _backend(wire, {tile.ordinal: LocalTile(tile, True) for tile in tiles})
+        nowhere: Bits = np.empty(0, np.uint8)  # until the first sync: see `write_whole`
+        flats = {spec.name: nowhere for spec in wire.layout.tensors}
+        self.backend = HostBackend(wire.layout, flats, places={t.ordinal: LocalTile(t, True) for t in tiles})
         self.state = WeightState(self.backend, {})
         self.messages: list[tuple[Bits, set[int]]] = []  # whose memory contains the copy, and which tiles of it
         self.bind(wire, shards)
@@ -69,17 +71,15 @@ class HostSourceWeights:
     def begin(self) -> None:
         """A sync begins: weights in host memory need no synchronization."""
 
-    def sample(self, seed: int) -> list[TransferLoad]:
-        """Estimate how much of each bundle has changed, from some of its weights."""
-        rng = np.random.default_rng(seed)
-        loads = []
-        for tile, at in zip(self._tiles, rng.random(len(self._tiles)), strict=True):
-            begin = int(at * max(tile.size - SAMPLE, 0))
-            end = min(begin + SAMPLE, tile.size)
-            old = self.state.flats[tile.tensor.name][begin:end]
-            differ = np.count_nonzero(old != self.live.read(tile, begin, end))
-            loads.append(TransferLoad(tile.size, bundles.bytes_of([tile]), differ / (end - begin) * tile.size))
-        return loads
+    def count_differing(self, begins: Mapping[int, int]) -> dict[int, int]:
+        """How many weights of a sample of each bundle differ from the copy, given where the samples begin."""
+        counted = {}
+        for tile in self._tiles:
+            begin = begins[tile.ordinal]
+            new = self.live.read(tile, begin, min(begin + SAMPLE, tile.size))
+            old = self.state.flats[tile.tensor.name][begin : begin + new.size]
+            counted[tile.ordinal] = int(np.count_nonzero(old != new))
+        return counted
 
     def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
         """Encode the changes of these tiles since the copy; None if nothing changed."""
@@ -172,10 +172,6 @@ class HostSourceWeights:
         self.messages = []
         self.spare.replace(bucket.message for bucket in made)
 
-    def roll_back(self, back: Transition) -> None:
-        """Return the copy to what it was before `write_changes`."""
-        self.state.commit(back)
-
 
 class HostReceiverWeights:
     """What a rank receives, in its live weights.
@@ -189,8 +185,9 @@ class HostReceiverWeights:
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards, sums: Mapping[int, Sum]) -> None:
         self._wire, self.layout, self.spare = wire, wire.layout, SpareBuffers()
-        self.live = LocalBundles(wire, tiles, shards)
-        self.backend = _backend(wire, self.live.places)
+        self._places = bundles.places_of(wire, tiles, shards)
+        flats, copies = bundles.receiver_tensors(shards.published, wire.ties)
+        self.backend = HostBackend(wire.layout, flats, copies, places=self._places)
         self.state = WeightState(self.backend, sums)
 
     def begin(self) -> None:
@@ -228,12 +225,12 @@ class HostReceiverWeights:
         changes: dict[tuple[int, int], BlockChange] = {}
         with clock.timed("undo"):  # the undo log needs the old weights
             for (tile, places, bits), changed in zip(_bodies(message, table, self.layout), counts, strict=True):
-                if tile.ordinal not in self.live.places:
+                if tile.ordinal not in self._places:
                     continue
                 if changed == WHOLE:
                     whole[tile.ordinal] = bits
                 else:
-                    changes |= _changes(tile, places, bits, self.live.places[tile.ordinal])
+                    changes |= self._changes(tile, places, bits)
         with clock.timed("digest"):
             digest_changes = self.backend.count_digest_changes(changes)
             PatchTransaction(self.state).check_digest_changes(digest_changes, in_index, before)
@@ -257,32 +254,21 @@ class HostReceiverWeights:
             self.state.begin_at({**self.state.sums, **sums})
         self.spare.replace(bucket.message for bucket in made)
 
-    def roll_back(self, back: Transition) -> None:
-        """Return the weights to what they were before `write_changes`."""
-        self.state.commit(back)
-
-    def find_damaged(self, sums: Mapping[int, Sum]) -> int | None:
-        """Recount the weights; return a bundle that does not have its digest, or whose tied tensors differ."""
-        for ordinal, counted in self.backend.count().items():
-            if counted != sums[ordinal] or self.live.places[ordinal].untied():
-                return ordinal
-        return None
-
-
-def _changes(tile: Tile, places: Bits, values: Bits, bundle: Bundle) -> dict[tuple[int, int], BlockChange]:
-    if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
-        raise FormatError(
-            "a table has changes beyond the end of their tile, or not in ascending order", tensor=tile.tensor.name
-        )
-    borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)
-    changes = {}
-    for number in range(tile.block_count):
-        here = slice(borders[number], borders[number + 1])
-        if here.start < here.stop:
-            positions = places[here] - np.uint32(number * BLOCK)
-            old = bundle.pick(number, positions)
-            changes[tile.ordinal, number] = BlockChange(number, positions, old, values[here])
-    return changes
+    def _changes(self, tile: Tile, places: Bits, values: Bits) -> Changes:
+        """The changes of a tile in a table, with the weights that they replace."""
+        if places.size and (int(places[-1]) >= tile.size or not (places[1:] > places[:-1]).all()):
+            raise FormatError(
+                "a table has changes beyond the end of their tile, or not in ascending order", tensor=tile.tensor.name
+            )
+        borders = np.searchsorted(places, np.arange(0, tile.block_count + 1) * BLOCK)
+        changes = {}
+        for number in range(tile.block_count):
+            here = slice(borders[number], borders[number + 1])
+            if here.start < here.stop:
+                positions = places[here] - np.uint32(number * BLOCK)
+                old = bundles.pick(self._places[tile.ordinal], self.backend.memory, number, positions)
+                changes[tile.ordinal, number] = BlockChange(number, positions, old, values[here])
+        return changes
 
 
 def _write_head(message: Bits, table: Table, sums: Mapping[int, Sum]) -> None:
@@ -313,9 +299,3 @@ def _write_changes(state: WeightState, made: Sequence[Bucket], sums: Mapping[int
     changes = {key: change for bucket in made for key, change in bucket.changes.items()}
     local = {ordinal: sums[ordinal] for ordinal in state.places}
     return state.commit(Transition(changes, local, History(), sum(bucket.changed for bucket in made)))
-
-
-def _backend(wire: BundlePlan, places: Mapping[int, TileStorage]) -> HostBackend:
-    """The memory of bundles, whose weights are found through the places, or are adopted later."""
-    nowhere: Bits = np.empty(0, np.uint8)
-    return HostBackend(wire.layout, {spec.name: nowhere for spec in wire.layout.tensors}, places=places)

@@ -18,10 +18,10 @@ from pulsesync import device as devices
 from pulsesync.core.threads import finish
 from pulsesync.core.types import Sum, Tile
 from pulsesync.errors import StateError, VerificationError
-from pulsesync.group import messages
+from pulsesync.group import bundles, messages
 from pulsesync.group.bundles import BundlePlan
 from pulsesync.group.calibrate import calibrate_gpu, calibrate_host
-from pulsesync.group.cost_model import METHODS, CostModel, Method, TransferLoad
+from pulsesync.group.cost_model import METHODS, SAMPLE, CostModel, Method, TransferLoad
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.messages import Bucket, Message, SyncTimes
 from pulsesync.state.attach import check_apart
@@ -29,10 +29,12 @@ from pulsesync.state.backend import StateBackend, Transition
 from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Placed, Shards, local_tensors, shards_of
 from pulsesync.state.views import NOT_WRITABLE
+from pulsesync.state.weights import WeightState
 
 if TYPE_CHECKING:
     import torch
 
+ALIGNED = 8  # samples begin at multiples of this number of weights: kernels read words of eight bytes
 # Smaller ones overlap better in theory, but where ends share cores, each costs a wake-up or two.
 BUCKET_WEIGHTS = 1 << 24
 # On a GPU a bucket costs about ten launches and some waits for the host. Whole weights occupy memory until they are
@@ -106,6 +108,10 @@ def _address(value: Any) -> tuple[Any, ...]:
 class EndWeights(Protocol):
     """The weights of an end, in host memory (`host_weights`) or on a GPU (`device_weights`)."""
 
+    @property
+    def state(self) -> WeightState | None:
+        """The weights that are received, or the copy of what was sent, if there is one."""
+
     def begin(self) -> None:
         """A sync begins: its work on the weights comes after that of the calling thread."""
 
@@ -115,9 +121,6 @@ class EndWeights(Protocol):
     def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
         """Write the whole tiles in buckets, and keep memory for the next sync."""
 
-    def roll_back(self, back: Transition) -> None:
-        """Undo `write_changes`."""
-
 
 class SourceWeights(EndWeights, Protocol):
     """What a rank sends, and its copy of what it last sent."""
@@ -125,8 +128,8 @@ class SourceWeights(EndWeights, Protocol):
     def bind(self, wire: BundlePlan, shards: Shards) -> None:
         """Read the weights from these shards from now on; the copy stays."""
 
-    def sample(self, seed: int) -> list[TransferLoad]:
-        """Estimate how much of each bundle has changed, from some of its weights."""
+    def count_differing(self, begins: Mapping[int, int]) -> Mapping[int, int]:
+        """How many weights of a sample of each bundle differ from the copy, given where the samples begin."""
 
     def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
         """Encode the changes of tiles since the copy, or all their weights; None if nothing changed."""
@@ -144,6 +147,9 @@ class SourceWeights(EndWeights, Protocol):
 class ReceiverWeights(EndWeights, Protocol):
     """What a rank receives, in its live weights."""
 
+    @property
+    def state(self) -> WeightState: ...
+
     def room(self, size: int, carrier: Any) -> Message:
         """Memory for a message of this size, which travels from a device."""
 
@@ -154,9 +160,6 @@ class ReceiverWeights(EndWeights, Protocol):
             FormatError: or a subclass, for bad bytes; VerificationError: its tiles would not have the digests that it
             states.
         """
-
-    def find_damaged(self, sums: Mapping[int, Sum]) -> int | None:
-        """Recount the weights; return a bundle that does not have its digest, or of which tied tensors differ."""
 
 
 class GroupEnd(ABC):
@@ -198,7 +201,8 @@ class GroupEnd(ABC):
             point, back = self.before
 
             def roll_back() -> None:
-                self.weights.roll_back(back)
+                assert self.weights.state is not None  # the transition was made from it
+                self.weights.state.commit(back)
                 self.at, self.before = point, None
 
             finish(roll_back)
@@ -272,13 +276,26 @@ class SourceEnd(GroupEnd):
             self.weights.make_room()
         if self.at is None:
             return self._jobs("dense", self.tiles), "full" if self._keeps else "dense"
-        chosen = costs.choose(self.weights.sample(self.at.version)) if method == "auto" else [method] * len(self.tiles)
+        chosen = costs.choose(self.sample(self.at.version)) if method == "auto" else [method] * len(self.tiles)
         jobs: list[Job] = []
         for one in METHODS:
             tiles = [tile for tile, its in zip(self.tiles, chosen, strict=True) if its == one]
             jobs += self._jobs(one, tiles)
         used = {one for one, _ in jobs}
         return jobs, "mixed" if len(used) > 1 else next(iter(used), "coded")
+
+    def sample(self, seed: int) -> list[TransferLoad]:
+        """Estimate how much of each bundle has changed, from some of its weights."""
+        places = np.random.default_rng(seed).random(len(self.tiles)).tolist()
+        most = [max(tile.size - SAMPLE, 0) for tile in self.tiles]
+        begins = [int(at * last) // ALIGNED * ALIGNED for at, last in zip(places, most, strict=True)]
+        differ = self.weights.count_differing({t.ordinal: at for t, at in zip(self.tiles, begins, strict=True)})
+        return [
+            TransferLoad(
+                tile.size, bundles.bytes_of([tile]), differ[tile.ordinal] / min(SAMPLE, tile.size - at) * tile.size
+            )
+            for tile, at in zip(self.tiles, begins, strict=True)
+        ]
 
     def _jobs(self, method: Method, tiles: Sequence[Tile]) -> list[Job]:
         return [(method, some) for some in messages.cut(self.wire, tiles, self._most(method))]
@@ -325,8 +342,7 @@ class ReceiverEnd(GroupEnd):
         Raises:
             VerificationError: they are not.
         """
-        ordinal = self.weights.find_damaged(point.sums)
-        if ordinal is None:
+        if (ordinal := self._find_damaged(point)) is None:
             return
         self.at = self.before = None
         names = sorted({piece.tensor for piece in self.wire.pieces[ordinal]})
@@ -336,6 +352,14 @@ class ReceiverEnd(GroupEnd):
             "gets all weights again",
             tensor=names[0],
         )
+
+    def _find_damaged(self, point: RankVersion) -> int | None:
+        """Recount the weights; return a bundle that does not have its digest, or of which tied tensors differ."""
+        differing_tie = self.weights.state.backend.find_differing_tie()
+        for ordinal, counted in self.weights.state.backend.count().items():
+            if counted != point.sums[ordinal] or differing_tie in {p.tensor for p in self.wire.pieces[ordinal]}:
+                return ordinal
+        return None
 
 
 def _on_device() -> Any:

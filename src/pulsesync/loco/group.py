@@ -10,15 +10,13 @@ collective to the end, and all trainers get the error together: none is left wai
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-import numpy as np
-
 from pulsesync.errors import ChainError, FormatError, GroupError, RoundError, StateError, VerificationError
+from pulsesync.group.agreement import describe_fault, exchange_notes
 from pulsesync.group.collective import Collective
 from pulsesync.loco.exchange import EncodedUpdate
 from pulsesync.loco.gate import SentUpdate, SparseVector
@@ -207,20 +205,14 @@ class GroupExchange:
 
     def _exchange_notes(self, note: dict[str, Any]) -> list[dict[str, Any]]:
         """Send a short note to all trainers; return the notes of all."""
-        data = json.dumps(note).encode().ljust(NOTE_BYTES)
-        assert len(data) == NOTE_BYTES
         try:
-            rows = self._team.gather_rows(np.frombuffer(data, np.uint8))
-            notes = [json.loads(row.tobytes()) for row in rows]
-            if any(not isinstance(one, dict) or one.keys() != note.keys() for one in notes):
-                raise ValueError("a rank sent a malformed message")
+            return exchange_notes(self._team, note, NOTE_BYTES)
         except GroupError as e:
             raise RoundError(f"the exchange between the trainers failed: {e}") from e
-        except ValueError as e:
+        except FormatError as e:
             raise RoundError(
                 f"the trainers are out of step: {e}; all must take the same steps and use the group for nothing else"
             ) from e
-        return notes
 
 
 @contextmanager
@@ -246,8 +238,7 @@ def _read(
 
 
 def _short(fault: str) -> str:
-    """An error, cut to the size of a note, in characters that JSON does not escape."""
-    return "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else "?" for c in fault)[:100]
+    return describe_fault(fault, 100)
 
 
 def _most(size: int) -> int:

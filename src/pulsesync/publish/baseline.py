@@ -188,7 +188,7 @@ def _copy_tiles(
 
     def copy(job: tuple[Tile, int]) -> None:
         tile, number = job
-        places[tile.ordinal].write_block(memory, number, source.block(tile, number))
+        places[tile.ordinal].write_range(memory, tile.block_range(number)[0], source.block(tile, number))
 
     spread(copy, [(tile, number) for tile in share.tiles for number in range(tile.block_count)])
 

@@ -4,7 +4,7 @@ From the reports of all ranks, `VersionTables` computes the digests of a record;
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from pulsesync.core import digest
 from pulsesync.core.types import Sum
-from pulsesync.errors import FormatError, StateError
+from pulsesync.errors import StateError
 from pulsesync.format.history import TileHistorySummary, digest_of
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import PartRef
@@ -83,27 +83,19 @@ class RankReport:
         return json.dumps(head).encode() + b"\n" + sums.tobytes() + remembered.tobytes()
 
     @classmethod
-    def from_ranks(cls, messages: Sequence[bytes]) -> Iterator["RankReport"]:
-        """Yield the reports of all ranks, from their messages in the order of the ranks. Raises: FormatError."""
-        return (cls.from_bytes(data, rank) for rank, data in enumerate(messages))
-
-    @classmethod
-    def from_bytes(cls, data: bytes, rank: int) -> "RankReport":
-        """Read what `to_bytes` wrote. Raises: FormatError, if it is malformed."""
-        try:
-            head = json.loads(data[: (at := data.index(b"\n") + 1)])
-            some, known = head["tiles"]
-            sums = np.ndarray((some,), _SUM, data, at)
-            remembered = np.ndarray((known,), _REMEMBERED, data, at + sums.nbytes)
-            return cls(
-                read_parts(head["parts"]),
-                int(head["changed"]),
-                {n: Sum(*total) for n, *total in sums.tolist()},
-                {n: TileHistorySummary(cut, size, Sum(*total)) for n, cut, size, *total in remembered.tolist()},
-                bool(head["failed"]),
-            )
-        except (ValueError, KeyError, TypeError) as e:
-            raise FormatError(f"malformed message from rank {rank}: {e}") from e
+    def from_bytes(cls, data: bytes) -> "RankReport":
+        """Read what `to_bytes` wrote; `read_each` has the errors that bad bytes raise."""
+        head = json.loads(data[: (at := data.index(b"\n") + 1)])
+        some, known = head["tiles"]
+        sums = np.ndarray((some,), _SUM, data, at)
+        remembered = np.ndarray((known,), _REMEMBERED, data, at + sums.nbytes)
+        return cls(
+            read_parts(head["parts"]),
+            int(head["changed"]),
+            {n: Sum(*total) for n, *total in sums.tolist()},
+            {n: TileHistorySummary(cut, size, Sum(*total)) for n, cut, size, *total in remembered.tolist()},
+            bool(head["failed"]),
+        )
 
 
 @dataclass(frozen=True)

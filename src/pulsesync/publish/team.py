@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pulsesync import errors
-from pulsesync.errors import FormatError, GroupError, PulseError, StoreError
+from pulsesync.errors import GroupError, PulseError, StoreError
 from pulsesync.format.manifest import PartRef
+from pulsesync.group.agreement import read_each
 from pulsesync.group.collective import Team
 from pulsesync.publish.costs import CodecChoice
 from pulsesync.publish.ownership import RankReport, read_parts, write_parts
@@ -95,7 +96,7 @@ class TeamRounds:
             return value, report.to_bytes()
 
         value, sent = self.run_on_all(write)
-        return value, list(RankReport.from_ranks(sent))
+        return value, read_each(sent, RankReport.from_bytes)
 
     def run_on_coordinator(self, work: "Callable[[], CoordinatorMessage]") -> "CoordinatorMessage":
         """Let the coordinator do some work, and return its message."""
@@ -157,16 +158,14 @@ class RankStatus:
     @classmethod
     def from_ranks(cls, messages: Sequence[bytes]) -> "list[RankStatus]":
         """Read what `to_bytes` wrote on each rank. Raises: FormatError, if a message is malformed."""
-        out = []
-        for rank, data in enumerate(messages):
-            try:
-                call, calls, version, unsure, awaited, waits, unread, busy, share, target, choice = json.loads(data)
-                found = AnchorShare(share[0], read_parts(share[1])) if share else None
-                facts = (call, calls, version, unsure, awaited, waits, unread, busy)
-                out.append(cls(*facts, found, target, CodecChoice(*choice)))
-            except (ValueError, TypeError, IndexError) as e:
-                raise FormatError(f"malformed message from rank {rank}: {e}") from e
-        return out
+        return read_each(messages, cls._from_bytes)
+
+    @classmethod
+    def _from_bytes(cls, data: bytes) -> "RankStatus":
+        *facts, share, target, choice = json.loads(data)
+        found = AnchorShare(share[0], read_parts(share[1])) if share else None
+        call, calls, version, unsure, awaited, waits, unread, busy = facts
+        return cls(call, calls, version, unsure, awaited, waits, unread, busy, found, target, CodecChoice(*choice))
 
 
 def _fault_to(error: BaseException) -> bytes:

@@ -20,7 +20,7 @@ from pulsesync.format.predict import PREDICTING
 from pulsesync.format.replay import Keep, replay
 from pulsesync.format.weights import Changes, compose, inverse
 from pulsesync.state.backend import BlockSums, StateBackend, VersionChanges
-from pulsesync.state.slices import BundledTile, LocalTile, Memory, TileStorage, WidenedTile
+from pulsesync.state.slices import GatheredTile, LocalTile, Memory, TileStorage, WidenedTile
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import view_bits, zeros
 
@@ -61,7 +61,7 @@ class HostBackend(StateBackend):
         return {name: (flat, *self.copies.get(name, ())) for name, flat in self.flats.items()}
 
     def block(self, tile: Tile, number: int) -> Bits:
-        return self.places[tile.ordinal].read(self.memory, number)
+        return self.places[tile.ordinal].read(self.memory, *tile.block_range(number))
 
     def amended_block(self, tile: Tile, number: int, changes: Changes) -> Bits:
         bits = self.block(tile, number).copy()
@@ -130,7 +130,7 @@ class HostBackend(StateBackend):
         self.places[ordinal].write(self.memory, change)
 
     def write_block(self, tile: Tile, number: int, bits: Bits) -> None:
-        self.places[tile.ordinal].write_block(self.memory, number, bits)
+        self.places[tile.ordinal].write_range(self.memory, number * BLOCK, bits)
 
     # Anchors
 
@@ -147,7 +147,8 @@ class HostBackend(StateBackend):
         tile, number, place = block.tile, block.number, self.places[block.tile.ordinal]
         others = self.memory[tile.tensor.name][1:] if tile.tensor.name in self.memory else ()
         in_place = isinstance(place, LocalTile) and place.whole and place.tile.contiguous and not others
-        bits = block.decode(place.read(self.memory, number) if in_place else _scratch(tile, block.size))
+        here = place.read(self.memory, *tile.block_range(number)) if in_place else _scratch(tile, block.size)
+        bits = block.decode(here)
         if not in_place:
             self.write_block(tile, number, bits)
         return bits
@@ -160,7 +161,7 @@ class HostBackend(StateBackend):
         bits = block.decode(_scratch(block.tile, block.size) if room is None else room)
         place = self.places[block.tile.ordinal]
         found = _sums_of(block, place, bits)
-        if staged is not None and not place.has(self.memory, block.number, bits):
+        if staged is not None and not place.has(self.memory, block.number * BLOCK, bits):
             staged.add(block, bits, found.all)
         return found
 
@@ -175,8 +176,10 @@ def _count_tile(tile: Tile, place: TileStorage, memory: Memory) -> Sum:
     if not tile.pieces and place.tile == tile and isinstance(place, LocalTile):
         return digest.count_tile(tile, memory[tile.tensor.name][0])
     numbers = range(tile.block_count)
-    total = digest.sum_up(spread(lambda n: digest.count_block(tile, n, place.read(memory, n)), numbers))
-    if isinstance(place, WidenedTile | BundledTile) and not all(spread(lambda n: place.exact(memory, n), numbers)):
+    total = digest.sum_up(
+        spread(lambda n: digest.count_block(tile, n, place.read(memory, *tile.block_range(n))), numbers)
+    )
+    if isinstance(place, WidenedTile | GatheredTile) and not all(spread(lambda n: place.exact(memory, n), numbers)):
         return total + Sum(1, 1)  # the run's dtype has no such numbers: this differs from every published state
     return total
 

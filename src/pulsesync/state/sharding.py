@@ -26,7 +26,7 @@ from pulsesync.errors import FormatError, StateError
 from pulsesync.format import layout as layouts
 from pulsesync.format.json_reader import load_json
 from pulsesync.format.layout import Grid, Layout
-from pulsesync.state.slices import BundledTile, Slice, Slices, Span, TileStorage, Window, place_tile
+from pulsesync.state.slices import GatheredTile, Slice, Slices, Span, TileStorage, Window, place_tile
 from pulsesync.state.views import HostSource, SourceMarks, named, read_published
 
 Read = Callable[[Mapping[str, Any], Mapping[str, str]], tuple[Any, Mapping[str, str]]]
@@ -119,9 +119,8 @@ class ShardWeights:
 
     def block(self, tile: Tile, number: int) -> Bits:
         place = self.places[tile.ordinal]
-        if isinstance(place, BundledTile):
+        if isinstance(place, GatheredTile):
             return self.published.bundle(place.local, place.whole_tensors)
-        assert place.tile is not None
         return self.published.block(place.tile, number)
 
 

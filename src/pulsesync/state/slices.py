@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from pulsesync.errors import StateError
 from pulsesync.format.layout import Layout
 
 FIRST = 1 << 9  # weights of a block that are compared before all of them are
+MANY = 1 << 6  # pieces from which on a kernel gathers them: for fewer, calling it takes longer than doing without it
 Span = tuple[int, int]
 
 
@@ -66,7 +67,7 @@ def place_tile(tile: Tile, local: "Mapping[str, Window]", wide: Collection[str] 
         found.append(WidenedTile(place) if place and name in wide else place)
     if not any(found):
         return None
-    return BundledTile(tile, found) if tile.pieces else found[0]
+    return GatheredTile(tile, found) if tile.pieces else found[0]
 
 
 def find_places(layout: Layout, slices: Slices, wide: Collection[str] = ()) -> "dict[int, TileStorage]":
@@ -142,8 +143,8 @@ class TileStorage(Protocol):
     """Where a tile lies in a process."""
 
     @property
-    def tile(self) -> Tile | None:
-        """The tile in the coordinates of the local tensors; None if it is not in one tensor."""
+    def tile(self) -> Tile:
+        """The tile in the coordinates of the local tensors; of a tile with pieces, these are `GatheredTile.local`."""
         ...
 
     @property
@@ -156,13 +157,22 @@ class TileStorage(Protocol):
         """Whether weights that are coded together are partly local, which rules out coding against old weights."""
         ...
 
-    def read(self, memory: Memory, number: int) -> Bits: ...
-    def keep(self, change: BlockChange) -> BlockChange | None: ...
-    def write(self, memory: Memory, change: BlockChange) -> None: ...
-    def write_block(self, memory: Memory, number: int, bits: Bits) -> None: ...
+    def read(self, memory: Memory, begin: int, end: int) -> Bits:
+        """The weights of the tile from begin to end; those that are not local read as zero."""
+        ...
 
-    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
-        """Whether `write_block` would change nothing; may also return False if a comparison would take long."""
+    def keep(self, change: BlockChange) -> BlockChange | None:
+        """The part of a change that is in local weights."""
+        ...
+
+    def write(self, memory: Memory, change: BlockChange) -> None: ...
+
+    def write_range(self, memory: Memory, begin: int, bits: Bits) -> None:
+        """Write weights of the tile, from the one numbered begin on, as far as they are local."""
+        ...
+
+    def has(self, memory: Memory, begin: int, bits: Bits) -> bool:
+        """Whether `write_range` would change nothing; may also return False if a comparison would take long."""
         ...
 
 
@@ -180,41 +190,39 @@ class LocalTile:
     def splits_coding_group(self) -> bool:
         return not self.whole
 
-    def read(self, memory: Memory, number: int) -> Bits:
-        """The weights of one of the tile's blocks; weights that are not local read as zero."""
+    def read(self, memory: Memory, begin: int, end: int) -> Bits:
         flat = memory[self.tile.tensor.name][0]
         if self.whole:
-            return self.tile.read_block(flat, number)
-        begin = number * BLOCK
-        positions = np.arange(min(BLOCK, self.tile.size - begin)) + begin
+            return self.tile.read(flat, begin, end)
+        positions = np.arange(begin, end)
         local = self.is_local(positions)
         out = np.zeros(positions.size, flat.dtype)
         out[local] = flat[self.tile.flat_indices(positions[local])]
         return out
 
     def keep(self, change: BlockChange) -> BlockChange | None:
-        """The part of a change that is in local weights."""
         return change if self.whole else kept_of(change, self.is_local(change.tile_positions()))
 
-    def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
-        """Write a whole block of the tile, as far as it is local."""
-        if self.whole:
-            for flat in memory[self.tile.tensor.name]:
-                self.tile.write_block(flat, number, bits)
-        elif kept := self.keep(BlockChange.from_zeros(number, bits)):
-            self.write(memory, kept)
+    def write_range(self, memory: Memory, begin: int, bits: Bits) -> None:
+        for flat in memory[self.tile.tensor.name]:
+            if self.whole:
+                self.tile.write(flat, begin, bits)
+                continue
+            positions = np.arange(begin, begin + bits.size)
+            local = self.is_local(positions)
+            flat[self.tile.flat_indices(positions[local])] = bits[local]
 
-    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
+    def has(self, memory: Memory, begin: int, bits: Bits) -> bool:
         flats = memory[self.tile.tensor.name]
-        return self.whole and all(_same(self.tile.read_block(flat, number), bits) for flat in flats)
+        return self.whole and all(_same(self.tile.read(flat, begin, begin + bits.size), bits) for flat in flats)
 
     def write(self, memory: Memory, change: BlockChange) -> None:
         for flat in memory[self.tile.tensor.name]:
             if not self.tile.contiguous or not self.whole:
                 flat[self.tile.flat_indices(change.tile_positions())] = change.new
             else:
-                begin = self.tile.start + change.number * BLOCK
-                kernels.active().scatter(flat[begin : begin + BLOCK], change.positions, change.new)
+                begin, end = self.tile.start + change.number * BLOCK, self.tile.start + self.tile.size
+                kernels.active().scatter(flat[begin:end], change.positions, change.new)
 
     def is_local(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which positions of the tile are local."""
@@ -261,12 +269,12 @@ class WidenedTile:
     def splits_coding_group(self) -> bool:
         return self.place.splits_coding_group
 
-    def read(self, memory: Memory, number: int) -> Bits:
-        return np.ascontiguousarray(self._halves(memory, number)[1::2])
+    def read(self, memory: Memory, begin: int, end: int) -> Bits:
+        return np.ascontiguousarray(self._halves(memory, begin, end)[1::2])
 
     def exact(self, memory: Memory, number: int) -> bool:
         """Whether all numbers of a block can be represented in BF16."""
-        return not self._halves(memory, number)[::2].any()
+        return not self._halves(memory, *self.place.tile.block_range(number))[::2].any()
 
     def keep(self, change: BlockChange) -> BlockChange | None:
         return self.place.keep(change)
@@ -277,32 +285,34 @@ class WidenedTile:
     def write(self, memory: Memory, change: BlockChange) -> None:
         self.place.write(memory, replace(change, new=_widen(change.new)))
 
-    def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
-        self.place.write_block(memory, number, _widen(bits))
+    def write_range(self, memory: Memory, begin: int, bits: Bits) -> None:
+        self.place.write_range(memory, begin, _widen(bits))
 
-    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
-        return self.place.has(memory, number, _widen(bits))
+    def has(self, memory: Memory, begin: int, bits: Bits) -> bool:
+        return self.place.has(memory, begin, _widen(bits))
 
-    def _halves(self, memory: Memory, number: int) -> Bits:
+    def _halves(self, memory: Memory, begin: int, end: int) -> Bits:
         """The lower half of each number and then its upper half, as they are in memory."""
-        return self.place.read(memory, number).view("<u2")
+        return self.place.read(memory, begin, end).view("<u2")
 
 
 def _widen(bits: Bits) -> Bits:
     return bits.astype(np.uint32) << np.uint32(16)
 
 
-class BundledTile:
-    """A bundle whose pieces lie in tensors of the process: gathered to be read, scattered to be written.
+class GatheredTile:
+    """A tile whose pieces lie in several places of the process: gathered to be read, scattered to be written.
+
+    A bundle of a run, or of the tensors that ranks of a group send each other.
 
     Args:
-        tile: The bundle.
-        places: Where its pieces lie; None for those of which nothing is local.
+        tile: The tile, with its pieces.
+        places: Where these lie; None for those of which nothing is local.
     """
 
     def __init__(self, tile: Tile, places: Sequence[LocalTile | WidenedTile | None]) -> None:
         self.places = places
-        self._found: tuple[Memory, NDArray[np.uint64] | None] | None = None
+        self._found: tuple[Memory, _PieceViews | None] | None = None
         self.starts: NDArray[np.int64] = np.cumsum([0, *(piece.size for piece in tile.pieces)])
         self.whole = all(place is not None and place.whole for place in places)
         kept = None if self.whole else tuple(np.flatnonzero(self._whole_groups(tile)).tolist())
@@ -335,44 +345,58 @@ class BundledTile:
             return None
         return [tile.tensor.name for tile in self.local]
 
-    def read(self, memory: Memory, number: int) -> Bits:
-        """The weights of the bundle; those that are not local read as zero."""
-        kind = self.tile.tensor.kind.bits
-        if (addresses := self._addresses(memory)) is not None:
-            out: Bits = np.empty(self.tile.size, kind)
-            kernels.active().gather_runs(addresses, self.starts, out)
-            return out
-        if self._runs is not None:
-            return np.concatenate([memory[name][0][run] for name, run in self._runs])
-        sizes = np.diff(self.starts).tolist()
-        runs = (
-            place.read(memory, 0) if place else np.zeros(n, kind) for place, n in zip(self.places, sizes, strict=True)
-        )
-        return np.concatenate(list(runs))
+    def views(self, memory: Memory, begin: int, end: int) -> list[Bits] | None:
+        """The weights from begin to end, piece by piece, as views.
 
-    @cached_property
-    def _runs(self) -> list[tuple[str, slice]] | None:
-        """The tensor of each piece and its range there, if each piece is contiguous and not widened."""
-        plain = all(isinstance(place, LocalTile) and place.whole for place in self.places)
-        if not plain or not all(tile.contiguous for tile in self.local):
-            return None
-        return [(tile.tensor.name, slice(tile.start, tile.start + tile.size)) for tile in self.local]
-
-    def _addresses(self, memory: Memory) -> NDArray[np.uint64] | None:
-        """The addresses of the pieces, if each is contiguous, not widened, and in one tensor.
-
-        None: read and write views.
-
-        Slicing every tensor takes longer than copying its weights. The addresses are stored with the memory that they
-        point into, which stays alive with them. Weights of other sizes would need their own kernels.
+        None: a piece is not contiguous, partly local or widened, or its tensor has more than one memory.
         """
-        if self._runs is None or self.tile.tensor.kind.itemsize != 2:
+        if (found := self._locate(memory)) is None:
             return None
+        first, last = self._pieces_in(begin, end)
+        some = found.views[first:last]
+        some[-1] = some[-1][: end - int(self.starts[last - 1])]
+        some[0] = some[0][begin - int(self.starts[first]) :]
+        return some
+
+    def _pieces_in(self, begin: int, end: int) -> tuple[int, int]:
+        """The first piece with weights from begin to end, and the one after the last."""
+        return int(np.searchsorted(self.starts, begin, "right")) - 1, int(np.searchsorted(self.starts, end))
+
+    def _locate(self, memory: Memory) -> "_PieceViews | None":
+        """Where the pieces are, unless they need more than a view: see `views`.
+
+        Slicing every tensor takes longer than copying its weights. So the views are stored with the memory that they
+        point into, which stays alive with them.
+        """
         if self._found is None or self._found[0] is not memory:
-            alone = all(len(memory[name]) == 1 for name, _ in self._runs)
-            begins = [memory[name][0].ctypes.data + 2 * run.start for name, run in self._runs] if alone else None
-            self._found = memory, None if begins is None else np.array(begins, np.uint64)
+            plain = all(isinstance(place, LocalTile) and place.whole for place in self.places)
+            alone = plain and all(tile.contiguous and len(memory[tile.tensor.name]) == 1 for tile in self.local)
+            views = [memory[tile.tensor.name][0][tile.start : tile.start + tile.size] for tile in self.local if alone]
+            self._found = memory, _PieceViews.of(views) if alone else None
         return self._found[1]
+
+    def read(self, memory: Memory, begin: int, end: int) -> Bits:
+        """The weights from begin to end; those that are not local read as zero."""
+        kind = self.tile.tensor.kind.bits
+        if (found := self._locate(memory)) is None:
+            parts = ((self.places[n], a, b) for n, a, b in self.parts(begin, end))
+            return np.concatenate(
+                [place.read(memory, a, b) if place else np.zeros(b - a, kind) for place, a, b in parts]
+            )
+        first, last = self._pieces_in(begin, end)
+        if found.addresses is None or last - first < MANY:
+            return np.concatenate(self.views(memory, begin, end) or [])
+        starts, addresses = self.starts[first : last + 1] - begin, found.addresses[first:last].copy()
+        addresses[0] += 2 * (begin - int(self.starts[first]))
+        out: Bits = np.empty(end - begin, kind)
+        kernels.active().gather_runs(addresses, np.clip(starts, 0, out.size), out)
+        return out
+
+    def parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """The pieces with weights from begin to end: number, and where these begin and end in the piece."""
+        first, last = self._pieces_in(begin, end)
+        for n, (start, stop) in enumerate(pairwise(self.starts[first : last + 1].tolist()), first):
+            yield n, max(begin, start) - start, min(end, stop) - start
 
     def exact(self, memory: Memory, number: int) -> bool:
         """Whether all numbers that are wider in the model than in the run can be represented in the run's dtype."""
@@ -382,46 +406,63 @@ class BundledTile:
         if self.whole:
             return change
         local = np.zeros(change.positions.size, np.bool_)
-        for n, some, positions in self._parts(change.positions):
+        for n, some, positions in self.by_piece(change.tile_positions()):
             place = self.places[n]
             local[some] = place is not None and (place.whole or place.is_local(positions))
         return kept_of(change, local)
 
     def write(self, memory: Memory, change: BlockChange) -> None:
-        if (addresses := self._addresses(memory)) is not None:
-            kernels.active().scatter_to_runs(addresses, self.starts, change.positions, change.new)
+        found = self._locate(memory)
+        if found is not None and found.addresses is not None:
+            starts = self.starts - change.number * BLOCK
+            kernels.active().scatter_to_runs(found.addresses, starts, change.positions, change.new)
             return
-        for n, some, positions in self._parts(change.positions):
-            if self._runs is not None:
-                name, run = self._runs[n]
-                for flat in memory[name]:
-                    flat[run][positions] = change.new[some]
+        for n, some, positions in self.by_piece(change.tile_positions()):
+            if found is not None:
+                found.views[n][positions] = change.new[some]
             elif (place := self.places[n]) is not None:
                 place.write(memory, BlockChange(0, positions.astype(np.uint32), change.old[some], change.new[some]))
 
-    def _parts(self, positions: NDArray[np.uint32]) -> Iterator[tuple[int, slice, NDArray[np.int64]]]:
-        """For each piece that contains positions: its number, which ones, and where they are in the piece."""
+    def by_piece(self, positions: NDArray[np.int64]) -> Iterator[tuple[int, slice, NDArray[np.int64]]]:
+        """For each piece that contains ascending positions: its number, which ones, and where they are in the piece."""
         borders = np.searchsorted(positions, self.starts)
         touched = np.flatnonzero(borders[1:] > borders[:-1])
-        inside = positions.astype(np.int64) - np.repeat(self.starts[touched], np.diff(borders)[touched])
+        inside = positions - np.repeat(self.starts[touched], np.diff(borders)[touched])
         begins, ends = borders[touched].tolist(), borders[touched + 1].tolist()
         for n, begin, end in zip(touched.tolist(), begins, ends, strict=True):
             yield n, slice(begin, end), inside[begin:end]
 
-    def write_block(self, memory: Memory, number: int, bits: Bits) -> None:
-        borders = pairwise(self.starts.tolist())
-        if self._runs is not None:
-            for (name, run), (begin, end) in zip(self._runs, borders, strict=True):
-                for flat in memory[name]:
-                    flat[run] = bits[begin:end]
+    def write_range(self, memory: Memory, begin: int, bits: Bits) -> None:
+        if (views := self.views(memory, begin, begin + bits.size)) is not None:
+            at = 0
+            for view in views:
+                view[:] = bits[at : at + view.size]
+                at += view.size
             return
-        for place, (begin, end) in zip(self.places, borders, strict=True):
-            if place is not None:
-                place.write_block(memory, 0, bits[begin:end])
+        for place, first, some in self._some(begin, bits):
+            place.write_range(memory, first, some)
 
-    def has(self, memory: Memory, number: int, bits: Bits) -> bool:
-        if self._runs is not None and all(len(memory[name]) == 1 for name, _ in self._runs):
-            return np.array_equal(self.read(memory, number), bits)
-        borders = pairwise(self.starts.tolist())
-        some = zip(self.places, borders, strict=True)
-        return all(place is None or place.has(memory, 0, bits[begin:end]) for place, (begin, end) in some)
+    def has(self, memory: Memory, begin: int, bits: Bits) -> bool:
+        if self._locate(memory) is not None:
+            return np.array_equal(self.read(memory, begin, begin + bits.size), bits)
+        return all(place.has(memory, first, some) for place, first, some in self._some(begin, bits))
+
+    def _some(self, begin: int, bits: Bits) -> Iterator[tuple[LocalTile | WidenedTile, int, Bits]]:
+        """Weights from begin on, by piece: its place, the first weight in it, and the weights."""
+        at = 0
+        for n, first, end in self.parts(begin, begin + bits.size):
+            if (place := self.places[n]) is not None:
+                yield place, first, bits[at : at + end - first]
+            at += end - first
+
+
+class _PieceViews(NamedTuple):
+    """Where the pieces of a tile are in some memory."""
+
+    views: list[Bits]
+    addresses: NDArray[np.uint64] | None  # for kernels; weights of other sizes than two bytes would need their own
+
+    @classmethod
+    def of(cls, views: list[Bits]) -> "_PieceViews":
+        kernels_can = views[0].itemsize == 2
+        return cls(views, np.array([view.ctypes.data for view in views], np.uint64) if kernels_can else None)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from pulsesync.core.types import BLOCK, DTYPES, Bits, TensorSpec, Tile
+from pulsesync.core.types import DTYPES, Bits, TensorSpec, Tile
 from pulsesync.errors import LimitError, StateError
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class HostSource:
         return replace(spec, dtype=self.dtypes[name]) if name in self.dtypes else spec
 
     def block(self, tile: Tile, number: int) -> Bits:
-        return self.read(tile, number * BLOCK, min((number + 1) * BLOCK, tile.size))
+        return self.read(tile, *tile.block_range(number))
 
     def bundle(self, pieces: Sequence[Tile], whole: Sequence[str] | None) -> Bits:
         """The weights of a bundle, given its pieces in these tensors: gathered and then cast, if all are cast alike.
