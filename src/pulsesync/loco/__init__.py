@@ -1,7 +1,7 @@
 """Trainers that exchange only what the next forward pass would see: PULSELoCo, and what it is compared with.
 
-`diloco` has what a training script uses; `gate`, `payload` and `outer` the functions underneath, which know neither
-torch nor a network; `group` and `store` the exchanges between trainers. See docs/loco.md. Needs the extra torch.
+`diloco` has what a training script uses; `gate`, `payload` and `outer_step` the functions underneath, which know no
+network; `group` and `store` the exchanges between trainers. See docs/loco.md. Needs the extra torch.
 """
 
 from pulsesync.loco.diloco import DDP, DiLoCo, PublishedPulseLoCo, PulseLoCo

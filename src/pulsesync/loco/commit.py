@@ -115,20 +115,21 @@ class Rejoiner:
 
     Args:
         fragments: All fragments of a trainer; the list may get others.
-        rounds: Connects this trainer with the others.
+        round_exchange: Connects this trainer with the others.
         committer: Changes the fragments.
         about: The settings that must be equal on all trainers.
     """
 
     def __init__(
-        self, fragments: Sequence[Fragment], rounds: RoundExchange, committer: RoundCommitter, about: str
+        self, fragments: Sequence[Fragment], round_exchange: RoundExchange, committer: RoundCommitter, about: str
     ) -> None:
-        self._fragments, self._rounds, self._committer, self._about = fragments, rounds, committer, about
-        self.known_as = rounds.exchange.trainer  # in the last round it took part in: ranks change with their group
+        self._fragments, self._round_exchange = fragments, round_exchange
+        self._committer, self._about = committer, about
+        self.known_as = round_exchange.trainer  # in the last round it took part in: ranks change with their group
 
     def rejoin(self) -> None:
         """Continue from the states of the trainers with the most rounds, and apply the rounds decided since then."""
-        exchange = self._rounds.exchange
+        exchange = self._round_exchange.exchange
         found = exchange.join([fragment.shared for fragment in self._fragments], self._about)
         for fragment, shared in zip(self._fragments, found, strict=True):
             self._adopt(fragment, shared)
@@ -158,7 +159,7 @@ class Rejoiner:
     def catch_up(self, fragment: Fragment) -> None:
         """Apply rounds that were decided without this trainer."""
         with in_own_streams([fragment]):
-            while (missed := self._rounds.missed(fragment)) is not None:
+            while (missed := self._round_exchange.missed(fragment)) is not None:
                 self._committer.finish(partial(self._apply, fragment, *missed))
 
     def _apply(self, fragment: Fragment, taken: SparseVector | None, result: RoundResult) -> None:
@@ -167,7 +168,7 @@ class Rejoiner:
         A new trainer begins with the momentum of a trainer whose updates have always been this round's step. Without
         it, the momentum of trainers that leave would be lost, and every new one would have to build up its own first.
         """
-        payload = result.members.get(self._rounds.exchange.trainer)
+        payload = result.members.get(self._round_exchange.trainer)
         if payload in fragment.pending.by_payload:
             self._close_completed(fragment, result.after, payload)
             return
@@ -183,7 +184,7 @@ class Rejoiner:
             sent = fragment.pending.by_payload[payload].sent
             self._committer.close(fragment, Commit(update, sent, shared, blend=0.0))
         else:
-            self._committer.drop(fragment, update, shared, self._rounds.exchange.trainer)
+            self._committer.drop(fragment, update, shared, self._round_exchange.trainer)
 
 
 class SameRoundRejoiner(Rejoiner):

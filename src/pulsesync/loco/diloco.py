@@ -193,13 +193,13 @@ class DiLoCo(FragmentTrainer):
         fragment, began = min(self._fragments, key=lambda one: one.shared.round), perf_counter()
         with noting_failure(fragment):
             shared, update = fragment.shared, fragment.update(snapshot=bool(self._delay))
-            part = self._rounds.select(fragment, update)
-            done = None if self._delay else self._rounds.run(fragment, shared, part)
+            part = self._round_exchange.select(fragment, update)
+            done = None if self._delay else self._round_exchange.run(fragment, shared, part)
         if done is not None:
             self._commit(fragment, update, done, began)
             return
         self._round_in_background = _BackgroundRound(
-            fragment, update, began, lambda: self._rounds.run(fragment, shared, part)
+            fragment, update, began, lambda: self._round_exchange.run(fragment, shared, part)
         )
 
     def _finish_round(self, begun: _BackgroundRound, timeout_s: float | None = None) -> None:
@@ -370,8 +370,8 @@ class DDP(FragmentTrainer):
         """Exchange the gradients of a fragment; return their mean, or None if it diverges."""
         tensors, exchange = fragment.tensors, self.exchange
         fragment.shared = shared = replace(fragment.shared, theta=tensors.read())  # the weights after the last step
-        part = self._rounds.select(fragment, WholeUpdate(tensors.read(gradients=True)))
-        coder = self._rounds.coder(fragment, shared)
+        part = self._round_exchange.select(fragment, WholeUpdate(tensors.read(gradients=True)))
+        coder = self._round_exchange.coder(fragment, shared)
         sent, received = exchange.sent_bytes, exchange.received_bytes
         decided = exchange.propose(coder, exchange.prepare(coder, part), tensors.size)
         exchange.confirm(coder, decided, None)

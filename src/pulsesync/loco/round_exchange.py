@@ -41,6 +41,11 @@ class RoundExchange:
     def __init__(self, exchange: Exchange, gate: GateRule) -> None:
         self.exchange, self._gate = exchange, gate
 
+    @property
+    def trainer(self) -> str:
+        """The name of this trainer."""
+        return self.exchange.trainer
+
     def coder(self, fragment: Fragment, shared: SharedState) -> Coder:
         """The coder of the round after a shared state."""
         described = None if self._gate.dense else describe(shared.theta, shared.trend)

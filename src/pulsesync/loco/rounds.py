@@ -66,16 +66,16 @@ class FragmentTrainer:
         self._model, self._inner, self._on_round = model, inner_optimizer, on_round
         self.last_report: RoundReport | None = None
         self._fragments = [Fragment.of(index, these, rule) for index, these in enumerate(tensors)]
-        self._rounds = RoundExchange(exchange, gate)
+        self._round_exchange = RoundExchange(exchange, gate)
         self._committer = RoundCommitter(self._fragments)
-        self._rejoiner = self._rejoiner_class(self._fragments, self._rounds, self._committer, about)
+        self._rejoiner = self._rejoiner_class(self._fragments, self._round_exchange, self._committer, about)
         self._begun = False  # until then, weights that are loaded into the model are the start
         self._hook: Any = None
 
     @property
     def exchange(self) -> Exchange:
         """Connects this trainer with the others."""
-        return self._rounds.exchange
+        return self._round_exchange.exchange
 
     @property
     def rounds(self) -> list[int]:
@@ -157,7 +157,7 @@ class FragmentTrainer:
         """
         self._prepare()
         self._begun = True
-        self._rounds.exchange = exchange or self.exchange
+        self._round_exchange.exchange = exchange or self.exchange
         with in_own_streams(self._fragments):
             self._rejoiner.rejoin()
 
