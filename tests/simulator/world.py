@@ -22,13 +22,12 @@ from pulsesync.format.signature import SigningKey
 from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import Squasher
-from pulsesync.publish import agreement, anchors, commit, publisher, writer
-from pulsesync.publish.publisher import Publisher
-from pulsesync.publish.sharded import ShardedPublisher
+from pulsesync.publish import agreement, anchors, commit, intake, publisher, writer
 from pulsesync.run import bodies, fetcher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store, cache
 from pulsesync.testing.faults import FaultyStore
+from tests.publishers import Publisher, ShardedPublisher
 from tests.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker, TensorSet
 from tests.simulator.book import PublishLog
 from tests.simulator.executors import InlineExecutor, QueuedExecutor
@@ -107,6 +106,7 @@ class World:
                 (fetcher, "ThreadPoolExecutor", lambda *_, **__: InlineExecutor()),  # a publisher's, a squasher's
                 (tempfile, "tempdir", str(self._folder)),
                 (publisher, "time", times),
+                (intake, "time", times),
                 (writer, "time", times),
                 (anchors, "time", times),
                 (agreement, "CALL_TIMEOUT_S", 0.0),  # a rank that has not made a call makes none while others wait
