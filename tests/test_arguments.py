@@ -45,6 +45,7 @@ WRONG: dict[str, list[Any]] = {
     "keep_versions": [*COUNTS, 0],
     "max_lag": COUNTS,
     "max_behind": [*COUNTS, 0],
+    "max_failures": [*COUNTS, 0],
     "publish_every": [*COUNTS[1:], 0, "often"],
     "min_tile": [*COUNTS, 0],
     "max_bytes": COUNTS,

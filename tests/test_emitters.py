@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pulsesync as pulse
-from pulsesync import Publisher, Subscriber, events
+from pulsesync import Subscriber, events
 from pulsesync.core.events import describe_error
 from pulsesync.core.location import without_credentials
 from pulsesync.errors import FormatError, NothingPublishedError, StateError, StoreError, VerificationError
@@ -23,6 +23,7 @@ from pulsesync.run.applier import PlanApplier
 from pulsesync.run.reader import location_of
 from pulsesync.store import HttpStore, LocalStore, MemoryStore, ObjectStore, RetryStore, open_store
 from tests.publish.test_sharded import Group
+from tests.publishers import Publisher
 from tests.runs import Training, Watched, down, equal, parts_of, publish_steps, versions, worker
 
 Kind = TypeVar("Kind", bound=events.Event)

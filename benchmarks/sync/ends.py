@@ -27,7 +27,7 @@ from benchmarks.harness.weights import Bits, as_bf16, split
 from pulsesync import Publisher, Subscriber
 from pulsesync.format import epochs
 from pulsesync.server import serve as serve_store
-from pulsesync.store import LocalStore, open_store
+from pulsesync.store import LocalStore, Location, open_store
 
 # -- the server ----------------------------------------------------------------------------------------------------
 
@@ -35,6 +35,17 @@ from pulsesync.store import LocalStore, open_store
 def serve(given: dict[str, Any]) -> None:
     end_with_the_input(lambda: os.kill(os.getpid(), signal.SIGTERM))
     serve_store(LocalStore(given["folder"]), given["host"], 0, on_ready=lambda url: answer({"url": url}))
+
+
+# -- a publisher with short epochs -----------------------------------------------------------------------------------
+
+
+class EpochPublisher(Publisher):
+    """A publisher whose run has another number of patches in an epoch than the format fixes, to measure less of it."""
+
+    def __init__(self, location: Location, *, epoch_patches: int = epochs.EPOCH_PATCHES, **options: Any) -> None:
+        self._epoch_patches = epoch_patches
+        super().__init__(location, **options)
 
 
 # -- the worker ----------------------------------------------------------------------------------------------------
@@ -151,7 +162,7 @@ class Weighed:
         root: dict[str, Any] = {}
         patches: dict[str, Any] = {}
         with self.weighed(root):
-            publisher = Publisher(self.run, epoch_patches=self.epoch_patches, **options)
+            publisher = EpochPublisher(self.run, epoch_patches=self.epoch_patches, **options)
             publisher.publish(self.tensors, step=0)
         with self.weighed(patches):
             for step in range(steps):
@@ -174,7 +185,7 @@ class Weighed:
             self.train(step)
         out: dict[str, Any] = {}
         with self.weighed(out):
-            publisher = Publisher(self.run, epoch_patches=self.epoch_patches)
+            publisher = EpochPublisher(self.run, epoch_patches=self.epoch_patches)
             report = publisher.publish(self.tensors, step=steps)
             publisher.flush()
         publisher.close()

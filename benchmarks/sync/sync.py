@@ -45,6 +45,7 @@ from benchmarks.harness.links import Link, end_like_ctrl_c, open_link
 from benchmarks.harness.processes import Remote, command, last_line
 from benchmarks.harness.report import json_line, provenance, shown, spread, table
 from benchmarks.harness.weights import SEED, Bits, Shapes, Steps, as_bf16, generated, recorded, split
+from benchmarks.sync.ends import EpochPublisher
 from pulsesync import Publisher
 from pulsesync.format import epochs
 from pulsesync.maintain.squash import Squasher
@@ -135,7 +136,7 @@ class Trainer:
         np.copyto(self.new, self.source.start)
         self.step = -1
         location = options.pop("location", str(self.place("ours")))
-        self.publisher = Publisher(location, **options)
+        self.publisher = EpochPublisher(location, **options)
 
     def end(self) -> None:
         if self.publisher:

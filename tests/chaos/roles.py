@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync import Publisher, PublishReport, Subscriber
+from pulsesync import PublishReport, Subscriber
 from pulsesync.errors import AnotherPublisherError, PulseError, StoreError
 from pulsesync.maintain.squash import Squasher
 from pulsesync.store import ObjectEntry, Store, WrappedStore, open_store
 from tests.chaos.training import STEPS, hash_of, state_after
 from tests.chaos.witness import WitnessHandler, say
+from tests.publishers import Publisher
 
 EPOCH_PATCHES = 4  # short epochs: a trial has many of them, and many squashed patches and anchors
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from pulsesync import Publisher, Subscriber
+import pulsesync
+from pulsesync import Subscriber
 from pulsesync import device as devices
 from pulsesync.core.types import TensorSpec
 from pulsesync.device.baseline import DeviceBaseline
@@ -28,6 +29,7 @@ from pulsesync.store import MemoryStore
 from tests.backends import host_as_device
 from tests.device.pairs import SPECS, Pair, small, trained
 from tests.publish.test_sharded import Group, by_columns, by_rows
+from tests.publishers import Publisher
 from tests.runs import Watched
 from tests.tiers import slow
 
@@ -418,17 +420,20 @@ def test_a_base_on_a_device_is_for_tensors_there() -> None:
 
 def test_a_way_to_keep_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match=r"keep must be one of 'device', 'host'; got 'disk'$"):
-        Publisher(MemoryStore(), keep="disk")  # type: ignore[arg-type]
+        Publisher(MemoryStore(), keep="disk")
 
 
 def test_what_took_the_old_weights_from_the_caller_was_removed() -> None:
     with pytest.raises(ValueError, match=r"got 'hook'; keep='hook' was removed in 0\.2: use keep='device'"):
-        Publisher(MemoryStore(), keep="hook")  # type: ignore[arg-type]
+        Publisher(MemoryStore(), keep="hook")
     publish: Any = Publisher(MemoryStore()).publish
     with pytest.raises(TypeError, match=r"no longer takes old=: .* leave old= out"):
         publish({}, old={})
     with pytest.raises(TypeError, match="unexpected keyword argument 'wiat'"):
         publish({}, wiat=True)
+    make: Any = pulsesync.Publisher
+    with pytest.raises(TypeError, match="no longer takes executor="):
+        make(MemoryStore(), executor=None)
 
 
 def test_tensors_that_came_or_went_are_refused(device: str) -> None:

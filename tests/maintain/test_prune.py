@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulsesync import Publisher, SigningKey, Subscriber, move_pointer, read_pointers
+from pulsesync import SigningKey, Subscriber, move_pointer, read_pointers
 from pulsesync.errors import FormatError, SignatureError
 from pulsesync.maintain.prune import prune
 from pulsesync.maintain.squash import Squasher
@@ -17,6 +17,7 @@ from pulsesync.run import keys
 from pulsesync.run.fleet import read_fleet
 from pulsesync.run.pointers import list_moves
 from pulsesync.store import MemoryStore
+from tests.publishers import Publisher
 from tests.runs import Training, Watched, parts_of, publish_steps, versions, worker
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")

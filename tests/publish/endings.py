@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulsesync import Publisher, Subscriber
+from pulsesync import Subscriber
 from pulsesync.core import threads
 from pulsesync.errors import ClosedError
 from pulsesync.run import bodies
 from pulsesync.store import LocalStore
+from tests.publishers import Publisher
 
 
 class HookedStore(LocalStore):

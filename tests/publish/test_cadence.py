@@ -34,7 +34,7 @@ def test_what_is_no_number_of_steps_is_refused(every: Any) -> None:
 
 def test_at_least_one_step_behind_must_be_allowed() -> None:
     with pytest.raises(ValueError, match="1 or more"):
-        Cadence("auto", longest=0)
+        Cadence("auto", max_behind=0)
 
 
 def test_every_step_is_published_unless_told_otherwise() -> None:
@@ -76,11 +76,11 @@ def test_auto_folds_steps_until_sending_takes_its_share_of_the_time() -> None:
 
 
 def test_auto_never_folds_more_than_it_may() -> None:
-    assert set(Clock(Cadence("auto", longest=5), 1.0).steps(100, lambda k: 1000.0)[2:]) == {5}
+    assert set(Clock(Cadence("auto", max_behind=5), 1.0).steps(100, lambda k: 1000.0)[2:]) == {5}
 
 
 def test_auto_comes_back_when_the_link_does() -> None:
-    clock = Clock(Cadence("auto", longest=8), 1.0)
+    clock = Clock(Cadence("auto", max_behind=8), 1.0)
     assert clock.steps(80, lambda k: 50.0)[-1] == 8
     assert clock.steps(8 * 2 * WINDOW, lambda k: 0.01)[-1] == 1
 
@@ -102,7 +102,7 @@ def test_one_long_step_does_not_change_the_pace() -> None:
 
 
 def test_versions_that_grow_with_the_run_do_not_make_it_jump() -> None:
-    clock = Clock(Cadence("auto", longest=16), 1.0)
+    clock = Clock(Cadence("auto", max_behind=16), 1.0)
     slow = iter(0.1 * 1.2**n for n in range(100))
     made = clock.steps(60, lambda k: min(next(slow), 0.8) * k**0.7)
     assert made[0] == 1

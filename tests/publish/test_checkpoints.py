@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import Publisher, SigningKey, Subscriber
+from pulsesync import SigningKey, Subscriber
 from pulsesync.core.events import Event, Synced, listen
 from pulsesync.errors import (
     RunForkedError,
@@ -33,12 +33,12 @@ from pulsesync.errors import (
 from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.maintain.prune import prune
 from pulsesync.publish.checkpoint import PublisherState
-from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run import keys, reader
 from pulsesync.store import LocalStore, MemoryStore, Store
 from tests.helpers import nudge
 from tests.processes import Fleet, alive, fleet, told
 from tests.publish.test_sharded import Group, Rank
+from tests.publishers import Publisher, ShardedPublisher
 from tests.runs import (
     Training,
     Watched,

@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import Publisher, PublishReport, SigningKey, Subscriber
+from pulsesync import PublishReport, SigningKey, Subscriber
 from pulsesync.core.threads import GatedFuture
 from pulsesync.errors import (
     AnotherPublisherError,
@@ -56,6 +56,7 @@ from pulsesync.testing import random_bits
 from tests.examples import ROOT, python_path
 from tests.processes import Fleet, fleet, told
 from tests.publish import endings
+from tests.publishers import Publisher
 from tests.runs import Training, Watched, down, equal, kept, parts_of, publish_steps, record, version, versions, worker
 from tests.tiers import slow
 
@@ -338,7 +339,7 @@ def test_a_step_may_be_a_numpy_integer_and_may_go_back() -> None:
 
 def test_an_unknown_codec_is_refused() -> None:
     with pytest.raises(ValueError, match="contxt"):
-        Publisher(MemoryStore(), codec="contxt")  # type: ignore[arg-type]
+        Publisher(MemoryStore(), codec="contxt")
 
 
 def test_files_travel_with_every_version() -> None:
@@ -1253,7 +1254,7 @@ def test_a_version_that_was_committed_without_an_answer_is_no_failure_once_that_
 def test_a_failure_that_is_retried_is_raised_when_it_goes_on_and_at_the_end() -> None:
     """A short outage does not stop a trainer: each next version is the retry. One that does not end does."""
     training, store = Training(), Watched()
-    pub = Publisher(store, max_behind=3)
+    pub = Publisher(store, max_failures=3)
     pub.publish(training.weights)
 
     def away(verb: str, key: str) -> None:
@@ -1392,6 +1393,34 @@ def test_an_interrupt_while_a_condition_is_entered_does_not_stop_the_sender(
             break
     else:
         pytest.fail("every publish was interrupted")
+
+
+def test_an_interrupt_while_the_base_advances_leaves_it_at_the_version_that_was_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller of a first publish sends the version, so Ctrl-C reaches the thread that commits it."""
+    store, training, commit = MemoryStore(), Training(), HostState.commit
+    with Publisher(store) as pub:
+        pub.publish(training.weights)
+
+    def interrupted(state: HostState, transition: Any) -> Any:
+        back = commit(state, transition)
+        if threading.current_thread().name == "pulse-finish":
+            signal.raise_signal(signal.SIGINT)
+        return back
+
+    with Publisher(store) as pub:
+        training.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(HostState, "commit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pub.publish(training.weights)
+        assert pub.version == 1
+        training.step()
+        assert pub.publish(training.weights).version == 2
+    held = worker()
+    Subscriber(store).sync(held)
+    assert equal(held, training.weights)
 
 
 def test_what_an_interrupted_publish_has_queued_without_a_sender_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pulsesync import Publisher, SigningKey, Subscriber
+from pulsesync import SigningKey, Subscriber
 from pulsesync.errors import (
     AnotherPublisherError,
     FormatError,
@@ -36,7 +36,6 @@ from pulsesync.maintain.verify import RunVerifier
 from pulsesync.publish import anchors
 from pulsesync.publish.ownership import RankReport
 from pulsesync.publish.resumer import RunResumer
-from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run import keys
 from pulsesync.run.reader import RunReader
 from pulsesync.state.sharding import Placed, tensor_parallel
@@ -45,6 +44,7 @@ from pulsesync.state.weights import Recount
 from pulsesync.store import MemoryStore, Store
 from pulsesync.testing import FaultyStore, random_bits
 from tests.publish.test_publisher import FullDisk
+from tests.publishers import Publisher, ShardedPublisher
 from tests.runs import SHAPES, Training, Watched, down, equal, kept, record, version, versions, worker
 from tests.tiers import slow
 

@@ -428,10 +428,10 @@ def test_a_failure_that_all_ranks_have_read_is_not_raised_again() -> None:
     assert ranks.close() == [None, None]
 
 
-def test_a_store_that_may_work_again_is_raised_only_after_max_behind_versions_on_all_ranks_in_the_same_call() -> None:
+def test_a_store_that_may_work_again_is_raised_only_after_max_failures_versions_on_all_ranks_in_the_same_call() -> None:
     base = MemoryStore()
     stores = [Watched(base), Watched(base)]
-    ranks = Trainers(stores, max_behind=3)
+    ranks = Trainers(stores, max_failures=3)
     ranks.begin()
     stores[1].before = lambda verb, key: _retryable(key) if key.startswith("parts/") else None
     for step in (1, 2, 3, 4):

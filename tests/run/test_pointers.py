@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pulsesync
-from pulsesync import Publisher, SigningKey, Subscriber, move_pointer, read_pointers
+from pulsesync import SigningKey, Subscriber, move_pointer, read_pointers
 from pulsesync.errors import (
     ChainError,
     FormatError,
@@ -30,6 +30,7 @@ from pulsesync.run import bodies, keys, reader
 from pulsesync.run.fleet import read_fleet
 from pulsesync.run.reader import RunReader
 from pulsesync.store import LocalStore, MemoryStore
+from tests.publishers import Publisher
 from tests.runs import Training, Watched, equal, parts_of, publish_steps, version, worker
 
 KEY, OTHER = SigningKey("11" * 32), SigningKey("22" * 32)

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import Publisher, SigningKey, Slice, Subscriber
+from pulsesync import SigningKey, Slice, Subscriber
 from pulsesync.core.threads import SignalSafeFlag
 from pulsesync.core.types import Sum
 from pulsesync.errors import (
@@ -54,6 +54,7 @@ from pulsesync.store import LocalStore, MemoryStore
 from pulsesync.testing import random_bits
 from tests.helpers import nudge
 from tests.processes import Fleet, fleet, told
+from tests.publishers import Publisher
 from tests.runs import (
     SHAPES,
     Training,

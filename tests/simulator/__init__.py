@@ -22,10 +22,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pulsesync.publish.publisher import Publisher
-from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import MemoryStore, Store
+from tests.publishers import Publisher, ShardedPublisher
 from tests.simulator.actors import (
     Arrays,
     Content,

@@ -12,12 +12,12 @@ import numpy as np
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
 from pulsesync.publish.pending import PublishReport
-from pulsesync.publish.publisher import Publisher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.state.host import HostBackend
 from pulsesync.state.views import view_bits
 from pulsesync.state.weights import WeightState
 from pulsesync.testing.updates import random_bits
+from tests.publishers import Publisher
 from tests.simulator.executors import QueuedExecutor
 from tests.simulator.line import StoreLink
 from tests.simulator.teams import Sharding, SimulatedPublisher

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pulsesync import Publisher, PublishReport, Subscriber
+from pulsesync import PublishReport, Subscriber
 from pulsesync.core.types import Bits, BlockChange, Tile
 from pulsesync.errors import (
     ConflictError,
@@ -36,7 +36,6 @@ from pulsesync.publish.baseline import HostDifference, RankBase
 from pulsesync.publish.committed import Draft
 from pulsesync.publish.ownership import RankReport, VersionTables
 from pulsesync.publish.pending import PendingVersion
-from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.publish.writer import RunWriter
 from pulsesync.run import keys, planner
 from pulsesync.run.follower import RunFollower
@@ -50,6 +49,7 @@ from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Shards, TileShare
 from pulsesync.state.weights import Snapshot, WeightState
 from pulsesync.store import ObjectEntry, Store, WrappedStore
+from tests.publishers import Publisher, ShardedPublisher
 from tests.simulator import (
     TEAMS,
     Invariant,

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from pulsesync.errors import GroupError, PulseError
 from pulsesync.publish.pending import PublishReport
-from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slice
+from tests.publishers import ShardedPublisher
 from tests.simulator.executors import QueuedExecutor
 from tests.simulator.invariants import Fail, Invariant
 from tests.simulator.line import Crash, StoreLink

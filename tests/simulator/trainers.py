@@ -11,8 +11,8 @@ import numpy as np
 
 from pulsesync.errors import AnotherPublisherError, PulseError
 from pulsesync.publish.lifecycle import Stage
-from pulsesync.publish.publisher import Publisher
 from pulsesync.testing.updates import mutate
+from tests.publishers import Publisher
 from tests.simulator.actors import Content, SimulatedTrainer, bits
 from tests.simulator.checks import check_published
 from tests.simulator.executors import QueuedExecutor

@@ -23,12 +23,11 @@ from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
 from pulsesync.maintain.squash import Squasher
 from pulsesync.publish import agreement, anchors, commit, intake, publisher, writer
-from pulsesync.publish.publisher import Publisher
-from pulsesync.publish.sharded import ShardedPublisher
 from pulsesync.run import bodies, fetcher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store, cache, memory
 from pulsesync.testing.faults import FaultyStore
+from tests.publishers import Publisher, ShardedPublisher
 from tests.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker, TensorSet
 from tests.simulator.book import PublishLog
 from tests.simulator.executors import InlineExecutor, QueuedExecutor

@@ -64,7 +64,7 @@ class PublishingCallback:
     A PEFT model is published with its active adapters merged, into new tensors, or as the adapter alone.
 
     If a version could not be published, that is logged, and the next step raises the error (a retryable `StoreError`
-    only when `max_behind` consecutive versions have failed). Nothing is lost or half written: the last version in the
+    only when `max_failures` consecutive versions have failed). Nothing is lost or half written: the last version in the
     store is complete, and the next one that succeeds contains all steps since.
 
     Which weights a worker generated with is known by version. `versions` has the version of each step that is in the

@@ -29,13 +29,13 @@ class SentVersion:
 class Cadence:
     """Decides, step by step, whether to publish now. Not safe for two threads.
 
-    every: a fixed number of steps, or "auto". longest: the most steps by which a version may lag.
+    every: a fixed number of steps, or "auto". max_behind: the most steps that "auto" puts into a version.
     """
 
-    def __init__(self, every: Every = 1, longest: int = 16) -> None:
+    def __init__(self, every: Every = 1, max_behind: int = 16) -> None:
         if every != "auto":
             every = whole("publish_every", every, 1, what="'auto' or a number of steps")
-        self.every, self.longest = every, whole("max_behind", longest, 1, what="a number of steps")
+        self.every, self.max_behind = every, whole("max_behind", max_behind, 1, what="a number of steps")
         self.waiting = 0  # steps since the last version
         self.lowest_skipped: int | None = None  # the lowest of these that was skipped
         self._sent: deque[SentVersion] = deque(maxlen=WINDOW)
@@ -81,10 +81,10 @@ class Cadence:
         if not self._sent or not self._steps_s:
             return 1
         step_s = sorted(self._steps_s)[len(self._steps_s) // 2]
-        for k in range(1, self.longest):
+        for k in range(1, self.max_behind):
             if self.predict_s(k) <= SHARE * k * step_s:
                 return k
-        return self.longest
+        return self.max_behind
 
     def predict_s(self, steps: int) -> float:
         """Predict how long it takes to send a version of this many steps, from the time that the last ones took."""

@@ -34,12 +34,12 @@ class FailureLedger:
     """The versions that failed since the last commit, and which call raises them. Used under the lock of the queue.
 
     Args:
-        longest: Consecutive versions that may fail with an error that is retried, before publish raises it.
+        max_failures: Consecutive versions that may fail with an error that is retried, before publish raises it.
         alone: Whether this is the only rank: then there is nothing to agree on.
     """
 
-    def __init__(self, longest: int, alone: bool) -> None:
-        self._longest, self._is_alone = longest, alone
+    def __init__(self, max_failures: int, alone: bool) -> None:
+        self._max_failures, self._is_alone = max_failures, alone
         self._failed: list[FailedVersion] = []
         self._due: tuple[int, FailedVersion] | None = None  # the call of publish in which all ranks raise a failure
 
@@ -72,14 +72,14 @@ class FailureLedger:
     def schedule_raise(self, call: int, unread: bool) -> None:
         """Have publish raise a failure in this call. In a team all ranks do so, whatever is committed until then.
 
-        A store's error that is retried is raised only after `longest` consecutive failures.
+        A store's error that is retried is raised only after `max_failures` consecutive failures.
 
         Args:
             call: The call of publish, counted from 1.
             unread: Whether some rank's caller has not read a failure; if all have, none is raised.
         """
         new = self._unraised
-        raised = [one for one in new if len(new) >= self._longest or not one.is_retried] if unread else []
+        raised = [one for one in new if len(new) >= self._max_failures or not one.is_retried] if unread else []
         if raised:
             self._due = call, raised[0]
         if raised or not unread:

@@ -1,7 +1,7 @@
 """What a call of `publish` does in the caller's thread: it skips the step, or compares its weights and queues them."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -103,6 +103,35 @@ class VersionIntake:
             written = report.payload_bytes + self.sender.finish_anchor()
             report = replace(report, payload_bytes=written, anchor=self.sender.anchors.choice)
         return report
+
+
+class OptimizerHolds:
+    """Optimizers that wait, before each step, until no comparison reads the weights any more.
+
+    Args:
+        wait: Waits until no comparison reads the weights.
+    """
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+        self._hooks: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def add(self, optimizer: Any) -> None:
+        """Hold an optimizer. Raises: TypeError, if it has no hooks before its steps."""
+        register = getattr(optimizer, "register_step_pre_hook", None)
+        if register is None:
+            raise TypeError(
+                "hold needs an optimizer with register_step_pre_hook, as every torch.optim.Optimizer has; got "
+                f"{type(optimizer).__name__}"
+            )
+        self._hooks.append(register(lambda *_: self._wait()))
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 def check_interpreter() -> None:

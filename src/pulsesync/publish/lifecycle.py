@@ -59,7 +59,7 @@ class SendQueue:
     same lock.
 
     Args:
-        longest: Consecutive versions that may fail with an error that is retried, before publish raises it.
+        max_failures: Consecutive versions that may fail with an error that is retried, before publish raises it.
         alone: Whether this is the only rank: then there is nothing to agree on.
         guard: Whether the publisher was closed.
         ended: Called with each version that was committed or has failed, before its callers learn it, without the lock.
@@ -67,7 +67,7 @@ class SendQueue:
 
     def __init__(
         self,
-        longest: int,
+        max_failures: int,
         alone: bool,
         guard: ProcessGuard,
         ended: "Callable[[PendingVersion, PublishReport | BaseException], None]" = lambda version, outcome: None,
@@ -84,7 +84,7 @@ class SendQueue:
         self._last_call = 0  # the call that the current version ends with, once it is fixed
         self._sender: int | None = None  # the thread that sends
         self._latest: PublishFuture | None = None
-        self.failures = FailureLedger(longest, alone)
+        self.failures = FailureLedger(max_failures, alone)
         self._rejected: tuple[int, BaseException] | None = None  # calls up to this one are in no version, and why
 
     def _move(self, stage: Stage) -> None:

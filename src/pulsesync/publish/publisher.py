@@ -9,7 +9,7 @@ The version that was committed last is the base of the next one, and the only co
 
 If a version that was published with wait=False fails, the error is logged, and raised by the next `publish`, by `flush`
 and by `close`, once by each, until a later version is committed, which contains its steps. `publish` raises a
-`retryable` error of the store only when max_behind consecutive versions have failed, because each version retries.
+`retryable` error of the store only when max_failures consecutive versions have failed, because each version retries.
 """
 
 import logging
@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Never, Self, overload
 
 from pulsesync.core import arguments
 from pulsesync.core.process_guard import ProcessGuard
@@ -32,8 +32,7 @@ from pulsesync.publish.cadence import Cadence, Every
 from pulsesync.publish.checkpoint import PublisherState, checked_state, state_of
 from pulsesync.publish.companions import Files
 from pulsesync.publish.costs import AnchorCodecChoice
-from pulsesync.publish.holds import OptimizerHolds
-from pulsesync.publish.intake import VersionIntake, check_interpreter, checked_step
+from pulsesync.publish.intake import OptimizerHolds, VersionIntake, check_interpreter, checked_step
 from pulsesync.publish.lifecycle import SendQueue
 from pulsesync.publish.pending import PendingVersion, PublishReport
 from pulsesync.publish.records import RunRecords, WriterOptions
@@ -45,7 +44,11 @@ from pulsesync.store import CachedStore, Location, open_store
 
 FORKED = " and does not have its threads; create a new Publisher in the child, or start the process with 'spawn'"
 CLOSED = "is closed; create a new one, which resumes the run"
-REMOVED = {"old": "the Publisher compares with the copy that it keeps of the last version; leave old= out"}
+REMOVED = {
+    "old": "the Publisher compares with the copy that it keeps of the last version; leave old= out",
+    "executor": "a Publisher has threads of its own; leave executor= out",
+    "epoch_patches": "the format fixes how many patches make an epoch; leave epoch_patches= out",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +84,7 @@ class Publisher:
             here is published, then the source's, then the run's.
         publish_every: Steps in a version; "auto" coalesces steps as the link requires.
         max_behind: The most steps that "auto" puts into a version.
+        max_failures: Consecutive versions that may fail with a `retryable` StoreError before `publish` raises it.
         anchor_every: An anchor is written when the patches since the last one add up to this fraction of its bytes.
         anchor_codec: How anchors are written: "dense", which takes about two thirds of the bytes; "raw", the weights as
             they are; "auto": "raw" where sending the additional bytes takes less time than packing, as measured.
@@ -89,9 +93,6 @@ class Publisher:
         keep: Where the copy of the last version is, for tensors on a GPU: "device", on the GPU too, which is the
             default; or "host", in pinned host memory, in which case `hold` overlaps the transfer with the next
             step.
-        executor: Encodes and sends in the background; None: one thread for versions and one for anchors. It is not
-            shut down by the publisher.
-        epoch_patches: As for a `Subscriber`.
         team: The processes that publish together, each with its shards; None: this process alone. `ShardedPublisher`
             is a publisher with a team.
         take_over: Continue the run although another publisher has its lease: the first publish makes that publisher
@@ -101,6 +102,9 @@ class Publisher:
     Raises:
         ValueError: an argument is not one of its choices, or there is no store for the location.
     """
+
+    _executor: Executor | None = None  # what tests replace: None is a thread for versions and one for anchors
+    _epoch_patches = EPOCH_PATCHES  # the format fixes it; tests and measurements have shorter epochs
 
     def __init__(
         self,
@@ -116,15 +120,16 @@ class Publisher:
         files: Files | None = None,
         publish_every: Every = 1,
         max_behind: int = 16,
+        max_failures: int = 16,
         anchor_every: float = 1.0,
         anchor_codec: AnchorCodecChoice = "auto",
         spool: str | Path | None = None,
         keep: Keep | None = None,
-        executor: Executor | None = None,
-        epoch_patches: int = EPOCH_PATCHES,
         team: Team | None = None,
         take_over: bool = False,
+        **_removed: Never,
     ) -> None:
+        arguments.removed("Publisher", _removed, REMOVED)
         check_keep(keep)
         arguments.mapping("grid", grid, "names of tensors to two sizes")
         arguments.mapping("files", files, "names of files to their bytes or paths")
@@ -140,6 +145,7 @@ class Publisher:
             take_over,
             warns_of_fp32=cast is None,
         )
+        max_failures = arguments.whole("max_failures", max_failures, 1, what="a number of versions")
         check_signing_key(signing_key)
         self.team: Team = team or SoloTeam()
         self.keep: Keep | None = keep
@@ -148,12 +154,11 @@ class Publisher:
         self._spool = None if spool is None else arguments.folder("spool", spool)
         if self._spool:
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
-        self._records = RunRecords(self.store, signing_key, epoch_patches)
-        self._executor = executor
+        self._records = RunRecords(self.store, signing_key, self._epoch_patches)
         self._cadence = Cadence(publish_every, max_behind)
         self.events = PublishEvents(location_of(self.store), self.team)
         self._guard = ProcessGuard("Publisher", FORKED, CLOSED)
-        self._queue = SendQueue(max_behind, self.team.size == 1, self._guard, self.events.ended)
+        self._queue = SendQueue(max_failures, self.team.size == 1, self._guard, self.events.ended)
         self._holds = OptimizerHolds(self._wait_until_compared)
         # Made by the first publish: a fork before that does no harm.
         self._sender: VersionSender | None = None
@@ -163,23 +168,11 @@ class Publisher:
 
     @overload
     def publish(
-        self,
-        source: Any,
-        *,
-        step: int = ...,
-        wait: Literal[True] = ...,
-        now: bool = ...,
-        coalesce: bool = ...,
+        self, source: Any, *, step: int = ..., wait: Literal[True] = ..., now: bool = ..., coalesce: bool = ...
     ) -> PublishReport: ...
     @overload
     def publish(
-        self,
-        source: Any,
-        *,
-        step: int = ...,
-        wait: Literal[False],
-        now: bool = ...,
-        coalesce: bool = ...,
+        self, source: Any, *, step: int = ..., wait: Literal[False], now: bool = ..., coalesce: bool = ...
     ) -> "Future[PublishReport]": ...
     def publish(
         self,
@@ -189,7 +182,7 @@ class Publisher:
         wait: bool = True,
         now: bool = False,
         coalesce: bool = True,
-        **_removed: Any,
+        **_removed: Never,
     ) -> "PublishReport | Future[PublishReport]":
         """Publish a module, state dict or mapping of arrays as the next version; the first one in full.
 
@@ -201,7 +194,7 @@ class Publisher:
 
         A failure in the background is logged. If the caller has not read it from the future, the next publish raises it
         before it compares anything: that call publishes nothing, and may be repeated. A StoreError that is `retryable`
-        is raised only when max_behind consecutive versions have failed, because each version retries. A failure whose
+        is raised only when max_failures consecutive versions have failed, because each version retries. A failure whose
         steps a later version contains is not raised any more.
 
         The callbacks of a future run on the thread that sends. A callback may publish with wait=False, if every step
@@ -308,9 +301,7 @@ class Publisher:
         A dictionary of text and numbers, empty before the first version; `load_state_dict` accepts that too. With
         wait=False, versions that are not committed yet are not in it.
         """
-        if (last := self._last) is None:
-            return self._options.continues.copy()
-        return state_of(last)
+        return state_of(last) if (last := self._last) else self._options.continues.copy()
 
     def load_state_dict(self, state: PublisherState) -> None:
         """Continue the run that a checkpoint of the trainer names, however far it has advanced since.
@@ -344,10 +335,8 @@ class Publisher:
         StateError. publish(wait=True) and every other `keep` work as without `hold`, and the optimizer never waits for
         them.
 
-        The optimizer is released when the publisher is closed.
-
         Args:
-            optimizer: A `torch.optim.Optimizer`; call this once for each.
+            optimizer: A `torch.optim.Optimizer`; call this once for each. `close` releases it.
 
         Raises:
             TypeError: it has no hooks before its steps; ClosedError: the publisher was closed.
@@ -403,7 +392,7 @@ class Publisher:
             if self._sender is not None:
                 self._sender.close()
 
-    def __enter__(self) -> "Publisher":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
