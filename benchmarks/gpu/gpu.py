@@ -43,7 +43,7 @@ from benchmarks.harness.device import (
 from pulsesync import Publisher
 from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
-from pulsesync.device.changes import block_moves, digest_changes
+from pulsesync.device.changes import digest_changes, digest_changes_by_block
 from pulsesync.device.encode import code_piles
 from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.format import layout as layouts
@@ -151,7 +151,7 @@ def measure(weights: float, density: float, repeats: int, codecs: Sequence[Codec
 
 def digest_of(difference: DeviceDifference) -> object:
     """Update the digests of what changed."""
-    return digest_changes(block_moves(difference.runs))
+    return digest_changes(digest_changes_by_block(difference.runs))
 
 
 def sync(state: WeightState, manifest: Manifest, data: bytes) -> Transition:

@@ -13,7 +13,7 @@ import torch
 from pulsesync.core import digest
 from pulsesync.core.types import BLOCK, DTYPES, Bits, Sum, TensorSpec
 from pulsesync.device.blocks import count_blocks, count_pile
-from pulsesync.device.changes import PileChanges, WriteAddresses, block_moves, digest_changes, find_changes
+from pulsesync.device.changes import PileChanges, WriteAddresses, digest_changes, digest_changes_by_block, find_changes
 from pulsesync.device.decode import BlockPlaces, fetch_weights
 from pulsesync.device.memory import starts_of, to_device
 from pulsesync.format import layout as layouts
@@ -115,7 +115,7 @@ def test_tiles_are_counted_written_and_moved_as_on_the_host(device: str) -> None
         counted = count_pile(pile, flats)
         assert counted == {t.ordinal: digest.count_tile(t, old[t.tensor.name]) for t in pile.tiles}
         run = find_changes(pile, pile.locate(flats), pile.locate(after), cast=False)
-        moved = digest_changes(block_moves([run]))
+        moved = digest_changes(digest_changes_by_block([run]))
         assert {n: counted[n] + by for n, by in moved.items()} == count_pile(pile, after)
         tiles = to_device(np.array([flats[t.tensor.name].data_ptr() for t in pile.tiles]), where)
         run.write(WriteAddresses(tiles, torch.empty(0)))

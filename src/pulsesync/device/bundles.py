@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import Sum, Tile
 from pulsesync.device.blocks import TiedTensors, begin_count
-from pulsesync.device.changes import PileChanges, block_moves, device_keys
+from pulsesync.device.changes import PileChanges, device_keys, digest_changes_by_block
 from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once
 from pulsesync.device.memory import (
     INTEGERS,
@@ -250,7 +250,7 @@ def with_old(backend: DeviceBackend, runs: Sequence[PileChanges]) -> tuple[list[
 
 def count_digest_changes(runs: Sequence[PileChanges]) -> TileSums:
     """How changes change the digests of tiles: for all tiles of the piles of the runs."""
-    counted = block_moves(runs)
+    counted = digest_changes_by_block(runs)
     return _by_tile(list(counted), list(counted.values()))
 
 

@@ -177,10 +177,10 @@ def _compose(runs: Sequence[PileChanges]) -> PileChanges | None:
     return PileChanges(pile, torch.searchsorted(where, borders), (where % BLOCK).to(torch.int32), old, new)
 
 
-BlockMoves = Mapping[Pile, NDArray[np.uint64]]  # of each pile: two sums a block
+BlockDigestChanges = Mapping[Pile, NDArray[np.uint64]]  # of each pile: two sums a block
 
 
-def begin_moves(changes: Iterable[PileChanges]) -> Callable[[], BlockMoves]:
+def begin_digest_changes(changes: Iterable[PileChanges]) -> Callable[[], BlockDigestChanges]:
     """Begin to count how the changes of each block change the digest, in the piles that have any.
 
     Returns a function that waits for the result.
@@ -195,12 +195,12 @@ def begin_moves(changes: Iterable[PileChanges]) -> Callable[[], BlockMoves]:
     return lambda: {pile: sums_.view(np.uint64).reshape(-1, 2) for pile, sums_ in zip(sums, found(), strict=True)}
 
 
-def block_moves(changes: Iterable[PileChanges]) -> BlockMoves:
+def digest_changes_by_block(changes: Iterable[PileChanges]) -> BlockDigestChanges:
     """How the changes of each block change the digest, in the piles that have any."""
-    return begin_moves(changes)()
+    return begin_digest_changes(changes)()
 
 
-def digest_changes(by_block: BlockMoves) -> dict[int, Sum]:
+def digest_changes(by_block: BlockDigestChanges) -> dict[int, Sum]:
     """The same of tiles, by ordinal, of all tiles of those piles."""
     found: dict[int, Sum] = {}
     for pile, counted in by_block.items():

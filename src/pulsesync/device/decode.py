@@ -12,9 +12,9 @@ from pulsesync.core.threads import spread
 from pulsesync.core.types import Bits, Codec, Sum, Tile
 from pulsesync.device.changes import (
     SPREAD,
-    BlockMoves,
+    BlockDigestChanges,
     PileChanges,
-    begin_moves,
+    begin_digest_changes,
     digest_changes,
     find_changes,
     on_whole,
@@ -108,14 +108,16 @@ class GroupChecks:
 
     pile: Pile
     blocks: NDArray[np.int64]
-    promised: NDArray[np.uint32]
+    expected: NDArray[np.uint32]
 
-    def verify(self, by_block: BlockMoves) -> None:
+    def verify(self, by_block: BlockDigestChanges) -> None:
         """Raises: VerificationError, if the changes of a group do not match its check."""
         if not self.blocks.size:
             return
-        moved = by_block[self.pile][self.blocks, 0] if self.pile in by_block else np.zeros(self.blocks.size, np.uint64)
-        wrong = self.blocks[moved.astype(np.uint32) != self.promised]
+        counted = (
+            by_block[self.pile][self.blocks, 0] if self.pile in by_block else np.zeros(self.blocks.size, np.uint64)
+        )
+        wrong = self.blocks[counted.astype(np.uint32) != self.expected]
         if wrong.size:
             tile = self.pile.tiles[self.pile.tile_of[wrong[0]]]
             raise VerificationError(
@@ -449,7 +451,7 @@ def decode_patch(
             with on(pile.device):
                 runs += decode_plain(pile, [opened.plain[n] for n in numbers], locate(pile))
         cuts.update(opened.cuts)
-    counting, remembering = begin_moves(runs), None
+    counting, remembering = begin_digest_changes(runs), None
     if history is not None:
         touched = {entry.tile for body in bodies for entry in body.index.entries}
         remembering = begin_remember(piles, locate, history, cuts, runs, touched, hot)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.threads import begin
 from pulsesync.core.types import Codec
-from pulsesync.device.changes import BlockMoves, PileChanges, begin_moves
+from pulsesync.device.changes import BlockDigestChanges, PileChanges, begin_digest_changes
 from pulsesync.device.memory import all_to_stream, empty, fetch, on, starts_of, to_host, to_stream, unsigned, warps_of
 from pulsesync.device.pile import Pile, PileAddresses
 from pulsesync.device.tracked import DeviceHistory, HotWeights, find_hot
@@ -44,7 +44,7 @@ class CodedPiles:
     table: FrequencyTable
     tiles: dict[int, CodedTile]
     hot: dict[Pile, HotWeights]  # with which they were coded, as far as they were kept
-    moved: BlockMoves
+    moved: BlockDigestChanges
 
 
 def code_piles(
@@ -55,7 +55,7 @@ def code_piles(
     With memories they are coded with codec `history`, else with `context`.
     """
     coders = [_PileCoder(run, weights, memories) for run, weights in runs]
-    moved = begin_moves(run for run, _ in runs)
+    moved = begin_digest_changes(run for run, _ in runs)
     highest = max(1, *(coder.choose_cuts() for coder in coders))
     lo = max(0, highest - tables.CLASSES)
     dtype, width = coders[0].pile.tiles[0].tensor.dtype, 8 * coders[0].pile.kind.itemsize
@@ -241,7 +241,7 @@ class _PileCoder:
         return build_cold(first, cold + np.repeat(self.pile.host_begins, in_blocks), steps)
 
     def write(
-        self, table: FrequencyTable, number: int, codec: Codec, moved: Callable[[], BlockMoves]
+        self, table: FrequencyTable, number: int, codec: Codec, moved: Callable[[], BlockDigestChanges]
     ) -> dict[int, CodedTile]:
         """The payloads of the tiles that changed, by ordinal; the host writes the cold changes meanwhile."""
         pile, blocks, plan = self.pile, self._blocks, self._plan
@@ -274,7 +274,7 @@ class _PileCoder:
             out[pile.tiles[i].ordinal] = CodedTile(codec, (head, data[ends[i] : ends[i + 1]]), cuts[i])
         return out
 
-    def _checks(self, touched: Sequence[int], moved: Callable[[], BlockMoves]) -> dict[int, bytes]:
+    def _checks(self, touched: Sequence[int], moved: Callable[[], BlockDigestChanges]) -> dict[int, bytes]:
         """The checks of bundles: how the digest of each group changes, by number of the tile."""
         out, pile = {}, self.pile
         for i in touched:

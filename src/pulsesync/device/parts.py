@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Codec, Sum, Tile
-from pulsesync.device.changes import BlockMoves, PileChanges, block_moves, digest_changes
+from pulsesync.device.changes import BlockDigestChanges, PileChanges, digest_changes, digest_changes_by_block
 from pulsesync.device.encode import code_piles
 from pulsesync.device.memory import DeviceStream, pinned, starts_of, to_host, to_stream
 from pulsesync.device.pile import Pile
@@ -46,7 +46,7 @@ def encode_changes(
     shared: list[FrequencyTable] = []
     coded: dict[int, CodedTile] = {}
     hot: dict[Pile, HotWeights] = {}
-    by_block: BlockMoves = {}
+    by_block: BlockDigestChanges = {}
     for dtype, some in groupby(runs, lambda run: run.pile.tiles[0].tensor.dtype):
         if codec in ("auto", "context", "history") and DTYPES[dtype].exponent_shift is not None:
             piles = code_piles([(run, backend.locate(run.pile)) for run in some], known, len(shared))
@@ -54,7 +54,7 @@ def encode_changes(
             coded |= piles.tiles
             hot |= piles.hot if known is not None else {}
             by_block = {**by_block, **piles.moved}
-    by_block = {**by_block, **block_moves(run for run in runs if run.pile not in by_block)}
+    by_block = {**by_block, **digest_changes_by_block(run for run in runs if run.pile not in by_block)}
     found = (diff for run in runs for diff in diffs_of(run, stream))
     diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
     by = digest_changes(by_block)

@@ -17,7 +17,7 @@ from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, Sum, Tile
 from pulsesync.device import memory
 from pulsesync.device.blocks import PlacedBlocks, TiedTensors, count_pile
-from pulsesync.device.changes import Changes, block_moves, compose, digest_changes
+from pulsesync.device.changes import Changes, compose, digest_changes, digest_changes_by_block
 from pulsesync.device.decode import decode_patch
 from pulsesync.device.memory import DeviceStream, DeviceView, Point, Tensors, to_host, to_stream
 from pulsesync.device.pile import Pile, PileAddresses, make_piles, place_of
@@ -183,7 +183,7 @@ class DeviceBackend(StateBackend):
             return compose(first, then)
 
     def count_digest_changes(self, changes: Changes) -> Mapping[int, Sum]:
-        return digest_changes(block_moves(changes))
+        return digest_changes(digest_changes_by_block(changes))
 
     def count_changed(self, changes: Changes) -> int:
         return sum(run.count for run in changes)

@@ -9,7 +9,7 @@ import torch
 
 from pulsesync.core.types import BLOCK, Bits, TensorSpec, Tile
 from pulsesync.device.blocks import count_pile
-from pulsesync.device.changes import PileChanges, block_moves, compose, digest_changes
+from pulsesync.device.changes import PileChanges, compose, digest_changes, digest_changes_by_block
 from pulsesync.device.decode import decode_coded, decode_plain, open_part
 from pulsesync.device.encode import code_piles
 from pulsesync.device.memory import DeviceStream, to_host
@@ -97,7 +97,7 @@ def decode_steps(
     if len(opened.entries) != 1 or sum(run.count for run in runs) != count:
         raise FormatError("a payload does not have the number of entries that its header states")
     (found,) = compose(runs, ())  # in order
-    if count_pile(pile, flats)[0] + digest_changes(block_moves([found]))[0] != opened.entries[0].sum:
+    if count_pile(pile, flats)[0] + digest_changes(digest_changes_by_block([found]))[0] != opened.entries[0].sum:
         raise ChecksumError("a payload is damaged: its decoded entries do not have the digest that it states")
     steps = ((_ordered(found.new) - _ordered(found.old) + HALF) & 0xFFFF) - HALF
     if (steps == -HALF).any():
