@@ -307,8 +307,8 @@ class TimedBroadcast(Broadcast):
         super().__init__(*args, **options)
         self.rounds_s: dict[str, float] = {}
 
-    def _meet(self, *args: Any) -> Any:
-        return self._timed("meet_s", super()._meet, *args)
+    def _agree(self, *args: Any) -> Any:
+        return self._timed("meet_s", super()._agree, *args)
 
     def _verdict(self, *args: Any) -> Any:
         return self._timed("verdict_s", super()._verdict, *args)

@@ -160,7 +160,7 @@ def move_to_itself() -> None:
     for size in SIZES:
         mine, box = on_gpu(size), torch.zeros(size, dtype=torch.uint8, device="cuda")
         ops = [distributed.P2POp(distributed.isend, mine, 0), distributed.P2POp(distributed.irecv, box, 0)]
-        team._move(ops)
+        team._transfer(ops)
         with torch.cuda.stream(torch.cuda.Stream()):  # which waits for no other
             assert torch.equal(box, mine)
 

@@ -25,9 +25,9 @@ from pulsesync.device.memory import (
     DeviceStream,
     StreamPoint,
     ThreadPoint,
-    meet,
     on,
     on_host,
+    order_streams,
     worker_of,
 )
 from pulsesync.device.parts import encode_changes
@@ -72,7 +72,7 @@ class DeviceBaseline:
         tensors = shards.published.tensors
         places = _places_of(share)
         devices = {name: worker_of(tensors[name], self.device) for name in tensors}
-        meet(list(dict.fromkeys(devices.values())))
+        order_streams(list(dict.fromkeys(devices.values())))
         for pile in make_piles(share.tiles, places, devices):
             with on(pile.device):
                 for name, run in _bundles(pile, tensors).items():
@@ -191,13 +191,13 @@ class DeviceBaseline:
     ) -> "DeviceDifference":
         """Launch the comparison of all piles in the current streams."""
         runs, devices = [], backend_of(state).devices
-        meet(devices)
+        order_streams(devices)
         for pair in pairs:
             with on(pair.here.device):
                 run = compare_pile(pair, source, find)
             if run.count:
                 runs.append(run)
-        meet(devices)
+        order_streams(devices)
         return DeviceDifference(state, stream, runs, StreamPoint(*devices))
 
     def _pairs_of(self, share: TileShare, base: DeviceBackend, dtypes: Mapping[str, str]) -> "Sequence[PilePair]":

@@ -333,8 +333,8 @@ class SourceBundles:
             here = {ordinal: begin - first for ordinal, begin in begins.items()}
             # Only the part in use: casting FP32 masters needs as much memory as the target.
             for tiles in self.gather(here, room[first:last]):
-                counted, promised = tiles.begin_count(room[first:last])(), [sums[n] for n in tiles.pile.index]
-                if not np.array_equal(counted, np.array(promised, np.uint64)):
+                counted, sent = tiles.begin_count(room[first:last])(), [sums[n] for n in tiles.pile.index]
+                if not np.array_equal(counted, np.array(sent, np.uint64)):
                     raise StateError(
                         "the weights changed while they were pushed: receivers have what was sent, and the next push "
                         "sends all weights. Let nothing write them before push returns"

@@ -131,7 +131,7 @@ def reachable(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
     return flat.to(device) if apart else flat
 
 
-def meet(devices: Sequence[torch.device]) -> None:
+def order_streams(devices: Sequence[torch.device]) -> None:
     """Order later launches on each of these devices after all launches so far on the others."""
     if len(devices) > 1:
         here = StreamPoint(*devices)

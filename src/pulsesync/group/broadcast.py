@@ -180,7 +180,7 @@ class Broadcast:
     def _sync_all(self, source: Any) -> BroadcastReport:
         began, team = time.perf_counter(), self._team
         counts = team.messages, team.sent_bytes, team.received_bytes
-        end, notes = self._meet(source)
+        end, notes = self._agree(source)
         version = 1 + max(note["version"] for note in notes)
         base, late = _choose_base(notes, self._sources)
         end.weights.begin()
@@ -259,7 +259,7 @@ class Broadcast:
 
     # Before a sync: what each rank has
 
-    def _meet(self, source: Any) -> tuple[GroupEnd, list[dict[str, Any]]]:
+    def _agree(self, source: Any) -> tuple[GroupEnd, list[dict[str, Any]]]:
         """Attach a model, and join if any rank must; return this rank's end and the notes of all ranks."""
         faults: list[Exception] = []
         with FailureCollector(faults):

@@ -106,7 +106,9 @@ def agree(notes: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
     """
     read = [windows_from(note[4:]) for note in notes]
     ties = {alias: name for rank in sources for alias, name in read[rank][1].items()}
-    everyones = [_untied(rank, windows, own, ties, sends=rank in sources) for rank, (windows, own) in enumerate(read)]
+    everyones = [
+        _without_ties(rank, windows, own, ties, sends=rank in sources) for rank, (windows, own) in enumerate(read)
+    ]
     wire = wire_of(everyones, sources, ties)
     names = {piece.tensor for pieces in wire.pieces for piece in pieces}
     for rank, windows in enumerate(everyones):
@@ -126,7 +128,7 @@ def agree(notes: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
     return wire
 
 
-def _untied(
+def _without_ties(
     rank: int, windows: Windows, own: Mapping[str, str], ties: Mapping[str, str], sends: bool
 ) -> dict[str, Window]:
     """The windows of a rank, without the names that the sources tie to others."""

@@ -193,13 +193,13 @@ class Collective:
 
         if self.rank == source:
             there = self._stage(_as_tensor(buffer), filled=True)
-            self._move([distributed.P2POp(distributed.isend, there, self._global(r), self.group) for r in to])
+            self._transfer([distributed.P2POp(distributed.isend, there, self._global(r), self.group) for r in to])
             self.sent_bytes += len(to) * there.nbytes
             self.messages += len(to)
         elif self.rank in to:
             tensor = _as_tensor(buffer)
             there = self._stage(tensor, filled=False)
-            self._move([distributed.P2POp(distributed.irecv, there, self._global(source), self.group)])
+            self._transfer([distributed.P2POp(distributed.irecv, there, self._global(source), self.group)])
             self.received_bytes += tensor.nbytes
             self.messages += 1
             self._unstage(there, tensor)
@@ -216,16 +216,16 @@ class Collective:
         coming = [int(row[self.rank]) for row in self.gather_rows(np.array(lengths, np.int64))]
         self._check_lengths(coming, most)
         boxes = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in coming]
-        moves = []
+        operations = []
         for rank, data in enumerate(outgoing):
             place = self._global(rank)
             if lengths[rank]:
                 full = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-                moves.append(distributed.P2POp(distributed.isend, full, place, self.group))
+                operations.append(distributed.P2POp(distributed.isend, full, place, self.group))
             if coming[rank]:
-                moves.append(distributed.P2POp(distributed.irecv, boxes[rank], place, self.group))
-        self._move(moves)
-        self.messages += len(moves)
+                operations.append(distributed.P2POp(distributed.irecv, boxes[rank], place, self.group))
+        self._transfer(operations)
+        self.messages += len(operations)
         self.sent_bytes += sum(lengths)
         self.received_bytes += sum(coming)
         return [box.cpu().numpy().tobytes() for box in boxes]
@@ -261,7 +261,7 @@ class Collective:
             )
         self._end(work)
 
-    def _move(self, moves: Sequence[Any]) -> None:
+    def _transfer(self, operations: Sequence[Any]) -> None:
         """Send and receive, all at once.
 
         Over NCCL this must be a batch: it uses the communicator of the group, where a message by itself makes another
@@ -269,7 +269,7 @@ class Collective:
         """
         from torch import distributed
 
-        for work in self._begin(lambda: distributed.batch_isend_irecv(list(moves))) if moves else []:
+        for work in self._begin(lambda: distributed.batch_isend_irecv(list(operations))) if operations else []:
             self._end(work)
 
     def _begin(self, begin: Callable[[], Any]) -> Any:

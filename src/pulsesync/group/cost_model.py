@@ -150,8 +150,8 @@ class CostModel:
         each = np.array([self._sums(method, table) for method in METHODS])  # (methods, tiles)
         own = each.argmin(axis=0)
         mixed = each.min(axis=0).sum() + sum(self._fixed(METHODS[n], table[own == n]) for n in set(own.tolist()))
-        together = each[METHODS.index(best)].sum() + self._fixed(best, table)
-        if mixed < 0.9 * together and together > SOON_S:
+        by_one = each[METHODS.index(best)].sum() + self._fixed(best, table)
+        if mixed < 0.9 * by_one and by_one > SOON_S:
             return [METHODS[n] for n in own.tolist()]
         return [best] * len(loads)
 

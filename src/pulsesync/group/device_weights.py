@@ -27,7 +27,7 @@ from pulsesync.device.bundles import (
     write_table,
 )
 from pulsesync.device.changes import PileChanges, on_whole
-from pulsesync.device.memory import DeviceStream, StreamPoint, meet, to_host, to_stream
+from pulsesync.device.memory import DeviceStream, StreamPoint, order_streams, to_host, to_stream
 from pulsesync.device.parts import encode_changes, host_bytes
 from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.device.tracked import DeviceHistory
@@ -53,9 +53,9 @@ class _Work:
         """Order all later work after what the calling thread has launched."""
         self._begun = StreamPoint(*self._devices)
 
-    def meet(self) -> None:
+    def order_streams(self) -> None:
         """Order later launches on each device after all launches so far on the others."""
-        meet(self._devices)
+        order_streams(self._devices)
 
     @contextmanager
     def __call__(self) -> Iterator[DeviceStream]:
@@ -121,7 +121,7 @@ class DeviceSourceWeights:
         table = Table.of_whole(self._wire, tiles)
         with clock.timed("encode"):
             message = _new_message(table, self._device)
-            self._work.meet()
+            self._work.order_streams()
             some = self.bundles.gather(_begins(table), message)
         with clock.timed("digest"):
             sums = count_whole(some, message).of(table.ordinals)
@@ -140,7 +140,7 @@ class DeviceSourceWeights:
             table = Table(self._wire, ordinals, changed[ordinals])
             sums = messages.sums_of(self.bundles.base.sums, ordinals) + by.of(ordinals)
             message = _new_message(table, self._device)
-            self._work.meet()
+            self._work.order_streams()
             changes = _change_table(self._wire, table)
             for run, at in zip(runs, starts, strict=True):
                 write_table(run, at, changes, message)
@@ -151,7 +151,7 @@ class DeviceSourceWeights:
         table = Table.of_whole(self._wire, tiles)
         with clock.timed("encode"), self._work():
             message = _new_message(table, self._device)
-            self._work.meet()
+            self._work.order_streams()
             self.bundles.saved(_begins(table), message)
             _write_head(message, table, messages.sums_of(sums, table.ordinals))
         return Bucket(message, (), 0, {}, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
@@ -215,9 +215,9 @@ class DeviceReceiverWeights:
                 found = self.backend.decode([[body]], (), None)
                 runs: list[PileChanges] = list(found.changes)
             with clock.timed("digest"):
-                promised = {entry.tile: entry.sum for entry in body.index.entries}
-                PatchTransaction(self.state).check_digest_changes(found.digest_changes[0], promised, before)
-        return Bucket(NOTHING, runs, _count(runs), {}, promised)
+                in_message = {entry.tile: entry.sum for entry in body.index.entries}
+                PatchTransaction(self.state).check_digest_changes(found.digest_changes[0], in_message, before)
+        return Bucket(NOTHING, runs, _count(runs), {}, in_message)
 
     def _head(self, message: Message) -> Bits:
         """The beginning of a message, on the host: all bytes that may describe tiles."""
@@ -232,27 +232,27 @@ class DeviceReceiverWeights:
         whole, sparse = (table.ordinals[local & some] for some in (table.is_whole, ~table.is_whole))
         with clock.timed("prepare"):
             here = message if isinstance(message, torch.Tensor) else _bring(message, self._device)
-            meet(self.backend.devices)  # the other devices read it too
+            order_streams(self.backend.devices)  # the other devices read it too
             runs = read_table(self.backend, sparse.tolist(), _change_table(self._wire, table), here)
         with clock.timed("undo"):
             runs, moving = with_old(self.backend, runs)
-        promised = TileSums(table.ordinals, sums)
+        in_message = TileSums(table.ordinals, sums)
         begins = _begins(table)
         tiles = self._shapes({n: begins[n] for n in whole.tolist()}) if whole.size else ()
         for some in tiles:
             some.make_ready(self.backend.tied)  # now, while a lack of memory can still be reported to all ranks
         with clock.timed("digest"):
             after = messages.sums_of(before, sparse) + moving().of(sparse)
-            self._check(sparse, after, promised)
-            self._check(whole, count_whole(tiles, here).of(whole), promised)
+            self._check(sparse, after, in_message)
+            self._check(whole, count_whole(tiles, here).of(whole), in_message)
         by_ordinal = {tile.ordinal: some for some in tiles for tile in some.pile.tiles}
         return Bucket(here if whole.size else NOTHING, runs, _count(runs), by_ordinal, table.named(sums))
 
-    def _check(self, ordinals: NDArray[np.int64], found: NDArray[np.uint64], promised: TileSums) -> None:
+    def _check(self, ordinals: NDArray[np.int64], found: NDArray[np.uint64], in_message: TileSums) -> None:
         """Raises: VerificationError, if tiles would not have the digests in a message."""
-        wrong = ordinals[(found != promised.of(ordinals)).any(axis=1)]
+        wrong = ordinals[(found != in_message.of(ordinals)).any(axis=1)]
         if wrong.size:
-            raise messages.not_as_promised(self._wire, int(wrong[0]))
+            raise messages.digest_mismatch(self._wire, int(wrong[0]))
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
         return _write_changes(self.state, made, sums)

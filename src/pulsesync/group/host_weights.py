@@ -237,7 +237,7 @@ class HostReceiverWeights:
             counted = _count([self.layout.tiles[ordinal] for ordinal in whole], whole)
         for ordinal, sum_ in counted.items():
             if sum_ != in_index[ordinal]:
-                raise messages.not_as_promised(self._wire, ordinal)
+                raise messages.digest_mismatch(self._wire, ordinal)
         return Bucket(message if whole else NOTHING, changes, self.backend.count_changed(changes), whole, in_index)
 
     def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:

@@ -216,7 +216,7 @@ def longest(wire: BundlePlan, tiles: Sequence[Tile]) -> int:
     return 2 * Table(wire, ordinals, wire.sizes[ordinals]).size + (1 << 26)
 
 
-def not_as_promised(wire: BundlePlan, ordinal: int) -> VerificationError:
+def digest_mismatch(wire: BundlePlan, ordinal: int) -> VerificationError:
     """The error of a bundle that does not have, or would not have, the digest in a message."""
     names = sorted({piece.tensor for piece in wire.pieces[ordinal]})
     others = f" and {len(names) - 1} tensors bundled with it" if len(names) > 1 else ""

@@ -79,7 +79,7 @@ class SyncSession:
             end.at = version
 
     def _saved(self, tiles: Sequence[Tile], known: Mapping[int, Sum]) -> Message:
-        """These tiles as they were last sent. If that fails, a message that every receiver refuses."""
+        """These tiles as they were last sent. If that fails, a message that every receiver rejects."""
         assert isinstance(self.end, SourceEnd)
         with FailureCollector(self.faults):
             return self.end.weights.saved(tiles, self.clock, known).message
