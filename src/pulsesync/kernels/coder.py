@@ -629,6 +629,8 @@ def _decode_chunk(
     stream: _Stream, done: _Decoded, found: _Changes, out: _NextHistory, to: _Written,
 ) -> Any:  # fmt: skip
     """Decode the hot weights of a chunk; j: how many of the block are before it. Last comes 0 or the fault."""
+    span, table, chunk, stream, found, out = borrowed((span, table, chunk, stream, found, out))  # it is not inlined
+    (unchanged,) = borrowed((unchanged,))
     width, wide = U(8 * span.old.itemsize), U(span.row_bits)
     sign, longest = ONE << (width - ONE), width + U(spec.DIRECT - 4)
     h, at, k, c = U(0), done.at, done.hot, done.cold
