@@ -22,6 +22,7 @@ from pulsesync.errors import VerificationError
 from pulsesync.format import tables
 from pulsesync.format.history import History, TileHistory, TileHistorySummary
 from pulsesync.kernels import cuda, reference, spec
+from pulsesync.kernels.records import CodedSpan, Decisions, DecoderTable, EncoderTable, SpanHistory
 from tests.device import interpreter
 from tests.device.pairs import host, locate, pile_of
 from tests.helpers import near, nudge
@@ -72,8 +73,10 @@ class Case:
 
     # By the reference, for each block
 
-    def block(self, b: int) -> tuple[Any, ...]:
-        return self.old[b], self.shift, self.cut, self.contexts.rows, self.contexts.bits, self.last[b], self.tracked
+    def block(self, b: int) -> tuple[CodedSpan, SpanHistory]:
+        old, last = self.old[b], self.last[b]
+        span = CodedSpan(old, np.array([0, old.size]), self.shift, self.cut, self.contexts.rows, self.contexts.bits)
+        return span, SpanHistory(last, np.array([0, last.size]), self.tracked, 0)
 
     @cached_property
     def splits(self) -> list[tuple[Any, ...]]:
@@ -89,7 +92,7 @@ class Case:
         """Of each block the rows of its decisions, as the device has them, and the symbols."""
         out = []
         for b, (where, _, symbols, *_) in enumerate(self.splits):
-            hot, begins, down = reference._decisions(*self.block(b))
+            hot, begins, down = reference._decide(*self.block(b))
             found = np.zeros(hot.size, np.int64)
             at = np.searchsorted(hot, where)
             found[at] = ((symbols.astype(np.int64) - 1) ^ down[at]) + 1
@@ -111,11 +114,10 @@ class Case:
     def streams(self) -> list[np.ndarray]:
         out = []
         for (rows, symbols), (*_, extras, _, _, _, _), lanes in zip(self.decided, self.splits, self.lanes, strict=True):
-            changed = np.flatnonzero(symbols).astype(np.uint32)
-            decided = (rows & 0x7FFF).astype(np.uint16), self.contexts.bits, 8 * self.wide
-            changes = changed, symbols[changed].astype(np.uint8), extras
-            arguments: tuple[Any, ...] = (*decided, *changes, self.cumulative, lanes)
-            out.append(reference._encode_block(*arguments))
+            changed, row = np.flatnonzero(symbols).astype(np.uint32), (rows & 0x7FFF).astype(np.uint16)
+            decisions = Decisions(np.array([row.size]), row, changed, symbols[changed].astype(np.uint8))
+            table = EncoderTable(self.cumulative, np.empty(0, np.uint32), self.contexts.bits, 8 * self.wide)
+            out.append(reference._encode_block(decisions, extras, table, lanes))
         return out
 
     # On the device
@@ -262,7 +264,7 @@ def test_hot_weights_are_listed_as_the_reference_decides(dtype: str, index: int,
     for b, (expected, _) in enumerate(c.decided):
         here = slice(*c.borders[b])
         assert np.array_equal(rows[here], expected)
-        assert np.array_equal(places[here], reference._decisions(*c.block(b))[0])
+        assert np.array_equal(places[here], reference._decide(*c.block(b))[0])
 
 
 @each
@@ -391,7 +393,7 @@ def _land(c: Case, job: Job, k: int, faults: np.ndarray, outs: np.ndarray, *deco
     if faults[k]:
         return None
     device = c.pile.device
-    places = to_device(reference._decisions(*c.block(job.block))[0].astype(np.uint32), device)
+    places = to_device(reference._decide(*c.block(job.block))[0].astype(np.uint32), device)
     dtype = np.dtype(f"u{c.wide}")
     positions = torch.full((outs[-1],), MARK, dtype=torch.int32, device=device)
     old, new = (to_device(np.full(int(outs[-1]), MARK, dtype), device) for _ in range(2))
@@ -420,12 +422,9 @@ def _land(c: Case, job: Job, k: int, faults: np.ndarray, outs: np.ndarray, *deco
 
 
 def by_reference(c: Case, job: Job) -> tuple[np.ndarray, Bits, int]:
-    table = c.cumulative if job.cumulative is None else job.cumulative
-    nothing = np.empty(0, np.uint32), np.empty(0, np.uint8)
-    tail = (table, c.contexts.symbols, tables.NO_SIZES, c.lanes[job.block], job.stream, job.count, 0, *nothing)
-    arguments: tuple[Any, ...] = (*c.block(job.block), *tail)
-    positions, new, _, fault = reference._decode_block(*arguments)
-    return positions, new, fault
+    cumulative = c.cumulative if job.cumulative is None else job.cumulative
+    table = DecoderTable(cumulative, c.contexts.symbols, tables.NO_SIZES)
+    return reference._decode_block(*c.block(job.block), table, c.lanes[job.block], job.stream, job.count)
 
 
 @each

@@ -22,6 +22,16 @@ from pulsesync.core.digest import keys
 from pulsesync.core.types import DTYPES, Bits
 from pulsesync.format import tables
 from pulsesync.kernels import cpu, reference, spec
+from pulsesync.kernels.records import (
+    BlockStreams,
+    CodedSpan,
+    ColdSteps,
+    Decisions,
+    DecoderTable,
+    EncoderTable,
+    HotChanges,
+    SpanHistory,
+)
 from pulsesync.testing import mutate, random_bits
 from tests.helpers import FLOATS, classes, densities, many, near, nudge, orders, seeds, step
 
@@ -99,35 +109,31 @@ class Case:
         return reference.split(positions, new, symbols, extras, classes_, self.shift, self.cut)
 
     @property
-    def hot(self) -> tuple[Any, ...]:
-        at, new, symbols, extras = self.split[:4]
+    def hot(self) -> HotChanges:
+        at, new, symbols, extras, _, _, entering_at, entering = self.split
         if self.listed.size:
             symbols = tables.list_sizes(symbols, extras, self.listed, self.width)
-        return at, new, symbols, extras
+        return HotChanges(at, new, symbols, extras, entering_at, entering)
 
     @property
-    def cold(self) -> tuple[Any, ...]:
-        return self.split[4:6]
-
-    @property
-    def entering(self) -> tuple[Any, ...]:
-        return self.split[6:]
+    def cold(self) -> ColdSteps:
+        return ColdSteps(*self.split[4:6])
 
     @property
     def changes(self) -> np.ndarray:
         """How many of the hot changes each block has."""
-        return np.diff(np.searchsorted(self.hot[0], self.borders))
+        return np.diff(np.searchsorted(self.hot.positions, self.borders))
 
     @property
-    def span(self) -> tuple[Any, ...]:
-        tables_ = self.contexts.rows, self.contexts.bits
-        return (self.old, self.borders, self.shift, self.cut, *tables_, self.last, self.ranks, self.tracked)
+    def span(self) -> tuple[CodedSpan, SpanHistory]:
+        span = CodedSpan(self.old, self.borders, self.shift, self.cut, self.contexts.rows, self.contexts.bits)
+        return span, SpanHistory(self.last, self.ranks, self.tracked, self.index)
 
     def count(self, kernel: ModuleType) -> tuple[Any, ...]:
+        """The decisions, field by field; the history afterwards, where its blocks begin, and the counts."""
         counts = self.contexts.empty()
-        at, new, symbols, _ = self.hot
-        counted = kernel.count_blocks(*self.span, at, new, symbols, counts, self.index, *self.entering)
-        return *counted, counts
+        decisions, *after = kernel.count_blocks(*self.span, self.hot, counts)
+        return *decisions, *after, counts
 
     @cached_property
     def counted(self) -> tuple[Any, ...]:
@@ -143,15 +149,14 @@ class Case:
         return tables.cumulative(self.frequencies)
 
     def encode(self, kernel: ModuleType) -> tuple[np.ndarray, np.ndarray]:
-        decisions, _, _, rows, changed, symbols, _ = self.counted
-        changes = rows, self.contexts.bits, self.width, changed, symbols, self.hot[3]
-        table = self.cumulative, tables.reciprocals(self.frequencies)
-        words, ends = kernel.encode_blocks(*changes, *table, decisions, self.lanes)
+        table = EncoderTable(self.cumulative, tables.reciprocals(self.frequencies), self.contexts.bits, self.width)
+        words, ends = kernel.encode_blocks(Decisions(*self.counted[:4]), self.hot.extras, table, self.lanes)
         return words, ends
 
     def decode(self, kernel: ModuleType, words: np.ndarray, ends: np.ndarray, changes: np.ndarray) -> tuple[Any, ...]:
-        tail = (self.listed, self.lanes, words, np.diff(ends), changes, self.index, *self.cold)
-        read: tuple[Any, ...] = kernel.decode_blocks(*self.span, self.cumulative, self.contexts.symbols, *tail)
+        table = DecoderTable(self.cumulative, self.contexts.symbols, self.listed)
+        streams = BlockStreams(changes, self.lanes, np.diff(ends), words)
+        read: tuple[Any, ...] = kernel.decode_blocks(*self.span, table, streams, self.cold)
         return read
 
     def alone(self, b: int) -> "Case":
@@ -308,8 +313,8 @@ def test_counting_coding_and_decoding_equal_the_reference_and_what_was_coded_is_
     assert_same(found, case.decode(reference, words, ends, case.changes))
     assert_same([advanced(cpu, case)], [ages])
     if case.index:  # writer, reader and the history alone remember the same
-        assert_same([counted[1], found[3]], [ages, ages])
-    decisions, _, _, rows, _, _, counts = counted
+        assert_same([counted[4], found[3]], [ages, ages])
+    decisions, rows, _, _, _, _, counts = counted
     assert ((decisions > 0) == (case.changes > 0)).all()  # a block without hot changes is neither counted nor coded
     assert ((np.diff(ends) > 0) == (case.changes > 0)).all()
     assert counts.sum() == decisions.sum() == rows.size
@@ -327,14 +332,14 @@ def advanced(kernel: ModuleType, case: Case) -> np.ndarray:
 def test_blocks_in_one_call_give_what_one_call_for_each_block_gives(case: Case) -> None:
     """Those that are compiled do; so then do those of the reference, which equal them for one block and for several."""
     kernel = cpu
-    decisions, after, ranks, rows, changed, symbols, counts = case.count(kernel)
+    decisions, rows, changed, symbols, after, ranks, counts = case.count(kernel)
     words, ends = case.encode(kernel)
     positions, old, new, read_after, read_ranks, fault = case.decode(kernel, words, ends, case.changes)
     assert fault == 0
     first, coded, counted = 0, 0, np.zeros_like(counts)
     for b in range(case.blocks):
         alone = case.alone(b)
-        own_decisions, own_after, _, own_rows, own_changed, own_symbols, own_counts = alone.count(kernel)
+        own_decisions, own_rows, own_changed, own_symbols, own_after, _, own_counts = alone.count(kernel)
         assert own_decisions.tolist() == [decisions[b]]
         assert_same([own_after], [after[ranks[b] : ranks[b + 1]]])
         decided = int(decisions[:b].sum())
@@ -359,24 +364,9 @@ def test_a_step_round_the_circle_is_remembered_by_its_own_direction(kernel: Modu
     old, new = np.array([0xFFFF], np.uint16), np.array([0x7FFF], np.uint16)  # the lowest NaN to the highest: step -1
     symbols = cpu.steps(old, new, 7)[0]
     contexts, at = tables.Contexts(232, 24, 1, 41), np.array([0], np.uint32)
-    _, counted, *_ = kernel.count_blocks(
-        old,
-        np.array([0, 1]),
-        7,
-        256,
-        contexts.rows,
-        contexts.bits,
-        NO_BYTES,
-        np.array([0, 0]),
-        0,
-        at,
-        new,
-        symbols,
-        contexts.empty(),
-        1,
-        NO_POSITIONS,
-        NO_BYTES,
-    )
+    span = CodedSpan(old, np.array([0, 1]), 7, 256, contexts.rows, contexts.bits)
+    hot = HotChanges(at, new, symbols, NO_POSITIONS, NO_POSITIONS, NO_BYTES)
+    _, counted, _ = kernel.count_blocks(span, SpanHistory(NO_BYTES, np.array([0, 0]), 0, 1), hot, contexts.empty())
     assert counted.tolist() == [0x81]
     assert kernel.advance_history(old, 7, 0, 256, NO_BYTES, at, new, 1).tolist() == [0x81]
 
@@ -502,13 +492,17 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     frequencies[..., symbol] = tables.TOTAL
     cumulative = tables.cumulative(frequencies)
     one = np.array([0, 1])
-    span = (np.array([old], np.uint16), one, 7, 256, contexts.rows, contexts.bits, NO_BYTES, np.array([0, 0]), 0)
+    span = CodedSpan(np.array([old], np.uint16), one, 7, 256, contexts.rows, contexts.bits)
     row = np.array([contexts.rows[old >> 7 & 0xFF] >> contexts.bits], np.uint16)
-    change = (np.array([0], np.uint32), np.array([symbol], np.uint8), np.array([extra], np.uint32))
-    table = cumulative, tables.reciprocals(frequencies)
-    words, ends = cpu.encode_blocks(row, contexts.bits, 16, *change, *table, one[1:], one[1:])
-    stream = one[1:], words, np.diff(ends), one[1:]
-    read = kernel.decode_blocks(*span, cumulative, 41, tables.NO_SIZES, *stream, 1, NO_COLD, NO_COLD)
+    decisions = Decisions(one[1:], row, np.array([0], np.uint32), np.array([symbol], np.uint8))
+    table = EncoderTable(cumulative, tables.reciprocals(frequencies), contexts.bits, 16)
+    words, ends = cpu.encode_blocks(decisions, np.array([extra], np.uint32), table, one[1:])
+    history, streams = (
+        SpanHistory(NO_BYTES, np.array([0, 0]), 0, 1),
+        BlockStreams(one[1:], one[1:], np.diff(ends), words),
+    )
+    readable = DecoderTable(cumulative, 41, tables.NO_SIZES)
+    read = kernel.decode_blocks(span, history, readable, streams, ColdSteps(NO_COLD, NO_COLD))
     assert read[5] == fault
 
 
@@ -528,15 +522,14 @@ def test_a_cold_change_of_a_hot_weight_or_half_the_circle_the_wrong_way_is_a_fau
     kernel: ModuleType, old: int, step: int, fault: int
 ) -> None:
     contexts = tables.Contexts(0, 24, 1, 41)
-    nothing, ends = np.zeros(1, np.int64), np.array([0, 0])
-    span = (np.array([old], np.uint16), np.array([0, 1]), 7, 24, contexts.rows, contexts.bits, NO_BYTES, ends, 0)
-    cumulative = tables.cumulative(np.zeros((24, 1, 41), np.int64))
-    stream = np.ones(1, np.int64), np.empty(0, np.uint16), nothing, nothing
-    found = kernel.decode_blocks(*span, cumulative, 41, tables.NO_SIZES, *stream, 0, nothing, np.array([step]))
+    span = CodedSpan(np.array([old], np.uint16), np.array([0, 1]), 7, 24, contexts.rows, contexts.bits)
+    table = DecoderTable(tables.cumulative(np.zeros((24, 1, 41), np.int64)), 41, tables.NO_SIZES)
+    history, cold = SpanHistory(NO_BYTES, np.array([0, 0]), 0, 0), ColdSteps(np.array([0]), np.array([step]))
+    found = kernel.decode_blocks(span, history, table, BlockStreams.none(1), cold)
     assert found[5] == fault
     if not fault:
-        assert_same(found[:2], (np.zeros(1, np.uint32), span[0]))
-        assert_same([found[2]], [tables.apply_steps(span[0], np.array([step]))])
+        assert_same(found[:2], (np.zeros(1, np.uint32), span.old))
+        assert_same([found[2]], [tables.apply_steps(span.old, np.array([step]))])
 
 
 def piece_table(rng: np.random.Generator, sizes: list[int], far: int) -> NDArray[np.int64]:

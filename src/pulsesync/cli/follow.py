@@ -5,7 +5,7 @@ import time
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from cyclopts import Parameter
 
@@ -39,6 +39,7 @@ from pulsesync.run.pointers import is_about_pointer
 from pulsesync.store.tokens import may_send_in_clear
 
 
+# The signature is the command's options, and the docstring its help: both are as long as these are.
 def follow(
     run: str,
     folder: Path | None = None,
@@ -115,40 +116,18 @@ def follow(
         NothingThereError: with --once or --version, no version can be synced.
         PulseError: the folder or the server cannot be updated.
     """
-    if lora is not None and (folder is None or vllm is None):
-        raise UsageError("--lora needs both a folder, for the adapter, and --vllm, for the server that loads it")
-    if sum(given is not None for given in (folder, vllm, sglang)) != (1 if lora is None else 2):
-        raise UsageError(
-            "give exactly one of: a folder, --vllm with a server's address, --sglang with a server's address"
-        )
-    if folder is None and cache is not None:
-        variable = "PULSE_VLLM_CACHE" if vllm is not None else "PULSE_SGLANG_CACHE"
-        raise UsageError(f"--cache applies to a folder only; for a server, set {variable} in its environment")
-    if heartbeat is not None and no_heartbeat:
-        raise UsageError("--heartbeat contradicts --no-heartbeat; give one of the two")
-    try:
-        worker = None if no_heartbeat else check_worker(heartbeat or _name_worker(folder, vllm, sglang))
-    except ValueError as e:
-        raise UsageError(f"--heartbeat: {e}") from e
+    _check_target(folder, vllm, sglang, lora, cache)
+    worker = _read_heartbeat(heartbeat, no_heartbeat, folder, vllm, sglang)
     store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
     movers = read_movers(trust_pointers, keys)
     export_metrics(metrics)
+    server, goal = _open_server(vllm, sglang, api_key), _Goal(once or version is not None, version, interval_s)
     try:
-        in_clear = may_send_in_clear()
-        server: VllmServer | None = None
-        followed: VllmServer | SglangServer | None = None
-        if vllm is not None:
-            key = api_key or read_variable("PULSE_VLLM_API_KEY")
-            server = followed = VllmServer(vllm, api_key=key, api_key_in_clear=in_clear)
-        elif sglang is not None:
-            key = api_key or read_variable("PULSE_SGLANG_API_KEY")
-            followed = SglangServer(sglang, api_key=key, api_key_in_clear=in_clear)
-    except ValueError as e:
-        raise UsageError(str(e)) from e
-    if followed is not None and folder is None:
-        try:
+        if folder is None:
+            assert server is not None
+            kept = None
             follower = ServerFollower(
-                followed,
+                server,
                 _reachable(run),
                 store,
                 trust=keys,
@@ -159,58 +138,125 @@ def follow(
                 follow_replaced=follow_replaced,
                 heartbeat=worker,
             )
-        except ValueError as e:
-            raise UsageError(f"--pointer {pointer}: {e}") from e
-        with closing(follower), show_progress(as_json) as bars:
-            return _follow_server(follower, printer, bars, once=once, version=version, interval_s=interval_s)
-    assert folder is not None
-    try:
-        kept = HuggingFaceFolder(
-            store,
-            folder,
-            trust=keys,
-            trust_pointers=movers,
-            cache=cache,
-            hold_s=hold_s,
-            follow=pointer,
-            max_staleness=max_staleness,
-            follow_replaced=follow_replaced,
-            heartbeat=worker,
-        )
+        else:
+            kept = HuggingFaceFolder(
+                store,
+                folder,
+                trust=keys,
+                trust_pointers=movers,
+                cache=cache,
+                hold_s=hold_s,
+                follow=pointer,
+                max_staleness=max_staleness,
+                follow_replaced=follow_replaced,
+                heartbeat=worker,
+            )
     except ValueError as e:
         raise UsageError(f"--pointer {pointer}: {e}") from e
-    with kept, show_progress(as_json):
-        if once or version is not None:
-            try:
-                flip = kept.update(version)
-            except NothingPublishedError as e:
-                text = f"there is no run at {run}, or none of its versions can be reached yet"
-                raise NothingThereError(
-                    str(e) if is_about_pointer(e) else f"{text}: check the location, or try again later"
-                ) from e
-            if flip is not None:
-                _report_flip(flip, printer)
-                _report_missing(flip, folder, printer)
-            if server is not None and lora is not None and kept.current is not None:
-                _load_adapter(server, lora, folder, kept.current.version, printer)
-            elif flip is None and (current := kept.current):
-                printer.tell("holds", f"{folder}/current is version {current.version} already", **asdict(current))
-            return 0
-        if current := kept.current:
-            printer.note("holds", f"{folder}/current is version {current.version}; following {run}", **asdict(current))
-        else:
-            printer.note("waits", f"there is no version in {folder} yet; following {run}", folder=str(folder))
-        if server is not None and lora is not None and current:
-            _load_adapter(server, lora, folder, current.version, printer)
-        missing: tuple[str, ...] = ()
-        for flip in kept.follow(interval_s, lambda e: _report_error(e, run, kept, printer)):
-            _report_flip(flip, printer)
-            if flip.missing != missing:
-                _report_missing(flip, folder, printer)
-            missing = flip.missing
-            if server is not None and lora is not None:
-                _load_adapter(server, lora, folder, flip.mark.version, printer)
+    if folder is None or kept is None:
+        with closing(follower), show_progress(as_json) as bars:
+            _follow_server(follower, printer, bars, goal)
+    else:
+        adapter = _Adapter(server, lora) if lora is not None and isinstance(server, VllmServer) else None
+        with kept, show_progress(as_json):
+            _follow_folder(kept, folder, run, adapter, printer, goal)
     return 0
+
+
+class _Goal(NamedTuple):
+    """Which version to update to, and whether to go on after it."""
+
+    once: bool
+    version: int | None
+    interval_s: float
+
+
+class _Adapter(NamedTuple):
+    """A LoRA adapter, and the server that loads it."""
+
+    server: VllmServer
+    name: str
+
+
+def _check_target(
+    folder: Path | None, vllm: str | None, sglang: str | None, lora: str | None, cache: Path | None
+) -> None:
+    """Raises: UsageError, if it is not clear what to update."""
+    if lora is not None and (folder is None or vllm is None):
+        raise UsageError("--lora needs both a folder, for the adapter, and --vllm, for the server that loads it")
+    if sum(given is not None for given in (folder, vllm, sglang)) != (1 if lora is None else 2):
+        raise UsageError(
+            "give exactly one of: a folder, --vllm with a server's address, --sglang with a server's address"
+        )
+    if folder is None and cache is not None:
+        variable = "PULSE_VLLM_CACHE" if vllm is not None else "PULSE_SGLANG_CACHE"
+        raise UsageError(f"--cache applies to a folder only; for a server, set {variable} in its environment")
+
+
+def _read_heartbeat(
+    heartbeat: str | None, no_heartbeat: bool, folder: Path | None, vllm: str | None, sglang: str | None
+) -> str | None:
+    if heartbeat is not None and no_heartbeat:
+        raise UsageError("--heartbeat contradicts --no-heartbeat; give one of the two")
+    try:
+        return None if no_heartbeat else check_worker(heartbeat or _name_worker(folder, vllm, sglang))
+    except ValueError as e:
+        raise UsageError(f"--heartbeat: {e}") from e
+
+
+def _open_server(vllm: str | None, sglang: str | None, api_key: str | None) -> VllmServer | SglangServer | None:
+    try:
+        in_clear = may_send_in_clear()
+        if vllm is not None:
+            key = api_key or read_variable("PULSE_VLLM_API_KEY")
+            return VllmServer(vllm, api_key=key, api_key_in_clear=in_clear)
+        if sglang is not None:
+            key = api_key or read_variable("PULSE_SGLANG_API_KEY")
+            return SglangServer(sglang, api_key=key, api_key_in_clear=in_clear)
+    except ValueError as e:
+        raise UsageError(str(e)) from e
+    return None
+
+
+def _follow_folder(
+    kept: HuggingFaceFolder, folder: Path, run: str, adapter: _Adapter | None, printer: Printer, goal: _Goal
+) -> None:
+    if goal.once:
+        _update_folder(kept, folder, run, adapter, printer, goal.version)
+        return
+    if current := kept.current:
+        printer.note("holds", f"{folder}/current is version {current.version}; following {run}", **asdict(current))
+    else:
+        printer.note("waits", f"there is no version in {folder} yet; following {run}", folder=str(folder))
+    if adapter is not None and current:
+        _load_adapter(adapter, folder, current.version, printer)
+    missing: tuple[str, ...] = ()
+    for flip in kept.follow(goal.interval_s, lambda e: _report_error(e, run, kept, printer)):
+        _report_flip(flip, printer)
+        if flip.missing != missing:
+            _report_missing(flip, folder, printer)
+        missing = flip.missing
+        if adapter is not None:
+            _load_adapter(adapter, folder, flip.mark.version, printer)
+
+
+def _update_folder(
+    kept: HuggingFaceFolder, folder: Path, run: str, adapter: _Adapter | None, printer: Printer, version: int | None
+) -> None:
+    try:
+        flip = kept.update(version)
+    except NothingPublishedError as e:
+        text = f"there is no run at {run}, or none of its versions can be reached yet"
+        raise NothingThereError(
+            str(e) if is_about_pointer(e) else f"{text}: check the location, or try again later"
+        ) from e
+    if flip is not None:
+        _report_flip(flip, printer)
+        _report_missing(flip, folder, printer)
+    if adapter is not None and kept.current is not None:
+        _load_adapter(adapter, folder, kept.current.version, printer)
+    elif flip is None and (current := kept.current):
+        printer.tell("holds", f"{folder}/current is version {current.version} already", **asdict(current))
 
 
 def _name_worker(folder: Path | None, vllm: str | None, sglang: str | None) -> str:
@@ -222,8 +268,9 @@ def _name_worker(folder: Path | None, vllm: str | None, sglang: str | None) -> s
     return name_worker(kind, redacted(url or "").partition("://")[2].rpartition("@")[2])
 
 
-def _load_adapter(server: VllmServer, name: str, folder: Path, version: int, printer: Printer) -> None:
+def _load_adapter(adapter: _Adapter, folder: Path, version: int, printer: Printer) -> None:
     """Have a server load the folder's adapter as soon as the server answers."""
+    server, name = adapter
     for wait_s in (1, 2, 4, 8, 16, 32, 60, 0):
         try:
             server.load_adapter(name, (folder / "current").resolve())
@@ -242,20 +289,12 @@ def _reachable(run: str) -> str:
     return str(ParsedLocation.parse(run).resolved())
 
 
-def _follow_server(
-    follower: ServerFollower,
-    printer: Printer,
-    bars: ProgressBars,
-    *,
-    once: bool,
-    version: int | None,
-    interval_s: float,
-) -> int:
+def _follow_server(follower: ServerFollower, printer: Printer, bars: ProgressBars, goal: _Goal) -> None:
     url = follower.server.url
-    if once or version is not None:
+    if goal.once:
         try:
             bars.report(0, None, f"updating {url}")
-            report = follower.update(version)
+            report = follower.update(goal.version)
         except NothingPublishedError as e:
             raise NothingThereError(str(e)) from e
         if report is not None:
@@ -263,11 +302,10 @@ def _follow_server(
         else:
             status = follower.server.status()
             printer.tell("holds", f"{url} serves version {status['version']} already", version=status["version"])
-        return 0
+        return
     printer.note("follows", f"{url} follows {follower.location}", server=url, run=follower.location)
-    for report in follower.follow(interval_s, lambda e: _report_failure(e, follower, printer)):
+    for report in follower.follow(goal.interval_s, lambda e: _report_failure(e, follower, printer)):
         _report_update(report, url, printer)
-    return 0
 
 
 def _report_update(report: UpdateReport, url: str, printer: Printer) -> None:

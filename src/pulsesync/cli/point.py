@@ -92,10 +92,15 @@ def point(
         if name is not None:
             raise NothingThereError(text)
         printer.note("none", text)
-    if as_json:
+    _show(found, "signed by" if trusted else "signed by (not checked)", printer)
+    return 0
+
+
+def _show(found: list[tuple[Pointer, int | None]], signer: str, printer: Printer) -> None:
+    if printer.as_json:
         for pointer, step in found:
             printer.tell("pointer", "", **asdict(pointer), step=step)
-        return 0
+        return
     printer.table(
         {
             "pointer": pointer.name,
@@ -103,11 +108,10 @@ def point(
             "version": pointer.version,
             "step": step,
             "time (UTC)": utc(pointer.created),
-            "signed by" if trusted else "signed by (not checked)": pointer.signed_by and pointer.signed_by[:16],
+            signer: pointer.signed_by and pointer.signed_by[:16],
         }
         for pointer, step in found
     )
-    return 0
 
 
 def _find(records: RunReader, name: str | None) -> list[tuple[Pointer, int | None]]:

@@ -117,26 +117,18 @@ def relay(
     token, upstream_token = read_token(token_file), read_token(upstream_token_file, "PULSE_UPSTREAM_TOKEN")
     try:
         at = ParsedLocation.parse(upstream)
+        is_http = at.scheme in ("http", "https")
+        if is_http and upstream_token is None:
+            upstream_token = find_token(at)
     except ValueError as e:
         raise UsageError(str(e)) from e
-    is_http = at.scheme in ("http", "https")
-    if is_http and upstream_token is None:
-        upstream_token = _find_token(at)
     if not is_http and (upstream_token_file is not None or upstream_token_in_clear):
         raise UsageError(
             f"an upstream token works with an http:// or https:// upstream only; got {upstream}: leave the token out"
         )
     if cafile is not None and at.scheme != "https":
         raise UsageError(f"--cafile works with an https:// upstream only; got {upstream}: leave --cafile out")
-    if token is not None and without_token:
-        raise UsageError(
-            "--without-token contradicts the token of --token-file or PULSE_TOKEN: leave out one of the two"
-        )
-    if is_http and upstream_token is not None and token is None and not without_token:
-        raise UsageError(
-            "the upstream requires a token, and the relay would serve its content to all readers without one: require "
-            "a token of readers with --token-file or PULSE_TOKEN, or permit this with --without-token"
-        )
+    _check_tokens(token, upstream_token if is_http else None, without_token)
     max_bytes = None if max_cache is None else parse_size(max_cache)
     try:
         far = _open(at, upstream_token, cafile, upstream_token_in_clear)
@@ -176,11 +168,17 @@ def _open(upstream: ParsedLocation, token: str | None, cafile: Path | None, toke
     )
 
 
-def _find_token(at: ParsedLocation) -> str | None:
-    try:
-        return find_token(at)
-    except ValueError as e:
-        raise UsageError(str(e)) from e
+def _check_tokens(token: str | None, upstream_token: str | None, without_token: bool) -> None:
+    """Raises: UsageError, if readers without a token could read what the upstream protects with one."""
+    if token is not None and without_token:
+        raise UsageError(
+            "--without-token contradicts the token of --token-file or PULSE_TOKEN: leave out one of the two"
+        )
+    if upstream_token is not None and token is None and not without_token:
+        raise UsageError(
+            "the upstream requires a token, and the relay would serve its content to all readers without one: require "
+            "a token of readers with --token-file or PULSE_TOKEN, or permit this with --without-token"
+        )
 
 
 def _default_cache() -> Path:

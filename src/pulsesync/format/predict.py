@@ -21,6 +21,7 @@ from pulsesync.format.diff import Diff
 from pulsesync.format.history import History
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.weights import Weights
+from pulsesync.kernels.records import BlockStreams, Decisions, HotChanges
 
 Pieces = Sequence[bytes | memoryview]  # of a payload, one after the other
 # Codecs that read all old weights of a tile; others read only those that change.
@@ -54,7 +55,7 @@ class _CodingPlan:
 
     diff: Diff
     cut: int
-    hot: Mapping[int, context.HotChanges]  # by block
+    hot: Mapping[int, HotChanges]  # by block
     cold: NDArray[np.int64]
     steps: NDArray[np.int64]
 
@@ -78,7 +79,7 @@ def _plan(diff: Diff, cut: int) -> _CodingPlan:
         parted = kernels.active().split(block.positions, block.new, *steps[:3], shift, cut)
         at, new, symbols, extras, cold_at, moved_by, entering_at, entering = parted
         if at.size:
-            hot[block.number] = context.HotChanges(at, new, symbols, extras, entering_at, entering)
+            hot[block.number] = HotChanges(at, new, symbols, extras, entering_at, entering)
         cold.append(cold_at + block.number * BLOCK)
         cold_steps.append(moved_by)
     if len(cold) > 1:
@@ -129,7 +130,7 @@ def _list_sizes(plans: Sequence[_CodingPlan], ages: int) -> NDArray[np.uint32]:
 
 
 _Job = tuple[_CodingPlan, int]  # a tile, and which of its blocks
-_Decided = Callable[[], context.Decisions]  # the decisions of a block, kept or counted again
+_Decided = Callable[[], Decisions]  # the decisions of a block, kept or counted again
 
 
 def _jobs(plans: Sequence[_CodingPlan]) -> list[_Job]:
@@ -163,7 +164,7 @@ def _count(
     room = [min(MOST_KEPT, sum(plan.diff.tile.size for plan in plans))]  # bytes of rows
     lock = threading.Lock()
 
-    def count(job: _Job, counts: NDArray[np.int64]) -> tuple[context.Decisions, Remembered]:
+    def count(job: _Job, counts: NDArray[np.int64]) -> tuple[Decisions, Remembered]:
         plan, number = job
         tile = plan.diff.tile
         before, memory = old.block(tile, number), memory_of(history, tile, number)
@@ -195,7 +196,7 @@ def _code(
 ) -> list[bytes]:
     """Write the payloads of the tiles of one dtype."""
 
-    def block(job: tuple[_Job, _Decided]) -> context.BlockStreams:
+    def block(job: tuple[_Job, _Decided]) -> BlockStreams:
         (plan, number), decided = job
         return context.encode_block(decided(), plan.hot[number].extras, table)
 
@@ -204,15 +205,15 @@ def _code(
     for plan in plans:
         tile = plan.diff.tile
         blocks = [
-            next(streams) if n in plan.hot else context.BlockStreams.none(_borders(tile, n).size - 1)
+            next(streams) if n in plan.hot else BlockStreams.none(_borders(tile, n).size - 1)
             for n in range(tile.block_count)
         ]
-        joined = context.BlockStreams(*map(np.concatenate, zip(*blocks, strict=True))) if len(blocks) > 1 else blocks[0]
+        joined = BlockStreams(*map(np.concatenate, zip(*blocks, strict=True))) if len(blocks) > 1 else blocks[0]
         out.append(_payload(plan, number_of_table, joined))
     return out
 
 
-def _payload(plan: _CodingPlan, table: int, streams: context.BlockStreams) -> bytes:
+def _payload(plan: _CodingPlan, table: int, streams: BlockStreams) -> bytes:
     tile, checks = plan.diff.tile, context.NO_CHECKS
     if context.is_checked(tile):
         checks = np.array([*context.group_checks(tile, plan.diff.blocks[0]).values()], np.uint32)

@@ -1,8 +1,6 @@
 """The entropy coder for CPUs: count, encode and decode the hot weights of blocks. Part of `cpu`.
 
-One call processes a span of consecutive weights with one block or many: `borders` has where each begins, and `ranks`
-where its bytes begin in the history; positions count from the start of the span. A block without hot changes is neither
-counted nor coded, but its history is updated.
+A block without hot changes is neither counted nor coded, but its history is updated.
 
 Weights are processed 4,096 at a time, in short loops with one task each: mark the hot ones in bits, list them, look up
 their history and their rows of the tables, and only then decide. Nearly all decisions are "unchanged", so the loops
@@ -11,16 +9,40 @@ exceptions. What the count has looked up is kept for the encoder, two bytes per 
 independent rANS states that share one stream of words, so that a CPU overlaps their long latencies and a GPU can give
 each its own thread.
 
-Arrays are passed to functions that process a chunk, never to ones that process a weight: numba may count references to
-them at each call, with atomic instructions that cost more than the work.
+numba takes 2 µs to recognise a record that is an argument, as long as 400 weights take: the kernels are given the
+fields, and make the records again.
 """
 
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pulsesync.kernels import spec
-from pulsesync.kernels.jit import NEVER, ONE, U, compiled, inner, list_marked, mark_below, popcount, prefetch
+from pulsesync.kernels.jit import (
+    NEVER,
+    ONE,
+    U,
+    borrowed,
+    compiled,
+    hold,
+    inlined,
+    inner,
+    list_marked,
+    mark_below,
+    popcount,
+    prefetch,
+)
+from pulsesync.kernels.records import (
+    BlockStreams,
+    CodedSpan,
+    ColdSteps,
+    Decisions,
+    DecoderTable,
+    EncoderTable,
+    HotChanges,
+    SpanHistory,
+)
 
 _CHUNK = 4096  # weights processed at a time
 _P = spec.PROBABILITY_BITS
@@ -30,24 +52,70 @@ _SET_BITS = np.array(  # of every byte, in eight entries each, for `list_marked`
     [([k for k in range(8) if byte >> k & 1] + [0] * 8)[:8] for byte in range(256)], np.uint16
 ).reshape(-1)
 
+_scratch = threading.local()
 
-@inner
-def _room_for_chunk() -> Any:
-    """Arrays for a chunk: marks, the number of hot weights before each, and position and age of every hot weight."""
+
+def count_blocks(span: CodedSpan, history: SpanHistory, hot: HotChanges, counts: Any) -> Any:
+    """Add the blocks' decisions to counts, in the order of `tables.Contexts`; return them as `Decisions`.
+
+    If this is patch `index` of an epoch (0: of none), the history after it is returned next, as `advance_history` would
+    make it, and where the bytes of each block begin in it. A block whose history does not match its weights has -1
+    decisions, and nothing after it is counted.
+    """
+    if not hasattr(_scratch, "rows") or _scratch.rows.size < span.old.size:
+        _scratch.rows = np.empty(span.old.size, np.uint16)
+    *decisions, last, ranks = _count(*span, *history, *hot, counts, _scratch.rows)
+    return Decisions(*decisions), last, ranks
+
+
+def encode_blocks(decisions: Decisions, extras: Any, table: EncoderTable, lanes: Any) -> Any:
+    """Return the blocks' streams (uint16) one after the other, and where each begins.
+
+    A stream is the lanes' first states, then the words in the order in which a reader needs them.
+    """
+    return _encode(*decisions, extras, *table, lanes)
+
+
+def decode_blocks(
+    span: CodedSpan, history: SpanHistory, table: DecoderTable, streams: BlockStreams, cold: ColdSteps
+) -> Any:
+    """Return positions, old and new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault.
+
+    Cold changes, which are inside the span, are included in the result. Never reads or writes out of bounds, whatever
+    the words are; stops at the first fault (see `spec.FAULTS`).
+    """
+    return _decode(*span, *history, *table, *streams, *cold)
+
+
+class _Chunk(NamedTuple):
+    """Space for what is known of a chunk's weights."""
+
+    marks: Any  # a bit for each weight: whether it is hot
+    preceding: Any  # for each 64 weights, the number of hot ones before them
+    places: Any  # of each hot weight, its position in the chunk; `list_marked` writes up to eight more
+    ages: Any  # of each hot weight, its byte of the history
+    rows: Any  # of each hot weight, its row of the tables; in a count, of all chunks
+    firsts: Any  # of each class, the row of weights that have not changed yet
+
+
+@inlined
+def _room(span: CodedSpan, rows: Any) -> Any:
+    firsts = np.empty(span.rows.size, np.uint32)
+    for k in range(firsts.size):
+        firsts[k] = span.rows[k] >> span.row_bits
     marks, preceding = np.empty(_CHUNK // 64, np.uint64), np.empty(_CHUNK // 64, np.uint64)
-    return marks, preceding, np.empty(_CHUNK + 8, np.uint16), np.empty(_CHUNK, np.uint8)
+    return _Chunk(marks, preceding, np.empty(_CHUNK + 8, np.uint16), np.empty(_CHUNK, np.uint8), rows, firsts)
 
 
-@inner
-def _find(old: Any, start: Any, end: Any, cut: Any, marks: Any, preceding: Any, places: Any) -> Any:
-    """Mark the weights from start to end whose magnitude is below the cut and list their positions.
-
-    Return their number.
+@inner  # inlined, the kernels would not have enough registers for its loops
+def _find(span: CodedSpan, start: Any, end: Any, chunk: _Chunk) -> Any:
+    """Mark the hot weights from start to end and list their positions; return their number.
 
     The next chunk is prefetched meanwhile: the loops between two chunks are so long that the hardware prefetcher loses
     the stream.
     """
-    magnitude = old.dtype.type((ONE << U(8 * old.itemsize - 1)) - ONE)
+    old, marks = span.old, chunk.marks
+    cut, magnitude = old.dtype.type(span.cut << span.shift), old.dtype.type((ONE << U(8 * old.itemsize - 1)) - ONE)
     groups = (end - start) >> U(6)
     for g in range(groups):
         prefetch(old, end + (U(g) << U(6)))
@@ -60,35 +128,37 @@ def _find(old: Any, start: Any, end: Any, cut: Any, marks: Any, preceding: Any, 
         groups += ONE
     count = U(0)
     for g in range(groups):
-        preceding[g] = count
+        chunk.preceding[g] = count
         if marks[g]:
-            count += list_marked(marks[g], U(g) << U(6), _SET_BITS, places, count)
+            count += list_marked(marks[g], U(g) << U(6), _SET_BITS, chunk.places, count)
     return count
 
 
-@inner
-def _below(mark: Any, place: Any) -> Any:
-    """The number of bits in a mark below that of a position in the chunk."""
-    return popcount(mark & ((ONE << (place & U(63))) - ONE))
+@inlined
+def _hot_before(chunk: _Chunk, place: Any) -> Any:
+    """The number of hot weights in a chunk before a position."""
+    group = place >> U(6)
+    return chunk.preceding[group] + popcount(chunk.marks[group] & ((ONE << (place & U(63))) - ONE))
 
 
-@inner
+@inner  # inlined, the kernels would not have enough registers for its loops
 def _look_up(
-    old: Any, start: Any, count: Any, places: Any, shift: int, cut: int, firsts: Any, last: Any, rank: Any, known: Any,
-    tracked: int, ages: Any, rows: Any, at: Any,
-) -> Any:  # fmt: skip
+    span: CodedSpan, history: SpanHistory, start: Any, count: Any, rank: Any, known: Any, chunk: _Chunk, at: Any
+) -> Any:
     """Write history and row (from `at` on) of a chunk's hot weights.
 
     Return the rank after them, or NEVER if it exceeds `known`.
     """
-    magnitude, tracked_cut = (ONE << U(8 * old.itemsize - 1)) - ONE, U(tracked) << U(shift)
-    if tracked == cut:
+    old, last, shift = span.old, history.last, U(span.shift)
+    places, ages, rows, firsts = chunk.places, chunk.ages, chunk.rows, chunk.firsts
+    magnitude, tracked_cut = (ONE << U(8 * old.itemsize - 1)) - ONE, U(history.cut) << shift
+    if history.cut == span.cut:
         if rank + count > known:
             return NEVER
         for h in range(count):
-            age = last[rank + U(h)]
+            age, size = last[rank + U(h)], U(old[start + U(places[h])]) & magnitude
             ages[h] = age
-            rows[at + U(h)] = firsts[(U(old[start + U(places[h])]) & magnitude) >> U(shift)] + (age & U(0x7F))
+            rows[at + U(h)] = firsts[size >> shift] + (age & U(0x7F))
         return rank + count
     for h in range(count):
         size, age = U(old[start + U(places[h])]) & magnitude, U(0)
@@ -98,20 +168,328 @@ def _look_up(
             age = U(last[rank])
             rank += ONE
         ages[h] = age
-        rows[at + U(h)] = firsts[size >> U(shift)] + (age & U(0x7F))
+        rows[at + U(h)] = firsts[size >> shift] + (age & U(0x7F))
     return rank
 
 
-@inner
-def _first_rows(rows: Any, row_bits: int) -> Any:
-    """The number of the row of each class, where no weight has changed yet."""
-    out = np.empty(rows.size, np.uint32)
-    for k in range(rows.size):
-        out[k] = rows[k] >> row_bits
-    return out
+class _NextHistory(NamedTuple):
+    """The history after the patch, and what it is made of besides the last one."""
+
+    bytes_: Any
+    index: Any  # of the patch; 0 where no history is kept
+    hot_cut: Any  # magnitudes below this are hot
+    entering_at: Any
+    entering: Any
 
 
-@inner
+class _Written(NamedTuple):
+    """How far the next history is written."""
+
+    done: Any  # hot weights of the current chunk
+    entered: Any  # entering weights
+    size: Any  # bytes
+
+
+@inlined
+def _next_history(span: CodedSpan, history: SpanHistory, entering_at: Any, entering: Any) -> Any:
+    known = history.last.size if history.cut == span.cut else span.old.size
+    bytes_ = np.empty((known if history.patch_index else 0) + entering.size, np.uint8)
+    return _NextHistory(bytes_, U(history.patch_index), U(span.cut) << U(span.shift), entering_at, entering)
+
+
+@inlined
+def _carries_over(span: CodedSpan, history: SpanHistory, out: _NextHistory, to: _Written, end: Any) -> Any:
+    """Whether the history of a block without hot changes stays as it is: the same cut, and no weight enters."""
+    if history.cut != span.cut:
+        return False
+    return to.entered >= U(out.entering.size) or U(out.entering_at[to.entered]) >= end
+
+
+@inlined
+def _copy(history: Any, begin: Any, end: Any, out: _NextHistory, to: _Written) -> Any:
+    """Write a part of an earlier history."""
+    for h in range(end - begin):
+        out.bytes_[to.size + U(h)] = history[begin + U(h)]
+    return _Written(end, to.entered, to.size + (end - begin))
+
+
+@inlined
+def _let_in(limit: Any, start: Any, chunk: _Chunk, out: _NextHistory, to: _Written) -> Any:
+    """Write the history of the entering weights before a limit, each after the hot weights before it."""
+    while to.entered < U(out.entering.size) and U(out.entering_at[to.entered]) < limit:
+        hot = _hot_before(chunk, U(out.entering_at[to.entered]) - start)
+        to = _copy(chunk.ages, to.done, hot, out, to)
+        out.bytes_[to.size] = out.index | U(out.entering[to.entered])
+        to = _Written(hot, to.entered + ONE, to.size + ONE)
+    return to
+
+
+@inlined
+def _remember(size: Any, down: Any, i: Any, h: Any, start: Any, chunk: _Chunk, out: _NextHistory, to: _Written) -> Any:
+    """Note a change of hot weight h of a chunk, at i, to a magnitude; one that is no longer hot is left out."""
+    if size < out.hot_cut:
+        chunk.ages[h] = out.index | down << U(7)
+        return to
+    to = _let_in(i, start, chunk, out, to)
+    to = _copy(chunk.ages, to.done, h, out, to)
+    return _Written(h + ONE, to.entered, to.size)
+
+
+@inlined
+def _finish_chunk(count: Any, stop: Any, start: Any, chunk: _Chunk, out: _NextHistory, to: _Written) -> Any:
+    """Write the rest of a chunk's history."""
+    if out.index:
+        to = _let_in(stop, start, chunk, out, to)
+        to = _copy(chunk.ages, to.done, count, out, to)
+    return _Written(U(0), to.entered, to.size)
+
+
+class _Counted(NamedTuple):
+    """What a count writes."""
+
+    counts: Any
+    unchanged: Any  # by row, close together: this is added to counts at the end
+    changed: Any
+    symbols: Any
+
+
+@compiled
+def _count(
+    old: Any, borders: Any, shift: int, cut: int, first_rows: Any, row_bits: int,
+    last: Any, ranks: Any, tracked: int, index: int,
+    positions: Any, new: Any, symbols: Any, extras: Any, entering_at: Any, entering: Any,
+    counts: Any, rows: Any,
+) -> Any:  # fmt: skip
+    """See `count_blocks`; rows has space for a row of every weight."""
+    span, history, hot = borrowed((
+        CodedSpan(old, borders, shift, cut, first_rows, row_bits),
+        SpanHistory(last, ranks, tracked, index),
+        HotChanges(positions, new, symbols, extras, entering_at, entering),
+    ))  # fmt: skip
+    changed, turned = np.empty(positions.size, np.uint32), np.empty(positions.size, np.uint8)
+    count_of = _Counted(counts, np.zeros(counts.size >> row_bits, np.int64), changed, turned)
+    own = _room(span, rows), _next_history(span, history, entering_at, entering), count_of
+    chunk, out, found = borrowed(own)
+    decisions, new_ranks = np.zeros(borders.size - 1, np.int64), np.zeros(borders.size, np.int64)
+    p, decided, to = U(0), U(0), _Written(U(0), U(0), U(0))
+    for b in range(borders.size - 1):
+        start, end, rank, known = U(borders[b]), U(borders[b + 1]), U(ranks[b]), U(ranks[b + 1])
+        counted = p < U(positions.size) and U(positions[p]) < end
+        if not counted and not index:
+            continue
+        if not counted and _carries_over(span, history, out, to, end):
+            to = _copy(last, rank, known, out, to)
+            to = _Written(U(0), to.entered, to.size)
+            new_ranks[b + 1] = to.size
+            continue
+        decided_before = decided
+        while start < end:
+            stop = min(start + U(_CHUNK), end)
+            count = _find(span, start, stop, chunk)
+            rank = _look_up(span, history, start, count, rank, known, chunk, decided)
+            if rank == NEVER:
+                break
+            if counted:
+                p, to = _count_chunk(span, hot, p, start, stop, count, chunk, decided, found, out, to)
+                decided += count
+            to = _finish_chunk(count, stop, start, chunk, out, to)
+            start = stop
+        if rank != known:
+            decisions[b] = -1
+            break
+        decisions[b], new_ranks[b + 1] = decided - decided_before, to.size
+    for row in range(found.unchanged.size):
+        counts[row << row_bits] += found.unchanged[row]
+    hold(own)
+    return decisions, rows[:decided].copy(), changed, turned, own[1].bytes_[: to.size], new_ranks
+
+
+@inlined
+def _count_chunk(
+    span: CodedSpan, hot: HotChanges, p: Any, start: Any, stop: Any, count: Any, chunk: _Chunk, decided: Any,
+    found: _Counted, out: _NextHistory, to: _Written,
+) -> Any:  # fmt: skip
+    """Count the decisions of a chunk, `decided` of the span before it; return the first change after it."""
+    magnitude, wide = (ONE << U(8 * span.old.itemsize - 1)) - ONE, U(span.row_bits)
+    for h in range(count):
+        found.unchanged[chunk.rows[decided + U(h)]] += 1
+    while p < U(hot.positions.size) and U(hot.positions[p]) < stop:
+        i = U(hot.positions[p])
+        h = _hot_before(chunk, i - start)
+        row, up_or_down = U(chunk.rows[decided + h]), U(hot.symbols[p]) - ONE
+        symbol = (up_or_down ^ (U(chunk.ages[h]) >> U(7))) + ONE
+        found.changed[p], found.symbols[p] = decided + h, symbol
+        found.unchanged[row] -= 1
+        found.counts[(row << wide) + symbol] += 1
+        if out.index:
+            to = _remember(U(hot.new[p]) & magnitude, up_or_down & ONE, i, h, start, chunk, out, to)
+        p += ONE
+    return p, to
+
+
+@inlined
+def _put_raw(x: Any, value: Any, k: Any, stream: Any, at: Any) -> Any:
+    """Code k <= 16 bits as they are."""
+    if x >= ONE << (U(32) - k):
+        at -= ONE
+        stream[at] = x & U(0xFFFF)
+        x >>= U(16)
+    return (x << k) | value, at
+
+
+@inlined
+def _advance(x: Any, begin: Any, frequency: Any, reciprocal: Any) -> Any:
+    """Code a symbol in a state that has space for it.
+
+    Multiplication of 32-bit numbers matters: some CPUs need three times as long for 64-bit ones.
+    """
+    quotient = (U(np.uint32(x)) * reciprocal) >> U(32)  # or one less than that
+    quotient += U(x - quotient * frequency >= frequency)
+    return x + quotient * (U(1 << _P) - frequency) + begin
+
+
+class _Unchanged(NamedTuple):
+    """What it takes to encode "unchanged", by row, close together."""
+
+    entries: Any  # reciprocal and frequency in one word
+    exact: Any  # 2^46 over the frequency, rounded up
+
+
+@inlined
+def _unchanged_of(table: EncoderTable) -> Any:
+    entries = np.empty(table.cumulative.size >> table.row_bits, np.uint64)
+    exact = np.empty(entries.size, np.uint64)
+    for row in range(entries.size):
+        frequency = U(table.cumulative[(row << table.row_bits) + 1])
+        entries[row] = U(table.reciprocals[row << table.row_bits]) << U(32) | frequency
+        frequency = max(ONE, frequency)
+        exact[row] = ((ONE << U(32 + _P)) + frequency - ONE) // frequency
+    return _Unchanged(entries, exact)
+
+
+@compiled
+def _encode(
+    counts: Any, rows: Any, changed: Any, symbols: Any, extras: Any,
+    cumulative: Any, reciprocals: Any, row_bits: int, width: int, lanes: Any,
+) -> Any:  # fmt: skip
+    """See `encode_blocks`. rANS is last in, first out, so decisions are processed from the last to the first."""
+    decisions, table = borrowed((
+        Decisions(counts, rows, changed, symbols), EncoderTable(cumulative, reciprocals, row_bits, width)
+    ))  # fmt: skip
+    room = 3 * changed.size
+    for b in range(counts.size):
+        room += 2 * lanes[b] + counts[b] if counts[b] else 0
+    own = _unchanged_of(table), np.empty(1 << spec.MAX_LANES_LOG2, np.uint32), np.empty(room, np.uint16)
+    unchanged, states, stream = borrowed(own)
+    ends = np.zeros(counts.size + 1, np.int64)
+    d, p, at = U(rows.size), U(changed.size), U(room)
+    for b in range(counts.size - 1, -1, -1):
+        ends[b + 1] = at
+        if counts[b] == 0:
+            continue
+        lane_mask, begin = U(lanes[b] - 1), d - U(counts[b])
+        for lane in range(lanes[b]):
+            states[lane] = _LOW
+        while d > begin:
+            here = p > 0 and U(changed[p - ONE]) >= begin
+            stop = U(changed[p - ONE]) + ONE if here else begin
+            at = _encode_unchanged(decisions.rows, unchanged, begin, d, stop, states, lane_mask, stream, at)
+            d = stop
+            if here:
+                p -= ONE
+                d -= ONE
+                lane = (d - begin) & lane_mask
+                states[lane], at = _encode_change(
+                    table, U(states[lane]), U(rows[d]), U(symbols[p]), U(extras[p]), stream, at
+                )
+        for lane in range(lanes[b] - 1, -1, -1):
+            at -= U(2)
+            stream[at] = states[lane] & np.uint32(0xFFFF)
+            stream[at + ONE] = states[lane] >> np.uint32(16)
+    ends[0] = at
+    for b in range(ends.size):
+        ends[b] -= np.int64(at)
+    hold(own)
+    return own[2][at:].copy(), ends
+
+
+@inlined
+def _encode_unchanged(
+    rows: Any, unchanged: _Unchanged, begin: Any, d: Any, stop: Any, states: Any, lane_mask: Any, stream: Any, at: Any
+) -> Any:
+    """Encode the decisions before d, down to stop, all of which are "unchanged"; return where the stream begins."""
+    entries, exact = unchanged.entries, unchanged.exact
+    if lane_mask == 0:  # in a register: each decision depends on the state after the last one
+        # A state that has space is below 2^18 times the frequency, so multiplied by `exact` it stays below 2^64 and
+        # yields the exact quotient, with a shorter dependency chain than `_advance`.
+        x = U(states[0])
+        while d > stop:
+            d -= ONE
+            frequency = entries[rows[d]] & U(0xFFFF)
+            if x >= frequency << U(32 - _P):
+                at -= ONE
+                stream[at] = x & U(0xFFFF)
+                x >>= U(16)
+            x += (x * exact[rows[d]] >> U(32 + _P)) * (U(1 << _P) - frequency)
+        states[0] = x
+        return at
+    while d > stop:
+        d -= ONE
+        lane, entry = (d - begin) & lane_mask, entries[rows[d]]
+        x, frequency = U(states[lane]), entry & U(0xFFFF)
+        if x >= frequency << U(32 - _P):
+            at -= ONE
+            stream[at] = x & U(0xFFFF)
+            x >>= U(16)
+        states[lane] = _advance(x, U(0), frequency, entry >> U(32))
+    return at
+
+
+@inlined
+def _encode_change(table: EncoderTable, x: Any, row: Any, symbol: Any, extra: Any, stream: Any, at: Any) -> Any:
+    """Encode a change's raw bits and its symbol; return the state, and where the stream begins."""
+    t = (symbol - ONE) >> ONE
+    if spec.DIRECT <= t < U(table.width + spec.DIRECT - 3):  # higher size classes have no raw bits
+        k = t - U(spec.DIRECT - 3)
+        if k > 16:
+            x, at = _put_raw(x, extra >> U(16), k - U(16), stream, at)
+            extra, k = extra & U(0xFFFF), U(16)
+        x, at = _put_raw(x, extra, k, stream, at)
+    entry = (row << U(table.row_bits)) + symbol
+    first = U(table.cumulative[entry])
+    frequency = U(table.cumulative[entry + ONE]) - first
+    if x >= frequency << U(32 - _P):
+        at -= ONE
+        stream[at] = x & U(0xFFFF)
+        x >>= U(16)
+    return _advance(x, first, frequency, U(table.reciprocals[entry])), at
+
+
+@inlined
+def _move_cold(span: CodedSpan, positions: Any, steps: Any) -> Any:
+    """Return cold weights after their steps, those that become hot (position, and 0x80 if down), and 0 or the fault."""
+    old, width = span.old, U(8 * span.old.itemsize)
+    full, sign, hot_cut = (ONE << width) - ONE, ONE << (width - ONE), U(span.cut) << U(span.shift)
+    out = np.empty(positions.size, old.dtype)
+    entering_at, entering, e = np.empty(positions.size, np.uint32), np.empty(positions.size, np.uint8), 0
+    fault = 0
+    for c in range(positions.size):
+        bits, step = U(old[positions[c]]), steps[c]
+        if (bits & (sign - ONE)) < hot_cut:
+            fault = spec.HOT_AMONG_COLD
+            break
+        if (U(step) if step > 0 else U(-step)) == sign and (step < 0) == (bits >= sign):
+            fault = spec.COLD_HALF_CIRCLE
+            break
+        a = ((bits ^ (full if bits & sign else sign)) + U(step)) & full
+        out[c] = a ^ (sign if a & sign else full)
+        if (U(out[c]) & (sign - ONE)) < hot_cut:
+            entering_at[e], entering[e] = positions[c], 0x80 if step < 0 else 0
+            e += 1
+    return out, entering_at[:e], entering[:e], fault
+
+
+@inlined
 def _step(bits: Any, symbol: Any, extra: Any, width: Any) -> Any:
     """Move one weight by the step of a symbol and its extra bits."""
     full = (ONE << width) - ONE
@@ -125,409 +503,266 @@ def _step(bits: Any, symbol: Any, extra: Any, width: Any) -> Any:
     return a ^ (sign if a & sign else full)
 
 
-@inner
-def _room(old: Any, last: Any, tracked: int, cut: int, index: int, entering: Any) -> Any:
-    """An array that is large enough for the history after a patch."""
-    return np.empty(((last.size if tracked == cut else old.size) if index else 0) + entering.size, np.uint8)
+class _Changes(NamedTuple):
+    """The changes of a span as they are written, in order of position; hot and cold ones are merged."""
+
+    positions: Any
+    old: Any
+    new: Any
+    cold_at: Any
+    cold: Any  # cold weights after their steps
 
 
-@inner
-def _keep(ages: Any, done: Any, end: Any, remembered: Any, kept: Any) -> Any:
-    """Write the history of the hot weights of a chunk from done to end; return the number of bytes so far."""
-    for h in range(end - done):
-        remembered[kept + U(h)] = ages[done + U(h)]
-    return kept + (end - done)
+class _Stream(NamedTuple):
+    """The stream of a block."""
+
+    words: Any
+    end: Any  # of its words
+    states: Any
+    lane_mask: Any
+    most: Any  # hot changes up to its end
 
 
-@inner
-def _let_in(
-    limit: Any, start: Any, marks: Any, preceding: Any, ages: Any, done: Any, e: Any, entering_at: Any, entering: Any,
-    index: Any, remembered: Any, kept: Any,
-) -> Any:  # fmt: skip
-    """Write the history of the entering weights before a limit, each after the hot weights before it."""
-    while e < U(entering.size) and U(entering_at[e]) < limit:
-        place = U(entering_at[e]) - start
-        rank = preceding[place >> U(6)] + _below(marks[place >> U(6)], place)
-        kept = _keep(ages, done, rank, remembered, kept)
-        done = rank
-        remembered[kept] = index | entering[e]
-        kept += ONE
-        e += ONE
-    return done, e, kept
+class _Decoded(NamedTuple):
+    """How far a span is decoded."""
+
+    at: Any  # the next word
+    hot: Any  # hot changes
+    cold: Any  # cold ones
 
 
-@compiled
-def count_blocks(
-    old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
-    positions: Any, new: Any, symbols: Any, counts: Any, index: int, entering_at: Any, entering: Any, found: Any,
-) -> Any:  # fmt: skip
-    """See `cpu.count_blocks`; found has space for a row of every weight."""
-    magnitude, wide = (ONE << U(8 * old.itemsize - 1)) - ONE, U(row_bits)
-    small, hot_cut, firsts = old.dtype.type(cut << shift), U(cut) << U(shift), _first_rows(rows, row_bits)
-    marks, preceding, places, ages = _room_for_chunk()
-    unchanged = np.zeros(counts.size >> row_bits, np.int64)  # by row, close together
-    remembered, kept = _room(old, last, tracked, cut, index, entering), U(0)
-    decisions, new_ranks = np.zeros(borders.size - 1, np.int64), np.zeros(borders.size, np.int64)
-    changed, turned = np.empty(positions.size, np.uint32), np.empty(positions.size, np.uint8)
-    e, p, decided = U(0), U(0), U(0)
-    following = U(positions[0]) if positions.size else NEVER
-    for b in range(borders.size - 1):
-        start, end, rank, known = U(borders[b]), U(borders[b + 1]), U(ranks[b]), U(ranks[b + 1])
-        counted = following < end
-        if not counted and not index:
-            continue
-        if not counted and tracked == cut and (e >= U(entering.size) or U(entering_at[e]) >= end):
-            kept = _keep(last, rank, known, remembered, kept)
-            new_ranks[b + 1] = kept
-            continue
-        decided_before = decided
-        while start < end and rank != NEVER:
-            stop = min(start + U(_CHUNK), end)
-            count = _find(old, start, stop, small, marks, preceding, places)
-            rank = _look_up(
-                old, start, count, places, shift, cut, firsts, last, rank, known, tracked, ages, found, decided
-            )
-            if rank == NEVER:
-                break
-            if counted:
-                for h in range(count):
-                    unchanged[found[decided + U(h)]] += 1
-            done = U(0)
-            while following < stop:
-                place = following - start
-                h = preceding[place >> U(6)] + _below(marks[place >> U(6)], place)
-                row, up_or_down = U(found[decided + h]), U(symbols[p]) - ONE
-                symbol = (up_or_down ^ (U(ages[h]) >> U(7))) + ONE
-                changed[p], turned[p] = decided + h, symbol
-                unchanged[row] -= 1
-                counts[(row << wide) + symbol] += 1
-                if index:
-                    if (U(new[p]) & magnitude) < hot_cut:
-                        ages[h] = U(index) | ((up_or_down & ONE) << U(7))
-                    else:
-                        done, e, kept = _let_in(
-                            following, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered,
-                            kept,
-                        )  # fmt: skip
-                        kept = _keep(ages, done, h, remembered, kept)
-                        done = h + ONE
-                p += ONE
-                following = U(positions[p]) if p < U(positions.size) else NEVER
-            if index:
-                done, e, kept = _let_in(
-                    stop, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
-                )
-                kept = _keep(ages, done, count, remembered, kept)
-            if counted:
-                decided += count
-            start = stop
-        if rank != known:
-            decisions[b] = -1
-            break
-        decisions[b], new_ranks[b + 1] = decided - decided_before, kept
-    for row in range(unchanged.size):
-        counts[row << row_bits] += unchanged[row]
-    return decisions, remembered[:kept], new_ranks, found[:decided].copy(), changed, turned
-
-
-@inner
-def _put_raw(x: Any, value: Any, k: Any, stream: Any, at: Any) -> Any:
-    """Code k <= 16 bits as they are."""
-    if x >= ONE << (U(32) - k):
-        at -= ONE
-        stream[at] = x & U(0xFFFF)
-        x >>= U(16)
-    return (x << k) | value, at
-
-
-@inner
-def _advance(x: Any, begin: Any, frequency: Any, reciprocal: Any) -> Any:
-    """Code a symbol in a state that has space for it.
-
-    Multiplication of 32-bit numbers matters: some CPUs need three times as long for 64-bit ones.
-    """
-    quotient = (U(np.uint32(x)) * reciprocal) >> U(32)  # or one less than that
-    quotient += U(x - quotient * frequency >= frequency)
-    return x + quotient * (U(1 << _P) - frequency) + begin
-
-
-@compiled
-def encode_blocks(
-    rows: Any, row_bits: int, width: int, changed: Any, symbols: Any, extras: Any, cumulative: Any, reciprocals: Any,
-    decisions: Any, lanes: Any,
-) -> Any:  # fmt: skip
-    """Return the blocks' streams (uint16) one after the other, and where each begins.
-
-    rows, changed and symbols are results of the count: the row of every decision; which decisions are changes, and
-    their symbols. Weights have `width` bits. A stream is the lanes' first states, then the words in the order in which
-    a reader needs them. rANS is last in, first out, so decisions are processed from the last to the first.
-    """
-    wide, listed = U(row_bits), U(width + spec.DIRECT - 3)  # higher size classes have no raw bits
-    unchanged = np.empty(cumulative.size >> row_bits, np.uint64)  # by row, reciprocal and frequency in one word
-    for row in range(unchanged.size):
-        unchanged[row] = U(reciprocals[row << row_bits]) << U(32) | U(cumulative[(row << row_bits) + 1])
-    # By row: 2^46 over the frequency, rounded up. Multiplied by a state that has space, which is below 2^18 times the
-    # frequency, this stays below 2^64 and yields the exact quotient, with a shorter dependency chain than `_advance`.
-    exact = np.empty(unchanged.size, np.uint64)
-    for row in range(exact.size):
-        frequency = U(max(1, cumulative[(row << row_bits) + 1]))
-        exact[row] = ((ONE << U(32 + _P)) + frequency - ONE) // frequency
-    room = 3 * changed.size
-    for b in range(decisions.size):
-        room += 2 * lanes[b] + decisions[b] if decisions[b] else 0
-    stream, ends = np.empty(room, np.uint16), np.zeros(decisions.size + 1, np.int64)
-    states, at = np.empty(1 << spec.MAX_LANES_LOG2, np.uint32), U(room)
-    d, p = U(rows.size), U(changed.size)
-    for b in range(decisions.size - 1, -1, -1):
-        ends[b + 1] = at
-        if decisions[b] == 0:
-            continue
-        lane_mask, begin = U(lanes[b] - 1), d - U(decisions[b])
-        for lane in range(lanes[b]):
-            states[lane] = _LOW
-        while d > begin:
-            here = p > 0 and U(changed[p - ONE]) >= begin
-            stop = U(changed[p - ONE]) + ONE if here else begin
-            if lane_mask == 0:  # in a register: each decision depends on the state after the last one
-                x = U(states[0])
-                while d > stop:
-                    d -= ONE
-                    frequency = unchanged[rows[d]] & U(0xFFFF)
-                    if x >= frequency << U(32 - _P):
-                        at -= ONE
-                        stream[at] = x & U(0xFFFF)
-                        x >>= U(16)
-                    x += (x * exact[rows[d]] >> U(32 + _P)) * (U(1 << _P) - frequency)
-                states[0] = x
-            while d > stop:
-                d -= ONE
-                lane, entry = (d - begin) & lane_mask, unchanged[rows[d]]
-                x, frequency = U(states[lane]), entry & U(0xFFFF)
-                if x >= frequency << U(32 - _P):
-                    at -= ONE
-                    stream[at] = x & U(0xFFFF)
-                    x >>= U(16)
-                states[lane] = _advance(x, U(0), frequency, entry >> U(32))
-            if not here:
-                break
-            p -= ONE
-            d -= ONE
-            lane, symbol = (d - begin) & lane_mask, U(symbols[p])
-            row, t, x = (U(rows[d]) << wide) + symbol, (symbol - ONE) >> ONE, U(states[lane])
-            if spec.DIRECT <= t < listed:
-                k, extra = t - U(spec.DIRECT - 3), U(extras[p])
-                if k > 16:
-                    x, at = _put_raw(x, extra >> U(16), k - U(16), stream, at)
-                    extra, k = extra & U(0xFFFF), U(16)
-                x, at = _put_raw(x, extra, k, stream, at)
-            frequency = U(cumulative[row + ONE]) - U(cumulative[row])
-            if x >= frequency << U(32 - _P):
-                at -= ONE
-                stream[at] = x & U(0xFFFF)
-                x >>= U(16)
-            states[lane] = _advance(x, U(cumulative[row]), frequency, U(reciprocals[row]))
-        for lane in range(lanes[b] - 1, -1, -1):
-            at -= U(2)
-            stream[at] = states[lane] & np.uint32(0xFFFF)
-            stream[at + ONE] = states[lane] >> np.uint32(16)
-    ends[0] = at
-    for b in range(ends.size):
-        ends[b] -= np.int64(at)
-    return stream[at:].copy(), ends
-
-
-@inner
-def _move_cold(old: Any, shift: int, cut: int, cold_at: Any, cold_steps: Any) -> Any:
-    """Return cold weights after their steps, those that become hot (position, and 0x80 if down), and 0 or the fault."""
-    width = U(8 * old.itemsize)
-    full, sign, hot_cut = (ONE << width) - ONE, ONE << (width - ONE), U(cut) << U(shift)
-    out = np.empty(cold_at.size, old.dtype)
-    entering_at, entering, e = np.empty(cold_at.size, np.uint32), np.empty(cold_at.size, np.uint8), 0
-    for c in range(cold_at.size):
-        bits, step = U(old[cold_at[c]]), cold_steps[c]
-        if (bits & (sign - ONE)) < hot_cut:
-            return out, entering_at[:e], entering[:e], spec.HOT_AMONG_COLD
-        if (U(step) if step > 0 else U(-step)) == sign and (step < 0) == (bits >= sign):
-            return out, entering_at[:e], entering[:e], spec.COLD_HALF_CIRCLE
-        a = ((bits ^ (full if bits & sign else sign)) + U(step)) & full
-        out[c] = a ^ (sign if a & sign else full)
-        if (U(out[c]) & (sign - ONE)) < hot_cut:
-            entering_at[e], entering[e] = cold_at[c], 0x80 if step < 0 else 0
-            e += 1
-    return out, entering_at[:e], entering[:e], 0
-
-
-@compiled
-def decode_blocks(
-    old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
-    cumulative: Any, symbol_count: int, sizes: Any, lanes: Any, words: Any, lengths: Any, changes: Any, index: int,
-    cold_at: Any, cold_steps: Any,
-) -> Any:  # fmt: skip
-    """Return positions, old and new bits, history and where its blocks begin (see `count_blocks`), and 0 or the fault.
-
-    sizes: the step sizes that the table lists (uint32); its last symbols are theirs, up and down. lengths: the number
-    of words of each block. cold_at and cold_steps: positions of cold changes in the span (int64, ascending, inside it),
-    and their steps; they are included in the result. Never reads or writes out of bounds, whatever the words are; stops
-    at the first fault (see `spec.FAULTS`).
-    """
-    width = U(8 * old.itemsize)
-    magnitude, wide = (ONE << (width - ONE)) - ONE, U(row_bits)
-    last_symbol = U(symbol_count - 1)
-    sign, longest = magnitude + ONE, width + U(spec.DIRECT - 4)
-    small, hot_cut, firsts = old.dtype.type(cut << shift), U(cut) << U(shift), _first_rows(rows, row_bits)
-    marks, preceding, places, ages = _room_for_chunk()
-    found = np.empty(_CHUNK, np.uint16)  # rows
-    unchanged = np.empty(cumulative.size >> row_bits, np.uint16)  # frequencies by row, close together
-    for row in range(unchanged.size):
-        unchanged[row] = cumulative[(row << row_bits) + 1]
+@inlined
+def _room_for_changes(old: Any, changes: Any, cold_at: Any, cold: Any) -> Any:
     total = cold_at.size
     for b in range(changes.size):
         total += changes[b]
     positions, before, new = np.empty(total, np.uint32), np.empty(total, old.dtype), np.empty(total, old.dtype)
-    cold, entering_at, entering, fault = _move_cold(old, shift, cut, cold_at, cold_steps)
-    remembered, kept = _room(old, last, tracked, cut, index, entering), U(0)
-    new_ranks = np.zeros(borders.size, np.int64)
-    if fault:
-        return positions, before, new, remembered, new_ranks, fault
-    states = np.empty(1 << spec.MAX_LANES_LOG2, np.uint32)
-    e, k, most, c, end_of_words = U(0), U(0), U(0), U(0), U(0)  # k: hot changes so far; c: cold ones
-    next_cold = U(cold_at[0]) if cold_at.size else NEVER
-    for b in range(borders.size - 1):
+    return _Changes(positions, before, new, cold_at, cold)
+
+
+@inlined
+def _frequencies_of_unchanged(cumulative: Any, row_bits: int) -> Any:
+    """By row, close together."""
+    out = np.empty(cumulative.size >> row_bits, np.uint16)
+    for row in range(out.size):
+        out[row] = cumulative[(row << row_bits) + 1]
+    return out
+
+
+@compiled
+def _decode(
+    old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int,
+    last: Any, ranks: Any, tracked: int, index: int,
+    cumulative: Any, symbols: int, sizes: Any,
+    changes: Any, lanes: Any, lengths: Any, words: Any,
+    cold_at: Any, cold_steps: Any,
+) -> Any:  # fmt: skip
+    """See `decode_blocks`."""
+    span, history, table, streams = borrowed((
+        CodedSpan(old, borders, shift, cut, rows, row_bits),
+        SpanHistory(last, ranks, tracked, index),
+        DecoderTable(cumulative, symbols, sizes),
+        BlockStreams(changes, lanes, lengths, words),
+    ))  # fmt: skip
+    cold, entering_at, entering, fault = _move_cold(span, cold_at, cold_steps)
+    own = (
+        _room(span, np.empty(_CHUNK, np.uint16)), _next_history(span, history, entering_at, entering),
+        _room_for_changes(old, changes, cold_at, cold), np.empty(1 << spec.MAX_LANES_LOG2, np.uint32),
+        _frequencies_of_unchanged(cumulative, row_bits),
+    )  # fmt: skip
+    chunk, out, found, states, unchanged = borrowed(own)
+    new_ranks, most, end_of_words = np.zeros(borders.size, np.int64), U(0), U(0)
+    to, done = _Written(U(0), U(0), U(0)), _Decoded(U(0), U(0), U(0))
+    for b in range(0 if fault else borders.size - 1):
         start, end, rank, known = U(borders[b]), U(borders[b + 1]), U(ranks[b]), U(ranks[b + 1])
-        at, j, coded = end_of_words, U(0), changes[b] > 0
-        end_of_words = min(at + U(lengths[b]), U(words.size))
+        done, j, coded = _Decoded(end_of_words, done.hot, done.cold), U(0), changes[b] > 0
+        end_of_words = min(done.at + U(lengths[b]), U(words.size))
         if not coded and not index:
             continue
-        if not coded and tracked == cut and (e >= U(entering.size) or U(entering_at[e]) >= end):
-            kept = _keep(last, rank, known, remembered, kept)
-            new_ranks[b + 1] = kept
+        if not coded and _carries_over(span, history, out, to, end):
+            to = _copy(last, rank, known, out, to)
+            to = _Written(U(0), to.entered, to.size)
+            new_ranks[b + 1] = to.size
             continue
         most += U(changes[b])
-        lane_count = U(lanes[b]) if coded else U(0)
-        lane_mask = lane_count - ONE
-        if end_of_words - at < lane_count + lane_count:
-            return positions, before, new, remembered, new_ranks, 1
-        for lane in range(lane_count):
-            states[lane] = U(words[at]) | (U(words[at + ONE]) << U(16))
-            at += U(2)
-        while start < end:
+        stream, done, fault = _begin_stream(streams, b, end_of_words, states, most, done)
+        while start < end and fault == 0:
             stop = min(start + U(_CHUNK), end)
-            count = _find(old, start, stop, small, marks, preceding, places)
-            rank = _look_up(
-                old, start, count, places, shift, cut, firsts, last, rank, known, tracked, ages, found, U(0)
-            )
+            count = _find(span, start, stop, chunk)
+            rank = _look_up(span, history, start, count, rank, known, chunk, U(0))
             if rank == NEVER:
-                return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
-            done = U(0)
-            h, decided = U(0), count if coded else U(0)
-            while True:
-                if lane_mask == 0:  # in a register: each decision depends on the state after the last one
-                    x = U(states[0])
-                    while h < decided:
-                        slot, frequency = x & _SLOT, U(unchanged[found[h]])
-                        if slot >= frequency:
-                            break
-                        x = frequency * (x >> U(_P)) + slot
-                        if x < _LOW:
-                            if at >= end_of_words:
-                                return positions, before, new, remembered, new_ranks, 1
-                            x = (x << U(16)) | U(words[at])
-                            at += ONE
-                        h += ONE
-                    states[0] = x
-                else:
-                    while h < decided:
-                        lane = (j + h) & lane_mask
-                        x = U(states[lane])
-                        slot, frequency = x & _SLOT, U(unchanged[found[h]])
-                        if slot >= frequency:
-                            break
-                        x = frequency * (x >> U(_P)) + slot
-                        if x < _LOW:
-                            if at >= end_of_words:
-                                return positions, before, new, remembered, new_ranks, 1
-                            x = (x << U(16)) | U(words[at])
-                            at += ONE
-                        states[lane] = x
-                        h += ONE
-                if h == decided:
-                    break
-                lane = (j + h) & lane_mask
-                x = U(states[lane])
-                slot = x & _SLOT
-                row, symbol = U(found[h]) << wide, ONE
-                for step in range(2, 10):
-                    symbol += U(U(cumulative[row + U(step)]) <= slot)
-                while U(9) <= symbol < last_symbol and U(cumulative[row + symbol + ONE]) <= slot:
-                    symbol += ONE
-                first, behind = U(cumulative[row + symbol]), U(cumulative[row + symbol + ONE])
-                if slot >= behind or k >= most:
-                    return positions, before, new, remembered, new_ranks, 2 if slot >= behind else 3
-                x = (behind - first) * (x >> U(_P)) + slot - first
-                if x < _LOW:
-                    if at >= end_of_words:
-                        return positions, before, new, remembered, new_ranks, 1
-                    x = (x << U(16)) | U(words[at])
-                    at += ONE
-                extra = U(0)
-                t = (symbol - ONE) >> ONE
-                if t > longest:
-                    extra = U(sizes[t - longest - ONE])
-                elif t >= spec.DIRECT:
-                    raw, taken = t - U(spec.DIRECT - 3), U(0)
-                    while raw > 0:
-                        part = min(raw, U(16))
-                        extra |= (x & ((ONE << part) - ONE)) << taken
-                        x >>= part
-                        raw -= part
-                        taken += part
-                        if x < _LOW:
-                            if at >= end_of_words:
-                                return positions, before, new, remembered, new_ranks, 1
-                            x = (x << U(16)) | U(words[at])
-                            at += ONE
-                states[lane] = x
-                i = start + U(places[h])
-                bits = U(old[i])
-                up_or_down = (symbol - ONE) ^ (U(ages[h]) >> U(7))
-                if t == longest and (extra or (up_or_down & ONE) != U((bits & sign) == 0)):
-                    return positions, before, new, remembered, new_ranks, 6
-                moved = _step(bits, up_or_down + ONE, extra, width)
-                while next_cold < i:
-                    positions[k + c], before[k + c], new[k + c] = next_cold, old[next_cold], cold[c]
-                    c += ONE
-                    next_cold = U(cold_at[c]) if c < U(cold_at.size) else NEVER
-                positions[k + c], before[k + c], new[k + c] = i, bits, moved
-                k += ONE
-                if index:
-                    if (moved & magnitude) < hot_cut:
-                        ages[h] = U(index) | ((up_or_down & ONE) << U(7))
-                    else:
-                        done, e, kept = _let_in(
-                            i, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
-                        )
-                        kept = _keep(ages, done, h, remembered, kept)
-                        done = h + ONE
-                h += ONE
-            j += decided
-            if index:
-                done, e, kept = _let_in(
-                    stop, start, marks, preceding, ages, done, e, entering_at, entering, index, remembered, kept
+                fault = spec.FOREIGN_WRITE
+                break
+            if coded:
+                done, to, fault = _decode_chunk(
+                    span, table, unchanged, chunk, start, count, j, stream, done, found, out, to
                 )
-                kept = _keep(ages, done, count, remembered, kept)
+            to = _finish_chunk(count, stop, start, chunk, out, to)
+            j += count
             start = stop
-        if rank != known:
-            return positions, before, new, remembered, new_ranks, spec.FOREIGN_WRITE
-        if k != most:
-            return positions, before, new, remembered, new_ranks, 3
-        if coded and at != end_of_words:
-            return positions, before, new, remembered, new_ranks, 4
-        for lane in range(lane_count):
-            if states[lane] != _LOW:
-                return positions, before, new, remembered, new_ranks, 4
-        new_ranks[b + 1] = kept
-    while c < U(cold_at.size):
-        i = U(cold_at[c])
-        positions[k + c], before[k + c], new[k + c] = i, old[i], cold[c]
+        if fault == 0:
+            fault = _fault_at_end(stream, done, rank, known, coded)
+        if fault:
+            break
+        new_ranks[b + 1] = to.size
+    _write_cold(old, found, NEVER, done)
+    hold(own)
+    return own[2].positions, own[2].old, own[2].new, own[1].bytes_[: to.size], new_ranks, fault
+
+
+@inlined
+def _begin_stream(streams: BlockStreams, b: Any, end: Any, states: Any, most: Any, done: _Decoded) -> Any:
+    """Read the states of a block's lanes; one without changes has none."""
+    lanes, at = U(streams.lanes[b]) if streams.changes[b] > 0 else U(0), done.at
+    stream = _Stream(streams.words, end, states, lanes - ONE, most)
+    if end - at < lanes + lanes:
+        return stream, done, spec.STREAM_TOO_SHORT
+    for lane in range(lanes):
+        states[lane] = U(streams.words[at]) | (U(streams.words[at + ONE]) << U(16))
+        at += U(2)
+    return stream, _Decoded(at, done.hot, done.cold), 0
+
+
+@inner  # for the same reason
+def _decode_chunk(
+    span: CodedSpan, table: DecoderTable, unchanged: Any, chunk: _Chunk, start: Any, count: Any, j: Any,
+    stream: _Stream, done: _Decoded, found: _Changes, out: _NextHistory, to: _Written,
+) -> Any:  # fmt: skip
+    """Decode the hot weights of a chunk; j: how many of the block are before it. Last comes 0 or the fault."""
+    span, table, chunk, stream, found, out = borrowed((span, table, chunk, stream, found, out))  # it is not inlined
+    (unchanged,) = borrowed((unchanged,))
+    width, wide = U(8 * span.old.itemsize), U(span.row_bits)
+    sign, longest = ONE << (width - ONE), width + U(spec.DIRECT - 4)
+    h, at, k, c = U(0), done.at, done.hot, done.cold
+    while True:
+        h, at = _decode_unchanged(chunk.rows, unchanged, h, count, j, stream, at)
+        if at == NEVER:
+            return _Decoded(at, k, c), to, spec.STREAM_TOO_SHORT
+        if h == count:
+            return _Decoded(at, k, c), to, 0
+        lane, row = (j + h) & stream.lane_mask, U(chunk.rows[h]) << wide
+        x = U(stream.states[lane])
+        slot = x & _SLOT
+        symbol = _find_symbol(table, row, slot)
+        first, behind = U(table.cumulative[row + symbol]), U(table.cumulative[row + symbol + ONE])
+        if slot >= behind or k >= stream.most:
+            return _Decoded(at, k, c), to, spec.NO_TABLE if slot >= behind else spec.OTHER_COUNT
+        x, at = _refill((behind - first) * (x >> U(_P)) + slot - first, stream, at)
+        extra, t = U(0), (symbol - ONE) >> ONE
+        if t > longest:
+            extra = U(table.sizes[t - longest - ONE])
+        elif t >= spec.DIRECT:
+            x, at, extra = _take_raw(x, t - U(spec.DIRECT - 3), stream, at)
+        if at == NEVER:
+            return _Decoded(at, k, c), to, spec.STREAM_TOO_SHORT
+        stream.states[lane] = x
+        i = start + U(chunk.places[h])
+        bits, up_or_down = U(span.old[i]), (symbol - ONE) ^ (U(chunk.ages[h]) >> U(7))
+        if t == longest and (extra or (up_or_down & ONE) != U((bits & sign) == 0)):
+            return _Decoded(at, k, c), to, spec.STEP_TOO_LONG
+        moved = _step(bits, up_or_down + ONE, extra, width)
+        c = _write_cold(span.old, found, i, _Decoded(at, k, c))
+        found.positions[k + c], found.old[k + c], found.new[k + c] = i, bits, moved
+        k += ONE
+        if out.index:
+            to = _remember(moved & (sign - ONE), up_or_down & ONE, i, h, start, chunk, out, to)
+        h += ONE
+
+
+@inlined
+def _decode_unchanged(rows: Any, unchanged: Any, h: Any, count: Any, j: Any, stream: _Stream, at: Any) -> Any:
+    """Decode from hot weight h of a chunk on while it is "unchanged".
+
+    Return the next one, and where the next word is, or NEVER if there is none.
+    """
+    words, states, end, lane_mask = stream.words, stream.states, stream.end, stream.lane_mask
+    if lane_mask == 0:  # in a register: each decision depends on the state after the last one
+        x = U(states[0])
+        while h < count:
+            slot, frequency = x & _SLOT, U(unchanged[rows[h]])
+            if slot >= frequency:
+                break
+            x = frequency * (x >> U(_P)) + slot
+            if x < _LOW:
+                if at >= end:
+                    return h, NEVER
+                x = (x << U(16)) | U(words[at])
+                at += ONE
+            h += ONE
+        states[0] = x
+        return h, at
+    while h < count:
+        lane = (j + h) & lane_mask
+        x = U(states[lane])
+        slot, frequency = x & _SLOT, U(unchanged[rows[h]])
+        if slot >= frequency:
+            break
+        x = frequency * (x >> U(_P)) + slot
+        if x < _LOW:
+            if at >= end:
+                return h, NEVER
+            x = (x << U(16)) | U(words[at])
+            at += ONE
+        states[lane] = x
+        h += ONE
+    return h, at
+
+
+@inlined
+def _find_symbol(table: DecoderTable, row: Any, slot: Any) -> Any:
+    """The symbol of a slot that is not that of "unchanged"; the last one if the row has no such slot."""
+    symbol = ONE
+    for step in range(2, 10):
+        symbol += U(U(table.cumulative[row + U(step)]) <= slot)
+    while U(9) <= symbol < U(table.symbols - 1) and U(table.cumulative[row + symbol + ONE]) <= slot:
+        symbol += ONE
+    return symbol
+
+
+@inlined
+def _refill(x: Any, stream: _Stream, at: Any) -> Any:
+    """Read a word into a state that needs one; return it, and where the next word is, or NEVER if there is none."""
+    if x >= _LOW:
+        return x, at
+    if at >= stream.end:
+        return x, NEVER
+    return (x << U(16)) | U(stream.words[at]), at + ONE
+
+
+@inlined
+def _take_raw(x: Any, raw: Any, stream: _Stream, at: Any) -> Any:
+    """Read this number of raw bits from a state; return it, where the next word is (see `_refill`), and the bits."""
+    bits, taken = U(0), U(0)
+    while taken < raw and at != NEVER:
+        part = min(raw - taken, U(16))
+        bits |= (x & ((ONE << part) - ONE)) << taken
+        taken += part
+        x, at = _refill(x >> part, stream, at)
+    return x, at, bits
+
+
+@inlined
+def _write_cold(old: Any, found: _Changes, limit: Any, done: _Decoded) -> Any:
+    """Write the cold changes before a limit; return how many are written."""
+    c = done.cold
+    while c < U(found.cold_at.size) and U(found.cold_at[c]) < limit:
+        i, k = U(found.cold_at[c]), done.hot + c
+        found.positions[k], found.old[k], found.new[k] = i, old[i], found.cold[c]
         c += ONE
-    return positions, before, new, remembered[:kept], new_ranks, 0
+    return c
+
+
+@inlined
+def _fault_at_end(stream: _Stream, done: _Decoded, rank: Any, known: Any, coded: Any) -> Any:
+    """What is wrong at the end of a block, or 0."""
+    if rank != known:
+        return spec.FOREIGN_WRITE
+    if done.hot != stream.most:
+        return spec.OTHER_COUNT
+    if coded:
+        if done.at != stream.end:
+            return spec.STREAM_TOO_LONG
+        for lane in range(stream.lane_mask + ONE):
+            if stream.states[lane] != _LOW:
+                return spec.STREAM_TOO_LONG
+    return 0

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.kernels import coder, reference, spec
-from pulsesync.kernels.coder import decode_blocks, encode_blocks
+from pulsesync.kernels import reference, spec
+from pulsesync.kernels.coder import count_blocks, decode_blocks, encode_blocks
 from pulsesync.kernels.jit import (
     ONE,
     U,
@@ -145,26 +145,6 @@ def scatter_to_runs(addresses: Any, starts: Any, positions: Any, new: Any) -> No
         while at >= starts[n + 1]:
             n += 1
         store_at(addresses[n], at - starts[n], new[k])
-
-
-def count_blocks(
-    old: Any, borders: Any, shift: int, cut: int, rows: Any, row_bits: int, last: Any, ranks: Any, tracked: int,
-    positions: Any, new: Any, symbols: Any, counts: Any, index: int, entering_at: Any, entering: Any,
-) -> Any:  # fmt: skip
-    """Add the blocks' decisions to counts, in the order of `tables.Contexts`; return the number of each block.
-
-    positions, new and symbols contain only the changed hot weights. If this is patch `index` of an epoch (0: of none),
-    the history after it is returned next, as `advance_history` would make it, and where the bytes of each block begin
-    in it; for that, entering has the cold weights that become hot. A block whose history does not match its weights has
-    -1 decisions, and nothing after it is counted.
-
-    Last comes what `encode_blocks` needs: the row of every decision (uint16); which decisions are changes (uint32), and
-    their symbols (uint8) with directions relative to the last ones.
-    """
-    if not hasattr(_scratch, "rows") or _scratch.rows.size < old.size:
-        _scratch.rows = np.empty(old.size, np.uint16)
-    span = old, borders, shift, cut, rows, row_bits, last, ranks, tracked
-    return coder.count_blocks(*span, positions, new, symbols, counts, index, entering_at, entering, _scratch.rows)
 
 
 @compiled

@@ -30,8 +30,13 @@ def can_cache() -> bool:
     return True
 
 
-_kernel = njit(nogil=True, cache=can_cache(), error_model="numpy", no_cfunc_wrapper=True)
-inner = njit(nogil=True, cache=can_cache(), error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_kernel = njit(cache=can_cache(), **_OPTIONS)
+
+# What only kernels call is in their machine code. A cache of its own would name the classes of records that it takes,
+# and numba fails to read one that names a class of an earlier version.
+inner = njit(no_cpython_wrapper=True, **_OPTIONS)
+inlined = njit(no_cpython_wrapper=True, forceinline=True, **_OPTIONS)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,6 +104,38 @@ def store_at(typing_context: Any, address: Any, at: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.int64, value), generate
+
+
+@intrinsic
+def borrowed(typing_context: Any, records: Any) -> Any:
+    """The same tuple or tuples of arrays, but numba does not count references to these arrays: see `hold`.
+
+    Otherwise, it counts them wherever a function that is given a record takes an array out of it, with atomic
+    instructions that cost more than the work.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _without_owners(context, builder, records, args[0])
+
+    return records(records), generate
+
+
+def _without_owners(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo, array.parent = array.meminfo.type(None), array.parent.type(None)
+        return array._getvalue()
+    if isinstance(kind, types.BaseTuple):
+        for k, inside in enumerate(kind.types):
+            part = _without_owners(context, builder, inside, builder.extract_value(value, k))
+            value = builder.insert_value(value, part, k)
+    return value
+
+
+@intrinsic
+def hold(typing_context: Any, records: Any) -> Any:
+    """Keep arrays up to here that are `borrowed`: numba frees those that a kernel makes after their last use."""
+    return types.none(records), lambda context, *_: context.get_dummy_value()
 
 
 @intrinsic

@@ -6,15 +6,24 @@ A machine without numba uses these: it can read and write everything; a patch ta
 import ctypes
 import itertools
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync.kernels import spec
-
-Bits = NDArray[np.unsignedinteger]
+from pulsesync.kernels.records import (
+    Bits,
+    BlockStreams,
+    CodedSpan,
+    ColdSteps,
+    Decisions,
+    DecoderTable,
+    EncoderTable,
+    HotChanges,
+    SpanHistory,
+)
 
 
 def _magnitudes(bits: Bits) -> Bits:
@@ -163,58 +172,74 @@ def _raw_bits(symbol: int, width: int) -> int:
     return size_class - spec.DIRECT + 3 if spec.DIRECT <= size_class < width + spec.DIRECT - 3 else 0
 
 
-def _decisions(
-    old: Bits, shift: int, cut: int, rows: NDArray[np.uint32], row_bits: int, last: NDArray[np.uint8], tracked: int
-) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
+class _Block(NamedTuple):
+    """One block of a span: its borders, and what the span and the history are for it alone."""
+
+    begin: int
+    end: int
+    span: CodedSpan
+    history: SpanHistory
+
+    def share(self, positions: NDArray[np.integer]) -> slice:
+        return slice(*np.searchsorted(positions, (self.begin, self.end)).tolist())
+
+    def hot(self, hot: HotChanges) -> HotChanges:
+        here, entering = self.share(hot.positions), self.share(hot.entering_at)
+        begin = np.uint32(self.begin)
+        return HotChanges(
+            hot.positions[here] - begin,
+            hot.new[here],
+            hot.symbols[here],
+            hot.extras[here],
+            hot.entering_at[entering] - begin,
+            hot.entering[entering],
+        )
+
+
+def _blocks(span: CodedSpan, history: SpanHistory) -> list[_Block]:
+    sides = zip(pairwise(span.borders.tolist()), pairwise(history.ranks.tolist()), strict=True)
+    return [
+        _Block(
+            begin,
+            end,
+            span._replace(old=span.old[begin:end]),
+            history._replace(last=history.last[first:behind]),
+        )
+        for (begin, end), (first, behind) in sides
+    ]
+
+
+def _fits(span: CodedSpan, history: SpanHistory) -> bool:
+    """Whether a history may be that of these weights."""
+    return bool(np.count_nonzero(_magnitudes(span.old) < history.cut << span.shift) == history.last.size)
+
+
+def _decide(span: CodedSpan, history: SpanHistory) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
     """The hot weights in order: position, row of the tables, and whether each moved down when it last changed."""
-    sizes = _magnitudes(old)
-    hot = np.flatnonzero(sizes < cut << shift)
-    history = np.zeros(hot.size, np.int64)
-    history[sizes[hot] < tracked << shift] = last
-    found = rows[sizes[hot] >> shift].astype(np.int64) + ((history & 0x7F) << row_bits)
-    return hot, found, history >> 7
+    sizes = _magnitudes(span.old)
+    hot = np.flatnonzero(sizes < span.cut << span.shift)
+    ages = np.zeros(hot.size, np.int64)
+    ages[sizes[hot] < history.cut << span.shift] = history.last
+    found = span.rows[sizes[hot] >> span.shift].astype(np.int64) + ((ages & 0x7F) << span.row_bits)
+    return hot, found, ages >> 7
 
 
-def _count_block(
-    old: Bits,
-    shift: int,
-    cut: int,
-    rows: NDArray[np.uint32],
-    row_bits: int,
-    last: NDArray[np.uint8],
-    tracked: int,
-    positions: NDArray[np.uint32],
-    new: Bits,
-    symbols: NDArray[np.uint8],
-    counts: NDArray[np.int64],
-    index: int,
-    entering_at: NDArray[np.uint32],
-    entering: NDArray[np.uint8],
-) -> tuple[int, NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint32], NDArray[np.uint8]]:
-    if np.count_nonzero(_magnitudes(old) < tracked << shift) != last.size:
-        return -1, last, np.empty(0, np.uint16), np.empty(0, np.uint32), np.empty(0, np.uint8)
-    hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
-    decided = np.zeros(hot.size, np.int64)
-    where = np.searchsorted(hot, positions)
-    decided[where] = ((symbols.astype(np.int64) - 1) ^ down[where]) + 1
+def _count_block(span: CodedSpan, history: SpanHistory, hot: HotChanges, counts: NDArray[np.int64]) -> Decisions:
+    at, begins, down = _decide(span, history)
+    decided = np.zeros(at.size, np.int64)
+    where = np.searchsorted(at, hot.positions)
+    decided[where] = ((hot.symbols.astype(np.int64) - 1) ^ down[where]) + 1
     np.add.at(counts, begins + decided, 1)
-    remembered = _remembered(old, shift, tracked, cut, last, positions, new, index, entering_at, entering)
-    found = (begins >> row_bits).astype(np.uint16), where.astype(np.uint32), decided[where].astype(np.uint8)
-    return hot.size, remembered, *found
+    rows = (begins >> span.row_bits).astype(np.uint16)
+    return Decisions(np.array([at.size]), rows, where.astype(np.uint32), decided[where].astype(np.uint8))
 
 
 def _encode_block(
-    rows: NDArray[np.uint16],
-    row_bits: int,
-    width: int,
-    changed: NDArray[np.uint32],
-    symbols: NDArray[np.uint8],
-    extras: NDArray[np.uint32],
-    cumulative: NDArray[np.uint16],
-    lanes: int,
+    decisions: Decisions, extras: NDArray[np.uint32], table: EncoderTable, lanes: int
 ) -> NDArray[np.uint16]:
-    table = cumulative.tolist()
-    changes = {int(p): (int(s), int(e)) for p, s, e in zip(changed, symbols, extras, strict=True)}
+    cumulative, rows = table.cumulative.tolist(), decisions.rows
+    changed = zip(decisions.symbols.tolist(), extras.tolist(), strict=True)
+    changes = dict(zip(decisions.changed.tolist(), changed, strict=True))
     states = [spec.STATE_LOW] * lanes
     backwards: list[int] = []
 
@@ -228,14 +253,14 @@ def _encode_block(
         x, symbol = states[j % lanes], 0
         if (change := changes.get(j)) is not None:
             symbol, extra = change
-            raw = _raw_bits(symbol, width)
+            raw = _raw_bits(symbol, table.width)
             if raw > 16:
                 x = make_room(x, 1 << (48 - raw)) << (raw - 16) | extra >> 16
                 extra, raw = extra & 0xFFFF, 16
             if raw:
                 x = make_room(x, 1 << (32 - raw)) << raw | extra
-        at = (int(rows[j]) << row_bits) + symbol
-        start, end = table[at : at + 2]
+        at = (int(rows[j]) << table.row_bits) + symbol
+        start, end = cumulative[at : at + 2]
         x = make_room(x, (end - start) << (32 - spec.PROBABILITY_BITS))
         quotient, remainder = divmod(x, end - start)
         states[j % lanes] = (quotient << spec.PROBABILITY_BITS) + remainder + start
@@ -246,8 +271,7 @@ def _encode_block(
 def _read_changes(
     frequencies: NDArray[np.uint16],
     begins: NDArray[np.int64],
-    cumulative: NDArray[np.uint16],
-    symbol_count: int,
+    table: DecoderTable,
     width: int,
     lanes: int,
     stream: NDArray[np.uint16],
@@ -260,7 +284,7 @@ def _read_changes(
     words, at = stream.tolist(), 2 * lanes
     changes: list[tuple[int, int, int]] = []
     if len(words) < at:
-        return changes, 1
+        return changes, spec.STREAM_TOO_SHORT
     states = [words[2 * lane] | words[2 * lane + 1] << 16 for lane in range(lanes)]
     bits, low, slot_mask = spec.PROBABILITY_BITS, spec.STATE_LOW, (1 << spec.PROBABILITY_BITS) - 1
     for j, lane, frequency in zip(itertools.count(), itertools.cycle(range(lanes)), frequencies.data):
@@ -270,20 +294,20 @@ def _read_changes(
             x = frequency * (x >> bits) + slot
             if x < low:
                 if at == len(words):
-                    return changes, 1
+                    return changes, spec.STREAM_TOO_SHORT
                 x, at = x << 16 | words[at], at + 1
             states[lane] = x
             continue
-        row = cumulative[begins[j] : begins[j] + symbol_count + 1].tolist()
+        row = table.cumulative[begins[j] : begins[j] + table.symbols + 1].tolist()
         symbol = bisect_right(row, slot) - 1
-        if symbol == symbol_count or len(changes) == count:
-            return changes, 2 if symbol == symbol_count else 3
+        if symbol == table.symbols or len(changes) == count:
+            return changes, spec.NO_TABLE if symbol == table.symbols else spec.OTHER_COUNT
         x = (row[symbol + 1] - row[symbol]) * (x >> bits) + slot - row[symbol]
         extra, taken, raw = 0, 0, _raw_bits(symbol, width)
         while True:
             if x < low:
                 if at == len(words):
-                    return changes, 1
+                    return changes, spec.STREAM_TOO_SHORT
                 x, at = x << 16 | words[at], at + 1
             if taken == raw:
                 break
@@ -293,71 +317,34 @@ def _read_changes(
         states[lane] = x
         changes.append((j, symbol, extra))
     if len(changes) != count:
-        return changes, 3
-    return changes, 4 if at != len(words) or any(x != low for x in states) else 0
+        return changes, spec.OTHER_COUNT
+    return changes, spec.STREAM_TOO_LONG if at != len(words) or any(x != low for x in states) else 0
 
 
 def _decode_block(
-    old: Bits,
-    shift: int,
-    cut: int,
-    rows: NDArray[np.uint32],
-    row_bits: int,
-    last: NDArray[np.uint8],
-    tracked: int,
-    cumulative: NDArray[np.uint16],
-    symbol_count: int,
-    sizes: NDArray[np.uint32],
-    lanes: int,
-    stream: NDArray[np.uint16],
-    count: int,
-    index: int,
-    entering_at: NDArray[np.uint32],
-    entering: NDArray[np.uint8],
-) -> tuple[NDArray[np.uint32], Bits, NDArray[np.uint8], int]:
-    if np.count_nonzero(_magnitudes(old) < tracked << shift) != last.size:
-        return np.empty(0, np.uint32), old[:0], last, spec.FOREIGN_WRITE
-    hot, begins, down = _decisions(old, shift, cut, rows, row_bits, last, tracked)
-    width, frequencies = 8 * old.itemsize, cumulative[begins + 1]
-    changes, fault = _read_changes(frequencies, begins, cumulative, symbol_count, width, lanes, stream, count)
+    span: CodedSpan, history: SpanHistory, table: DecoderTable, lanes: int, stream: NDArray[np.uint16], count: int
+) -> tuple[NDArray[np.uint32], Bits, int]:
+    """Positions and new bits of the changes of a block, and 0 or the fault."""
+    nothing = np.empty(0, np.uint32), span.old[:0]
+    if not _fits(span, history):
+        return *nothing, spec.FOREIGN_WRITE
+    hot, begins, down = _decide(span, history)
+    old, width = span.old, 8 * span.old.itemsize
+    changes, fault = _read_changes(table.cumulative[begins + 1], begins, table, width, lanes, stream, count)
     which, symbols, extras = np.array(changes, np.int64).reshape(-1, 3).T
     positions = hot[which]
     size_class, goes_down = (symbols - 1) >> 1, (symbols - 1 ^ down[which]) & 1
-    longest = (
-        spec.DIRECT + width - 4
-    )  # the size class of half the circle; those above are of sizes that the table lists
+    longest = spec.DIRECT + width - 4  # the size class of half the circle; those above are of sizes that a table lists
     power = np.int64(1) << np.clip(size_class - spec.DIRECT + 3, 0, width)
     size = np.where(size_class < spec.DIRECT, size_class + 1, power + extras)
     listed = size_class > longest
-    size[listed] = sizes[size_class[listed] - longest - 1]
+    size[listed] = table.sizes[size_class[listed] - longest - 1]
     negative = old[positions] >> (width - 1)
     if ((size_class == longest) & ((extras != 0) | (goes_down == negative))).any():
-        fault = 6
+        fault = spec.STEP_TOO_LONG
     if fault:
-        return positions.astype(np.uint32), old[positions], last, fault
-    new = _moved(old[positions], np.where(goes_down, -size, size))
-    at = positions.astype(np.uint32)
-    return at, new, _remembered(old, shift, tracked, cut, last, at, new, index, entering_at, entering), 0
-
-
-@dataclass(frozen=True)
-class _Block:
-    """One block of a span: its borders, its bytes of the history, and its part of the lists by position."""
-
-    begin: int
-    end: int
-    last: NDArray[np.uint8]
-
-    def share(self, positions: NDArray[np.uint32]) -> slice:
-        return slice(*np.searchsorted(positions, (self.begin, self.end)).tolist())
-
-    def local(self, positions: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        return positions[self.share(positions)] - np.uint32(self.begin)
-
-
-def _blocks(borders: NDArray[np.int64], last: NDArray[np.uint8], ranks: NDArray[np.int64]) -> list[_Block]:
-    sides = zip(pairwise(borders.tolist()), pairwise(ranks.tolist()), strict=True)
-    return [_Block(begin, end, last[first:behind]) for (begin, end), (first, behind) in sides]
+        return *nothing, fault
+    return positions.astype(np.uint32), _moved(old[positions], np.where(goes_down, -size, size)), 0
 
 
 def _joined(parts: list[NDArray[np.uint8]], blocks: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -367,185 +354,103 @@ def _joined(parts: list[NDArray[np.uint8]], blocks: int) -> tuple[NDArray[np.uin
     return np.concatenate([np.empty(0, np.uint8), *parts]), ranks
 
 
-def _carry(
-    old: Bits,
-    shift: int,
-    tracked: int,
-    cut: int,
-    last: NDArray[np.uint8],
-    index: int,
-    entering_at: NDArray[np.uint32],
-    entering: NDArray[np.uint8],
-) -> NDArray[np.uint8] | None:
-    """The history of a block without hot changes after a patch; None if it does not match these weights."""
-    if index == 0 or (tracked == cut and entering_at.size == 0):
-        return last if index else np.empty(0, np.uint8)
-    if np.count_nonzero(_magnitudes(old) < tracked << shift) != last.size:
-        return None
-    nothing = np.empty(0, np.uint32), np.empty(0, old.dtype)
-    return _remembered(old, shift, tracked, cut, last, *nothing, index, entering_at, entering)
+def _carries_over(history: SpanHistory, cut: int, entering: NDArray[np.uint8]) -> bool:
+    """Whether the history of a block without hot changes stays as it is, and is not compared with its weights."""
+    return history.patch_index == 0 or (history.cut == cut and entering.size == 0)
 
 
 def count_blocks(
-    old: Bits,
-    borders: NDArray[np.int64],
-    shift: int,
-    cut: int,
-    rows: NDArray[np.uint32],
-    row_bits: int,
-    last: NDArray[np.uint8],
-    ranks: NDArray[np.int64],
-    tracked: int,
-    positions: NDArray[np.uint32],
-    new: Bits,
-    symbols: NDArray[np.uint8],
-    counts: NDArray[np.int64],
-    index: int,
-    entering_at: NDArray[np.uint32],
-    entering: NDArray[np.uint8],
-) -> tuple[
-    NDArray[np.int64],
-    NDArray[np.uint8],
-    NDArray[np.int64],
-    NDArray[np.uint16],
-    NDArray[np.uint32],
-    NDArray[np.uint8],
-]:
-    decisions = np.zeros(borders.size - 1, np.int64)
+    span: CodedSpan, history: SpanHistory, hot: HotChanges, counts: NDArray[np.int64]
+) -> tuple[Decisions, NDArray[np.uint8], NDArray[np.int64]]:
+    numbers = np.zeros(span.borders.size - 1, np.int64)
     histories: list[NDArray[np.uint8]] = []
-    found, changed, turned = [np.empty(0, np.uint16)], [np.empty(0, np.uint32)], [np.empty(0, np.uint8)]
-    for b, block in enumerate(_blocks(borders, last, ranks)):
-        weights, here, enter = old[block.begin : block.end], block.share(positions), block.share(entering_at)
-        entries = index, block.local(entering_at), entering[enter]
-        if here.start == here.stop:
-            carried = _carry(weights, shift, tracked, cut, block.last, *entries)
-            if carried is None:
-                decisions[b] = -1
-                break
-            histories.append(carried)
-            continue
-        changes = block.local(positions), new[here], symbols[here], counts
-        decided, after, of_decisions, which, by = _count_block(
-            weights, shift, cut, rows, row_bits, block.last, tracked, *changes, *entries
-        )
-        decisions[b] = decided
-        if decided < 0:
+    found = [Decisions(numbers[:0], np.empty(0, np.uint16), np.empty(0, np.uint32), np.empty(0, np.uint8))]
+    for b, block in enumerate(_blocks(span, history)):
+        here = block.hot(hot)
+        if (here.positions.size or not _carries_over(block.history, span.cut, here.entering)) and not _fits(*block[2:]):
+            numbers[b] = -1
             break
-        histories.append(after)
-        changed.append(which + np.uint32(decisions[:b].sum()))
-        found.append(of_decisions)
-        turned.append(by)
-    kept = np.concatenate(found), np.concatenate(changed), np.concatenate(turned)
-    return decisions, *_joined(histories, decisions.size), *kept
+        histories.append(_remembered(block.span, block.history, here))
+        if here.positions.size:
+            counted = _count_block(block.span, block.history, here, counts)
+            found.append(counted._replace(changed=counted.changed + np.uint32(numbers.sum())))
+            numbers[b] = counted.counts[0]
+    _, *joined = map(np.concatenate, zip(*found, strict=True))
+    return Decisions(numbers, *joined), *_joined(histories, numbers.size)
 
 
 def encode_blocks(
-    rows: NDArray[np.uint16],
-    row_bits: int,
-    width: int,
-    changed: NDArray[np.uint32],
-    symbols: NDArray[np.uint8],
-    extras: NDArray[np.uint32],
-    cumulative: NDArray[np.uint16],
-    reciprocals: NDArray[np.uint32],  # for faster kernels: not needed here
-    decisions: NDArray[np.int64],
-    lanes: NDArray[np.int64],
+    decisions: Decisions, extras: NDArray[np.uint32], table: EncoderTable, lanes: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
     streams = [np.empty(0, np.uint16)]
-    for (begin, end), count in zip(pairwise(np.cumsum([0, *decisions]).tolist()), lanes.tolist(), strict=True):
-        here = slice(*np.searchsorted(changed, (begin, end)).tolist())
-        changes = changed[here] - np.uint32(begin), symbols[here], extras[here]
-        block = _encode_block(rows[begin:end], row_bits, width, *changes, cumulative, count)
-        streams.append(block if end > begin else np.empty(0, np.uint16))
+    borders = pairwise(np.cumsum([0, *decisions.counts]).tolist())
+    for (begin, end), count in zip(borders, lanes.tolist(), strict=True):
+        here = slice(*np.searchsorted(decisions.changed, (begin, end)).tolist())
+        block = Decisions(
+            decisions.counts,
+            decisions.rows[begin:end],
+            decisions.changed[here] - np.uint32(begin),
+            decisions.symbols[here],
+        )
+        streams.append(_encode_block(block, extras[here], table, count) if end > begin else streams[0])
     return np.concatenate(streams), np.cumsum([stream.size for stream in streams])
 
 
 def decode_blocks(
-    old: Bits,
-    borders: NDArray[np.int64],
-    shift: int,
-    cut: int,
-    rows: NDArray[np.uint32],
-    row_bits: int,
-    last: NDArray[np.uint8],
-    ranks: NDArray[np.int64],
-    tracked: int,
-    cumulative: NDArray[np.uint16],
-    symbol_count: int,
-    sizes: NDArray[np.uint32],
-    lanes: NDArray[np.int64],
-    words: NDArray[np.uint16],
-    lengths: NDArray[np.int64],
-    changes: NDArray[np.int64],
-    index: int,
-    cold_at: NDArray[np.int64],
-    cold_steps: NDArray[np.int64],
+    span: CodedSpan, history: SpanHistory, table: DecoderTable, streams: BlockStreams, cold: ColdSteps
 ) -> tuple[NDArray[np.uint32], Bits, Bits, NDArray[np.uint8], NDArray[np.int64], int]:
-    cold, fault = _move_cold(old, shift, cut, cold_at, cold_steps)
-    enters = _magnitudes(cold) < cut << shift
-    entering_at = cold_at[enters].astype(np.uint32)
-    entering = np.where(cold_steps[enters] < 0, 0x80, 0).astype(np.uint8)
-    ends = np.cumsum([0, *lengths])
-    found, moved = [cold_at.astype(np.uint32)], [cold]
+    moved, fault = _move_cold(span, cold)
+    enters = _magnitudes(moved) < span.cut << span.shift
+    entering_at = cold.positions[enters].astype(np.uint32)
+    entering = np.where(cold.steps[enters] < 0, 0x80, 0).astype(np.uint8)
+    ends = np.cumsum([0, *streams.sizes])
+    found, after = [cold.positions.astype(np.uint32)], [moved]
     histories: list[NDArray[np.uint8]] = []
-    for b, block in enumerate(_blocks(borders, last, ranks) if not fault else []):
-        weights, context = old[block.begin : block.end], (shift, cut, rows, row_bits, block.last, tracked)
-        entries = index, block.local(entering_at), entering[block.share(entering_at)]
-        if changes[b] == 0:
-            carried = _carry(weights, shift, tracked, cut, block.last, *entries)
-            if carried is None:
-                fault = spec.FOREIGN_WRITE
-                break
-            histories.append(carried)
-            continue
-        stream = int(lanes[b]), words[ends[b] : ends[b + 1]], int(changes[b])
-        at, new, after, fault = _decode_block(weights, *context, cumulative, symbol_count, sizes, *stream, *entries)
+    nothing = np.empty(0, np.uint32), span.old[:0], np.empty(0, np.uint8), np.empty(0, np.uint32)
+    for b, block in enumerate(_blocks(span, history) if not fault else []):
+        here = block.hot(HotChanges(*nothing, entering_at, entering))
+        if streams.changes[b]:
+            stream = int(streams.lanes[b]), streams.words[ends[b] : ends[b + 1]], int(streams.changes[b])
+            at, new, fault = _decode_block(block.span, block.history, table, *stream)
+            here = here._replace(positions=at, new=new)
+            found.append(at + np.uint32(block.begin))
+            after.append(new)
+        elif not _carries_over(block.history, span.cut, here.entering) and not _fits(block.span, block.history):
+            fault = spec.FOREIGN_WRITE
         if fault:
             break
-        found.append(at + np.uint32(block.begin))
-        moved.append(new)
-        histories.append(after)
+        histories.append(_remembered(block.span, block.history, here))
     positions = np.concatenate(found)
     ascending = np.argsort(positions)
-    positions, new = positions[ascending], np.concatenate(moved)[ascending]
-    return positions, old[positions], new, *_joined(histories, changes.size), fault
+    positions, new = positions[ascending], np.concatenate(after)[ascending]
+    return positions, span.old[positions], new, *_joined(histories, streams.changes.size), fault
 
 
-def _move_cold(
-    old: Bits, shift: int, cut: int, cold_at: NDArray[np.int64], cold_steps: NDArray[np.int64]
-) -> tuple[Bits, int]:
+def _move_cold(span: CodedSpan, cold: ColdSteps) -> tuple[Bits, int]:
     """Cold weights after their steps, and 0 or the first fault."""
-    bits, sign = old[cold_at], 1 << (8 * old.itemsize - 1)
-    half_circle = (np.abs(cold_steps) == sign) & ((cold_steps < 0) == (bits >= sign))
+    bits, sign = span.old[cold.positions], 1 << (8 * span.old.itemsize - 1)
+    half_circle = (np.abs(cold.steps) == sign) & ((cold.steps < 0) == (bits >= sign))
     wrong = np.where(half_circle, spec.COLD_HALF_CIRCLE, 0)
-    wrong[_magnitudes(bits) < cut << shift] = spec.HOT_AMONG_COLD
-    return _moved(bits, cold_steps), next((fault for fault in wrong.tolist() if fault), 0)
+    wrong[_magnitudes(bits) < span.cut << span.shift] = spec.HOT_AMONG_COLD
+    return _moved(bits, cold.steps), next((fault for fault in wrong.tolist() if fault), 0)
 
 
-def _remembered(
-    old: Bits,
-    shift: int,
-    tracked: int,
-    cut: int,
-    last: NDArray[np.uint8],
-    positions: NDArray[np.uint32],
-    new: Bits,
-    index: int,
-    entering_at: NDArray[np.uint32],
-    entering: NDArray[np.uint8],
-) -> NDArray[np.uint8]:
+def _remembered(span: CodedSpan, history: SpanHistory, hot: HotChanges) -> NDArray[np.uint8]:
     """The history after a patch, from its changes of hot weights and the cold ones that become hot."""
+    old, index = span.old, history.patch_index
     if index == 0:
         return np.empty(0, np.uint8)
+    if _carries_over(history, span.cut, hot.entering) and not hot.positions.size:
+        return history.last
     sizes = _magnitudes(old)
-    history = np.zeros(old.size, np.uint8)
-    history[sizes < tracked << shift] = last
-    history[positions] = np.where(_went_down(old[positions], new), index | 0x80, index)
-    history[entering_at] = entering | np.uint8(index)
-    remembered = sizes < cut << shift
-    remembered[positions] = _magnitudes(new) < cut << shift
-    remembered[entering_at] = True
-    return history[remembered]
+    ages = np.zeros(old.size, np.uint8)
+    ages[sizes < history.cut << span.shift] = history.last
+    ages[hot.positions] = np.where(_went_down(old[hot.positions], hot.new), index | 0x80, index)
+    ages[hot.entering_at] = hot.entering | np.uint8(index)
+    remembered = sizes < span.cut << span.shift
+    remembered[hot.positions] = _magnitudes(hot.new) < span.cut << span.shift
+    remembered[hot.entering_at] = True
+    return ages[remembered]
 
 
 def advance_history(
@@ -626,9 +531,7 @@ def digest_weights(
     ends = [*pieces[1:, 0].tolist(), first + count]
     for (begin, start, _, stride, offset), piece_end in zip(pieces.tolist(), ends, strict=True):
         end = min(piece_end, first + count)
-        for here in range(
-            max(begin, first), end, 1 << 18
-        ):  # of the weights in a piece, as many as a cache has room for
+        for here in range(max(begin, first), end, 1 << 18):  # as many as a cache has room for
             some, given = min(1 << 18, end - here), (here - first) * per
             if stride == 0:
                 index = (start + here - begin) * per

@@ -1,7 +1,8 @@
 """The constants of the format that kernels share; docs/format.md gives the reasons.
 
-numba caches compiled kernels by the age of their own file only: after changing a number here, touch `cpu.py`,
-`coder.py` and `rounds.py` too. The tests compare them with `reference` and fail if you forget.
+numba caches compiled kernels by the age of their own file only: after changing a number here, or `jit.py` or
+`records.py`, touch `cpu.py`, `coder.py` and `rounds.py` too. The tests compare them with `reference` and fail if you
+forget.
 """
 
 from typing import Final
@@ -21,15 +22,20 @@ DIRECT: Final = 7  # steps of 1..7 units have their own symbols; longer ones sha
 CHUNK_BITS: Final = 12  # the digest multiplies by one key per place in a chunk and one per chunk
 DIGEST_SEEDS: Final = (0x70756C7365000001, 0x70756C7365000002)  # "pulse", word 1 and word 2
 
+STREAM_TOO_SHORT: Final = 1
+NO_TABLE: Final = 2
+OTHER_COUNT: Final = 3
+STREAM_TOO_LONG: Final = 4
 FOREIGN_WRITE: Final = 5
+STEP_TOO_LONG: Final = 6
 HOT_AMONG_COLD: Final = 7
 COLD_HALF_CIRCLE: Final = 8
 FAULTS: Final = {  # what decode_blocks reports
-    1: "the stream of a block ends too early",
-    2: "a block uses a context for which the part has no table",
-    3: "a block does not have the number of changes that its header states",
-    4: "the stream of a block does not end at its last word",
-    6: "a step is longer than half the dtype's range, or half of it in the wrong direction",
+    STREAM_TOO_SHORT: "the stream of a block ends too early",
+    NO_TABLE: "a block uses a context for which the part has no table",
+    OTHER_COUNT: "a block does not have the number of changes that its header states",
+    STREAM_TOO_LONG: "the stream of a block does not end at its last word",
+    STEP_TOO_LONG: "a step is longer than half the dtype's range, or half of it in the wrong direction",
     HOT_AMONG_COLD: "a context payload lists a hot weight among the cold changes",
     COLD_HALF_CIRCLE: "a cold change moves by half the dtype's range in the wrong direction",
     FOREIGN_WRITE: "the history does not match the weights: something other than a sync wrote them; a full resync "

@@ -10,6 +10,7 @@ from pulsesync.format.codecs import context
 from pulsesync.format.codecs.context import BlockMemory, Heads, Payload
 from pulsesync.format.index import FrequencyTable
 from pulsesync.kernels import cpu
+from pulsesync.kernels.records import HotChanges
 from tests.helpers import classes, near, nudge, seeds
 
 BF16 = DTYPES["BF16"]
@@ -168,7 +169,7 @@ def coded(old: Bits, new: Bits, cut: int) -> tuple[Payload, FrequencyTable]:
     at, bits, symbols, extras, cold, moved, entering_at, entering = cpu.split(
         positions, after, *cpu.steps(before, after, shift)[:3], shift, cut
     )
-    changes = context.HotChanges(at, bits, symbols, extras, entering_at, entering)
+    changes = HotChanges(at, bits, symbols, extras, entering_at, entering)
     top = max(1, cut)
     contexts = tables.Contexts(max(0, top - 24), min(24, top), 1, 41)
     counts = contexts.empty()

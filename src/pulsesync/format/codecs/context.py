@@ -22,6 +22,16 @@ from pulsesync.format.codecs.gap import build_gaps, parse_gaps
 from pulsesync.format.codecs.step import build_steps, parse_steps
 from pulsesync.format.index import FrequencyTable
 from pulsesync.kernels import spec
+from pulsesync.kernels.records import (
+    BlockStreams,
+    CodedSpan,
+    ColdSteps,
+    Decisions,
+    DecoderTable,
+    EncoderTable,
+    HotChanges,
+    SpanHistory,
+)
 
 NO_HISTORY = np.empty(0, np.uint8)
 NO_COLD = np.empty(0, np.int64)
@@ -38,20 +48,10 @@ class BlockMemory:
     remembered: Remembered | None = None
     index: int = 0  # of the current patch in its epoch; 0 where no history is kept
 
-    def bytes_of(self, streams: int) -> Remembered:
-        """The bytes of a block of this number of streams: none where no history is kept."""
-        return self.remembered or Remembered(NO_HISTORY, np.zeros(streams + 1, np.int64))
-
-
-class HotChanges(NamedTuple):
-    """The changes of a block's hot weights, as symbols, and the cold weights that turn hot."""
-
-    positions: NDArray[np.uint32]
-    new: Bits
-    symbols: NDArray[np.uint8]
-    extras: NDArray[np.uint32]
-    entering_at: NDArray[np.uint32]
-    entering: NDArray[np.uint8]  # 0x80 where they go down
+    def of_span(self, streams: int) -> SpanHistory:
+        """What the coder needs of it for a block of this number of streams."""
+        last, ranks = self.remembered or (NO_HISTORY, np.zeros(streams + 1, np.int64))
+        return SpanHistory(last, ranks, self.cut, self.index)
 
 
 def borders_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -66,15 +66,6 @@ def magnitudes(bits: Bits, shift: int) -> NDArray[np.int64]:
     return ((bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)) >> bits.dtype.type(shift)).astype(np.int64)
 
 
-class Decisions(NamedTuple):
-    """The decisions of a block's hot weights, counted but not coded yet."""
-
-    counts: NDArray[np.int64]  # how many each stream has
-    rows: NDArray[np.uint16]  # for each its row of the tables
-    changed: NDArray[np.uint32]  # which of them are changes
-    symbols: NDArray[np.uint8]  # and their symbols, with directions relative to the last ones
-
-
 def count(
     old: Bits,
     borders: NDArray[np.int64],
@@ -86,63 +77,21 @@ def count(
     counts: NDArray[np.int64],
 ) -> tuple[Decisions, Remembered]:
     """Add a block's decisions to counts; return them, and the block's history afterwards."""
-    known = memory.bytes_of(borders.size - 1)
-    decided, last, ranks, *found = kernels.active().count_blocks(
-        old,
-        borders,
-        kind.exponent_shift,
-        cut,
-        contexts.rows,
-        contexts.bits,
-        known.last,
-        known.ranks,
-        memory.cut,
-        hot.positions,
-        hot.new,
-        hot.symbols,
-        counts,
-        memory.index,
-        hot.entering_at,
-        hot.entering,
-    )
-    assert decided.min() >= 0, "a publisher's base and its history are written together"
-    return Decisions(decided, *found), Remembered(last, ranks)
+    span = CodedSpan(old, borders, kind.exponent_shift or 0, cut, contexts.rows, contexts.bits)
+    decisions, last, ranks = kernels.active().count_blocks(span, memory.of_span(borders.size - 1), hot, counts)
+    assert decisions.counts.min() >= 0, "a publisher's base and its history are written together"
+    return decisions, Remembered(last, ranks)
 
 
-def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: FrequencyTable) -> "BlockStreams":
+def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: FrequencyTable) -> BlockStreams:
     """Return the streams of a block; extras are those of its hot changes."""
-    lanes = tables.lanes_for(decisions.counts)
-    words, ends = kernels.active().encode_blocks(
-        decisions.rows,
-        table.contexts.bits,
-        8 * DTYPES[table.dtype].itemsize,
-        decisions.changed,
-        decisions.symbols,
-        extras,
-        table.cumulative,
-        table.reciprocals,
-        decisions.counts,
-        lanes,
-    )
+    lanes, width = tables.lanes_for(decisions.counts), 8 * DTYPES[table.dtype].itemsize
+    frequencies = EncoderTable(table.cumulative, table.reciprocals, table.contexts.bits, width)
+    words, ends = kernels.active().encode_blocks(decisions, extras, frequencies, lanes)
     if lanes.size == 1:  # nearly always, and each numpy call between two kernels costs as much as 10,000 weights
         return BlockStreams(np.array([decisions.changed.size]), lanes, ends[1:], words)
     changes = np.searchsorted(decisions.changed, borders_of(decisions.counts))
     return BlockStreams(changes[1:] - changes[:-1], lanes, ends[1:] - ends[:-1], words)
-
-
-class BlockStreams(NamedTuple):
-    """The streams of a block: for each the number of hot changes, lanes and words."""
-
-    changes: NDArray[np.int64]
-    lanes: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    words: NDArray[np.uint16]  # of all of them, one after the other
-
-    @classmethod
-    def none(cls, count: int) -> "BlockStreams":
-        """This number of streams without changes."""
-        nothing = np.zeros(count, np.int64)
-        return cls(nothing, nothing + 1, nothing, np.empty(0, np.uint16))
 
 
 class Heads(NamedTuple):
@@ -294,27 +243,13 @@ def decode_block(
         not match the history, or a group does not match its check.
     """
     view = _block_view(payload, tile, number, old)
-    known = memory.bytes_of(view.borders.size - 1)
+    contexts, cut, shift = table.contexts, payload.heads.cut, tile.tensor.kind.exponent_shift or 0
     positions, before, new, last, ranks, fault = kernels.active().decode_blocks(
-        view.old,
-        view.borders,
-        tile.tensor.kind.exponent_shift or 0,
-        payload.heads.cut,
-        table.contexts.rows,
-        table.contexts.bits,
-        known.last,
-        known.ranks,
-        memory.cut,
-        table.cumulative,
-        table.contexts.symbols,
-        table.sizes,
-        view.streams.lanes,
-        view.streams.words,
-        view.streams.sizes,
-        view.streams.changes,
-        memory.index,
+        CodedSpan(view.old, view.borders, shift, cut, contexts.rows, contexts.bits),
+        memory.of_span(view.borders.size - 1),
+        DecoderTable(table.cumulative, contexts.symbols, table.sizes),
+        view.streams,
         view.cold,
-        view.steps,
     )
     if fault:
         raise (VerificationError if fault == spec.FOREIGN_WRITE else FormatError)(spec.FAULTS[fault])
@@ -334,8 +269,7 @@ class _BlockView(NamedTuple):
     old: Bits
     borders: NDArray[np.int64]
     streams: BlockStreams
-    cold: NDArray[np.int64]
-    steps: NDArray[np.int64]
+    cold: ColdSteps
     kept: "KeptGroups | None" = None
 
 
@@ -343,7 +277,7 @@ def _block_view(payload: Payload, tile: Tile, number: int, old: Bits) -> _BlockV
     heads, which, begin = payload.heads, tile.streams(number), number * BLOCK
     if tile.block_count == 1 and tile.kept is None:  # nearly always, and a dozen numpy calls cost 20 µs
         streams = BlockStreams(heads.changes, heads.lanes, heads.words, payload.words)
-        return _BlockView(old, tile.borders, streams, heads.cold, heads.steps)
+        return _BlockView(old, tile.borders, streams, ColdSteps(heads.cold, heads.steps))
     ends = borders_of(heads.words)
     words = payload.words[ends[which.start] : ends[which.stop]]
     streams = BlockStreams(heads.changes[which], heads.lanes[which], heads.words[which], words)
@@ -353,13 +287,14 @@ def _block_view(payload: Payload, tile: Tile, number: int, old: Bits) -> _BlockV
         cold, steps = cold[first:last] - begin, steps[first:last]
     borders = tile.borders[which.start : which.stop + 1] - begin
     if tile.kept is None:
-        return _BlockView(old, borders, streams, cold, steps)
+        return _BlockView(old, borders, streams, ColdSteps(cold, steps))
     kept = KeptGroups.of(tile)
     inside = kept.mask(cold)
     some = [words[ends[n] : ends[n + 1]] for n in tile.kept] or [words[:0]]
     n = list(tile.kept)
     streams = BlockStreams(streams.changes[n], streams.lanes[n], streams.sizes[n], np.concatenate(some))
-    return _BlockView(kept.pick(old), kept.borders, streams, kept.shrink(cold[inside]), steps[inside], kept)
+    local = ColdSteps(kept.shrink(cold[inside]), steps[inside])
+    return _BlockView(kept.pick(old), kept.borders, streams, local, kept)
 
 
 class KeptGroups(NamedTuple):

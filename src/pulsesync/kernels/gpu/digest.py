@@ -160,7 +160,7 @@ def _chunk_key(chunk, which):
 
 
 @triton.jit
-def _add_moves(first, second, p, old, new, some, pieces, first_piece, count, apart, keys, ITEM: tl.constexpr):
+def _add_digest_changes(first, second, p, old, new, some, pieces, first_piece, count, apart, keys, ITEM: tl.constexpr):
     """Add to sums how changes change the digest, given their positions in their tile."""
     per: tl.constexpr = (ITEM + 1) // 2
     row = pieces + 5 * _find_piece(pieces, first_piece, count, p, 5)
@@ -203,7 +203,7 @@ def digest_change(
         p = begin + tl.load(positions + j, mask=some, other=0).to(tl.int64)
         old = tl.load(before + j, mask=some, other=0).to(tl.uint64)
         new = tl.load(after + j, mask=some, other=0).to(tl.uint64)
-        first, second = _add_moves(
+        first, second = _add_digest_changes(
             first, second, p, old, new, some, pieces, first_piece, count, apart, keys, ITEM
         )  # fmt: skip
     tl.atomic_add(sums + 2 * b, tl.sum(first.to(tl.int64)))
@@ -231,7 +231,7 @@ def read_old(
         old = load_bits(at, position, some, ITEM)
         tl.store(before + j, old, mask=some)
         new = tl.load(after + j, mask=some, other=0).to(tl.uint64)
-        first, second = _add_moves(
+        first, second = _add_digest_changes(
             first, second, begin + position, old.to(tl.uint64), new, some, pieces, first_piece, count, apart, keys, ITEM
         )  # fmt: skip
     tl.atomic_add(sums + 2 * b, tl.sum(first.to(tl.int64)))
