@@ -1399,11 +1399,11 @@ def test_an_interrupt_while_the_base_advances_leaves_it_at_the_version_that_was_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The caller of a first publish sends the version, so Ctrl-C reaches the thread that commits it."""
-    store, training, commit = MemoryStore(), Training(), HostState.commit
+    store, training, commit = MemoryStore(), Training(), WeightState.commit
     with Publisher(store) as pub:
         pub.publish(training.weights)
 
-    def interrupted(state: HostState, transition: Any) -> Any:
+    def interrupted(state: WeightState, transition: Any) -> Any:
         back = commit(state, transition)
         if threading.current_thread().name == "pulse-finish":
             signal.raise_signal(signal.SIGINT)
@@ -1412,7 +1412,7 @@ def test_an_interrupt_while_the_base_advances_leaves_it_at_the_version_that_was_
     with Publisher(store) as pub:
         training.step()
         with monkeypatch.context() as patched:
-            patched.setattr(HostState, "commit", interrupted)
+            patched.setattr(WeightState, "commit", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 pub.publish(training.weights)
         assert pub.version == 1

@@ -17,6 +17,7 @@ NOT_OURS = {
     "_make": "of a NamedTuple: the underscore only keeps it apart from the fields",
     "_replace": "of a NamedTuple",
     "os._exit": "Python documents it: a process ends without its handlers",
+    "array._getvalue": "numba: how its own intrinsics return a structure that they have changed",
     "cache._cache_file": "numba: which kernels are compiled is in the index of a cache, which has no public name",
     "cache._cache_file._load_index": "numba, the same",
     "env_runner._weights_seq_no": "RLlib: set_state of an env-runner sets it, and pulling weights replaces set_state",
