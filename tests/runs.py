@@ -7,7 +7,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pulsesync import Subscriber
 from pulsesync.core.types import Codec
 from pulsesync.errors import StoreError
 from pulsesync.format import manifest as manifests
@@ -21,6 +20,7 @@ from pulsesync.run.reader import RunReader
 from pulsesync.store import MemoryStore, ObjectEntry, Store, WrappedStore
 from pulsesync.testing import AdamUpdates
 from tests.publishers import Publisher
+from tests.readers import Subscriber
 
 SHAPES = {"layer.0.weight": (60, 50), "layer.1.weight": (50, 7), "norm": (50,)}
 

@@ -17,13 +17,13 @@ from pulsesync import Subscriber, events
 from pulsesync.core.events import describe_error
 from pulsesync.core.location import without_credentials
 from pulsesync.errors import FormatError, NothingPublishedError, StateError, StoreError, VerificationError
-from pulsesync.maintain.squash import Squasher
 from pulsesync.run import fetcher, keys
 from pulsesync.run.applier import PlanApplier
 from pulsesync.run.reader import location_of
 from pulsesync.store import HttpStore, LocalStore, MemoryStore, ObjectStore, RetryStore, open_store
 from tests.publish.test_sharded import Group
 from tests.publishers import Publisher
+from tests.readers import Squasher
 from tests.runs import Training, Watched, down, equal, parts_of, publish_steps, versions, worker
 
 Kind = TypeVar("Kind", bound=events.Event)

@@ -11,13 +11,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import Slice, Subscriber
+from pulsesync import Slice
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format import patch
 from pulsesync.run import keys
 from pulsesync.store import LocalStore
 from pulsesync.testing import mutate, random_bits
 from tests.publishers import Publisher
+from tests.readers import Subscriber
 from tests.runs import SHAPES, Training, equal, kept, publish_steps, version, worker
 
 

@@ -7,17 +7,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import SigningKey, Subscriber
+from pulsesync import SigningKey
 from pulsesync.errors import ChecksumError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.maintain.prune import prune
-from pulsesync.maintain.squash import Squasher
-from pulsesync.maintain.verify import RunVerifier
 from pulsesync.publish import anchors
 from pulsesync.run import bodies, keys
 from pulsesync.store import CachedStore, LocalStore, MemoryStore
 from tests.publish.test_sharded import Group
 from tests.publishers import Publisher
+from tests.readers import RunVerifier, Squasher, Subscriber
 from tests.runs import Training, Watched, equal, kept, parts_of, publish_steps, record, version, worker
 
 

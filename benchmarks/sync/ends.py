@@ -24,10 +24,11 @@ from benchmarks.harness.baselines import PulseCoo
 from benchmarks.harness.processes import answer, answer_all, end_with_the_input
 from benchmarks.harness.timing import peak, reset_peak, status, trim
 from benchmarks.harness.weights import Bits, as_bf16, split
-from pulsesync import Publisher, Subscriber
+from pulsesync import Publisher
 from pulsesync.format import epochs
 from pulsesync.server import serve as serve_store
 from pulsesync.store import LocalStore, Location, open_store
+from tests.readers import Subscriber
 
 # -- the server ----------------------------------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ from benchmarks.harness.weights import SEED, Bits, Shapes, Steps, as_bf16, gener
 from benchmarks.sync.ends import EpochPublisher
 from pulsesync import Publisher
 from pulsesync.format import epochs
-from pulsesync.maintain.squash import Squasher
 from pulsesync.store import LocalStore, ThrottledStore
+from tests.readers import Squasher
 
 QUICK = ("--small", "--width", "64", "--steps", "1", "--full-s", "2", "--link", "proxy")
 ENDS = "benchmarks.sync.ends"

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync import PublishReport, Subscriber
+from pulsesync import PublishReport
 from pulsesync.errors import AnotherPublisherError, PulseError, StoreError
-from pulsesync.maintain.squash import Squasher
 from pulsesync.store import ObjectEntry, Store, WrappedStore, open_store
 from tests.chaos.training import STEPS, hash_of, state_after
 from tests.chaos.witness import WitnessHandler, say
 from tests.publishers import Publisher
+from tests.readers import Squasher, Subscriber
 
 EPOCH_PATCHES = 4  # short epochs: a trial has many of them, and many squashed patches and anchors
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import pulsesync
-from pulsesync import Subscriber
 from pulsesync import device as devices
 from pulsesync.core.types import TensorSpec
 from pulsesync.device.baseline import DeviceBaseline
@@ -30,6 +29,7 @@ from tests.backends import host_as_device
 from tests.device.pairs import SPECS, Pair, small, trained
 from tests.publish.test_sharded import Group, by_columns, by_rows
 from tests.publishers import Publisher
+from tests.readers import Subscriber
 from tests.runs import Watched
 from tests.tiers import slow
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pulsesync import Subscriber
 from pulsesync.device import encode, streamed
 from pulsesync.format.epochs import EPOCH_PATCHES
 from pulsesync.kernels import cuda
@@ -19,6 +18,7 @@ from pulsesync.store import MemoryStore
 from tests.device.launches import OF_RUNS, Compiled, counted, key_of
 from tests.device.test_baseline import Model, equal, on
 from tests.publishers import Publisher
+from tests.readers import Subscriber
 from tests.tiers import slow
 
 DENSITIES = [0.0005 * 400 ** (step * 5 % 8 / 7) for step in range(8)]  # from 0.05 % to 20 %, up and down

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pulsesync import Subscriber, warm_up
+from pulsesync import warm_up
 from pulsesync.errors import StateError
 from pulsesync.format.patch import CodecName
 from pulsesync.publish import warmup
@@ -18,6 +18,7 @@ from tests.device.launches import OF_RUNS, Compiled, counted
 from tests.device.test_baseline import Model, equal, on
 from tests.device.test_launches import Trainer, follow
 from tests.publishers import Publisher
+from tests.readers import Subscriber
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

@@ -30,12 +30,10 @@ OWN = {  # modules that call json.loads themselves, and why they may
     "integrations/engine/answers": "catches everything",
     "integrations/engine/together": "messages of the ranks of one team",
     "integrations/vllm/plugin": "messages of its own engine",
-    "group/broadcast": "messages of the ranks of one process group",
-    "loco/group": "messages of the ranks of one process group",
+    "group/agreement": "messages of the ranks of one process group",
+    "publish/committed": "messages of the ranks of one team",
     "publish/team": "messages of the ranks of one team",
     "publish/ownership": "messages of the ranks of one team",
-    "publish/writer": "messages of the ranks of one team",
-    "cli/demo": "files of its own processes",
 }
 
 

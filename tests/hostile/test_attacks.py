@@ -2346,7 +2346,8 @@ from pulsesync.errors import PulseError
 from pulsesync.format import layout, patch
 from pulsesync.format.history import History
 from pulsesync.core.types import TensorSpec
-from pulsesync.maintain.squash import Squasher
+from pulsesync.state.host import HostBackend
+from pulsesync.state.weights import WeightState
 
 size = 1 << 20
 old = np.full(size, 0x3F80, np.uint16)
@@ -2355,7 +2356,7 @@ new = old.copy()
 new[100:2100:2] += 1
 newer = new.copy()
 newer[100:2100:2] += 1
-state = WeightState(layout.make([TensorSpec("w", "BF16", (size,))]), {"w": old}, {})
+state = WeightState(HostBackend(layout.make([TensorSpec("w", "BF16", (size,))]), {"w": old}))
 run = state.layout, state.layout.tiles
 first = patch.encode(*run, {"w": old}, {"w": new}, state.sums, codec="history", history=History())
 history = History().after(first.patches, {"w": old})

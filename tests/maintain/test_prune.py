@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulsesync import SigningKey, Subscriber, move_pointer, read_pointers
+from pulsesync import SigningKey, read_pointers
 from pulsesync.errors import FormatError, SignatureError
 from pulsesync.maintain.prune import prune
-from pulsesync.maintain.squash import Squasher
-from pulsesync.maintain.verify import RunVerifier
 from pulsesync.run import keys
 from pulsesync.run.fleet import read_fleet
 from pulsesync.run.pointers import list_moves
 from pulsesync.store import MemoryStore
 from tests.publishers import Publisher
+from tests.readers import RunVerifier, Squasher, Subscriber, move_pointer
 from tests.runs import Training, Watched, parts_of, publish_steps, versions, worker
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")

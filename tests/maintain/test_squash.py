@@ -3,9 +3,9 @@
 import pytest
 
 from pulsesync.errors import RunReplacedError
-from pulsesync.maintain.squash import Squasher
 from pulsesync.run import reader
 from pulsesync.store import MemoryStore
+from tests.readers import Squasher
 from tests.runs import Training, publish_steps
 
 

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import Subscriber
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format import layout as layouts
@@ -20,6 +19,7 @@ from pulsesync.state.slices import Slice
 from pulsesync.state.views import SourceMarks
 from pulsesync.store import MemoryStore
 from tests.publishers import Publisher
+from tests.readers import Subscriber
 from tests.runs import equal
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import SigningKey, Subscriber
+from pulsesync import SigningKey
 from pulsesync.core.events import Event, Synced, listen
 from pulsesync.errors import (
     RunForkedError,
@@ -39,6 +39,7 @@ from tests.helpers import nudge
 from tests.processes import Fleet, alive, fleet, told
 from tests.publish.test_sharded import Group, Rank
 from tests.publishers import Publisher, ShardedPublisher
+from tests.readers import Subscriber
 from tests.runs import (
     Training,
     Watched,

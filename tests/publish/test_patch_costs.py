@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pulsesync import PublishReport, Subscriber
+from pulsesync import PublishReport
 from pulsesync.core.types import BlockChange, Codec, TensorSpec, Tile
 from pulsesync.format.codecs import step
 from pulsesync.publish import anchors, costs, writer
@@ -26,6 +26,7 @@ from pulsesync.store import CachedStore, LocalStore, MemoryStore, RetryStore, St
 from pulsesync.store.base import is_local
 from tests.publish.test_sharded import Group
 from tests.publishers import Publisher
+from tests.readers import Subscriber
 from tests.runs import Watched, codecs_of, equal
 
 MANY = 1_000_000  # changes

@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import PublishReport, SigningKey, Subscriber
+from pulsesync import PublishReport, SigningKey
 from pulsesync.core.threads import GatedFuture
 from pulsesync.errors import (
     AnotherPublisherError,
@@ -57,6 +57,7 @@ from tests.examples import ROOT, python_path
 from tests.processes import Fleet, fleet, told
 from tests.publish import endings
 from tests.publishers import Publisher
+from tests.readers import Subscriber
 from tests.runs import Training, Watched, down, equal, kept, parts_of, publish_steps, record, version, versions, worker
 from tests.tiers import slow
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pulsesync import SigningKey, Subscriber
+from pulsesync import SigningKey
 from pulsesync.errors import (
     AnotherPublisherError,
     FormatError,
@@ -31,8 +31,6 @@ from pulsesync.format.patch import CodecName
 from pulsesync.group.agreement import read_each
 from pulsesync.group.collective import SoloTeam
 from pulsesync.maintain.prune import prune
-from pulsesync.maintain.squash import Squasher
-from pulsesync.maintain.verify import RunVerifier
 from pulsesync.publish import anchors
 from pulsesync.publish.ownership import RankReport
 from pulsesync.publish.resumer import RunResumer
@@ -45,6 +43,7 @@ from pulsesync.store import MemoryStore, Store
 from pulsesync.testing import FaultyStore, random_bits
 from tests.publish.test_publisher import FullDisk
 from tests.publishers import Publisher, ShardedPublisher
+from tests.readers import RunVerifier, Squasher, Subscriber
 from tests.runs import SHAPES, Training, Watched, down, equal, kept, record, version, versions, worker
 from tests.tiers import slow
 

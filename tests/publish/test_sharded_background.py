@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pulsesync import Subscriber
 from pulsesync.errors import AnotherPublisherError, ClosedError, GroupError, PulseError, StateError, StoreError
 from pulsesync.format.manifest import Manifest
 from pulsesync.maintain.verify import RunVerifier
@@ -27,6 +26,7 @@ from pulsesync.publish.publisher import Publisher
 from pulsesync.run import keys
 from pulsesync.store import MemoryStore, Store
 from tests.publish.test_sharded import Group, Rank, Threads, synced
+from tests.readers import Subscriber
 from tests.runs import Training, Watched, down, equal, kept, record, version, versions, worker
 
 pytestmark = pytest.mark.usefixtures("parts_as_objects")

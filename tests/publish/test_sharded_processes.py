@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from pulsesync import SigningKey, Subscriber
+from pulsesync import SigningKey
 from pulsesync.errors import GroupError, PulseError
 from pulsesync.group.collective import Collective
-from pulsesync.maintain.verify import RunVerifier
 from pulsesync.run import bodies
 from pulsesync.state.sharding import tensor_parallel
 from pulsesync.store import LocalStore
 from tests.processes import Fleet, die, fleet, group
 from tests.publishers import Publisher, ShardedPublisher
+from tests.readers import RunVerifier, Subscriber
 from tests.runs import Watched, version, versions
 from tests.tiers import slow
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pulsesync
-from pulsesync import SigningKey, Subscriber, move_pointer, read_pointers
+from pulsesync import SigningKey, read_pointers
 from pulsesync.errors import (
     ChainError,
     FormatError,
@@ -31,6 +31,7 @@ from pulsesync.run.fleet import read_fleet
 from pulsesync.run.reader import RunReader
 from pulsesync.store import LocalStore, MemoryStore
 from tests.publishers import Publisher
+from tests.readers import Subscriber, move_pointer
 from tests.runs import Training, Watched, equal, parts_of, publish_steps, version, worker
 
 KEY, OTHER = SigningKey("11" * 32), SigningKey("22" * 32)

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pulsesync import SigningKey, Slice, Subscriber
+from pulsesync import SigningKey, Slice
 from pulsesync.core.threads import SignalSafeFlag
 from pulsesync.core.types import Sum
 from pulsesync.errors import (
@@ -55,6 +55,7 @@ from pulsesync.testing import random_bits
 from tests.helpers import nudge
 from tests.processes import Fleet, fleet, told
 from tests.publishers import Publisher
+from tests.readers import Subscriber
 from tests.runs import (
     SHAPES,
     Training,
@@ -2176,7 +2177,7 @@ def test_a_module_in_fp32_computes_with_the_numbers_of_a_bf16_run() -> None:
 MEASURE = """
 import sys, tracemalloc
 import numpy as np
-from pulsesync import Publisher, Subscriber
+from pulsesync import Publisher
 from pulsesync.store import LocalStore
 
 rng = np.random.default_rng(0)

@@ -22,9 +22,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import MemoryStore, Store
 from tests.publishers import Publisher, ShardedPublisher
+from tests.readers import Subscriber
 from tests.simulator.actors import (
     Arrays,
     Content,

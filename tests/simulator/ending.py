@@ -11,8 +11,8 @@ from pulsesync.errors import (
     StoreError,
     VerificationError,
 )
-from pulsesync.maintain.squash import Squasher
 from pulsesync.run import keys
+from tests.readers import Squasher
 from tests.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker
 from tests.simulator.checks import check, check_synced, check_worker, moves_of
 from tests.simulator.events import describe_prune, prune_with

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from pulsesync.maintain.prune import PruneReport, prune
-from pulsesync.maintain.squash import Squasher
 from pulsesync.store import Store
+from tests.readers import Squasher
 from tests.simulator import pointers, trainers, workers
 from tests.simulator.actors import SimulatedProcess
 from tests.simulator.invariants import Invariant

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pulsesync import PublishReport, Subscriber
+from pulsesync import PublishReport
 from pulsesync.core.types import Bits, BlockChange, Tile
 from pulsesync.errors import (
     ConflictError,
@@ -50,6 +50,7 @@ from pulsesync.state.sharding import Shards, TileShare
 from pulsesync.state.weights import Snapshot, WeightState
 from pulsesync.store import ObjectEntry, Store, WrappedStore
 from tests.publishers import Publisher, ShardedPublisher
+from tests.readers import Subscriber
 from tests.simulator import (
     TEAMS,
     Invariant,

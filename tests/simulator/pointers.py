@@ -1,7 +1,7 @@
 """Pointers in a simulated run: an operator moves them, and a prune must keep their versions."""
 
-from pulsesync.maintain.point import move_pointer
 from pulsesync.run import keys
+from tests.readers import move_pointer
 from tests.simulator.actors import SimulatedProcess
 from tests.simulator.checks import moves_of
 from tests.simulator.invariants import Invariant

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from pulsesync import Subscriber
 from pulsesync.errors import (
     GroupError,
 )
 from pulsesync.publish.lifecycle import MOVES, SendQueue, Stage
 from pulsesync.store import CachedStore, MemoryStore, WrappedStore
 from tests.publishers import Publisher, ShardedPublisher
+from tests.readers import Subscriber
 from tests.simulator import (
     InlineExecutor,
     Invariant,

@@ -21,13 +21,13 @@ from pulsesync.format.history import History
 from pulsesync.format.signature import SigningKey
 from pulsesync.maintain import point as pointing
 from pulsesync.maintain import prune as pruning
-from pulsesync.maintain.squash import Squasher
 from pulsesync.publish import agreement, anchors, commit, intake, publisher, writer
 from pulsesync.run import bodies, fetcher
 from pulsesync.run.subscriber import Subscriber
 from pulsesync.store import Store, cache, memory
 from pulsesync.testing.faults import FaultyStore
 from tests.publishers import Publisher, ShardedPublisher
+from tests.readers import Squasher
 from tests.simulator.actors import SimulatedProcess, SimulatedTrainer, SimulatedWorker, TensorSet
 from tests.simulator.book import PublishLog
 from tests.simulator.executors import InlineExecutor, QueuedExecutor

@@ -197,7 +197,7 @@ def _kernels() -> Finding:
     named = [one for module in (cpu, coder, rounds) for one in vars(module).values()]
     called = [getattr(one, "__wrapped__", None) for one in named]  # those that Python calls
     found: dict[int, Any] = {id(one): one for one in named + called if isinstance(one, Dispatcher)}  # some are twice
-    caches = [one._cache for one in found.values()]
+    caches = [one._cache for one in found.values() if one._cache.cache_path]  # the others are inside of these
     folder = Path(caches[0].cache_path)
     compiled = sum(bool(cache._cache_file._load_index()) for cache in caches)
     if compiled >= len(caches) // 2:  # not every kernel is needed by every run

@@ -39,7 +39,6 @@ def move_pointer(
     signing_key: SigningKey | None = None,
     trust: str | Collection[str] | None = None,
     trust_pointers: str | Collection[str] | None = None,
-    epoch_patches: int = EPOCH_PATCHES,
 ) -> Pointer:
     """Move a pointer to a version, or create it if there is none of this name; return its newest move.
 
@@ -53,7 +52,6 @@ def move_pointer(
         signing_key: Signs the move; required if the run is signed.
         trust: Public keys whose records are accepted; None: that of the signing key, if one is given.
         trust_pointers: Public keys whose earlier moves are accepted as well; that of the signing key always is.
-        epoch_patches: As for a `Subscriber`.
 
     Raises:
         PointerMovedError: another process moved the pointer first, and this call changed nothing; MissingLinkError: the
@@ -69,7 +67,7 @@ def move_pointer(
     if trust is None and own.isdisjoint(trusted(trust_pointers) or ()):
         trust = own or None
     movers, allowed = trusted_for_pointers(trust_pointers, trust) | own, trusted(trust)
-    records = RunReader(store, allowed, epoch_patches=epoch_patches, trust_pointers=movers)
+    records = RunReader(store, allowed, epoch_patches=EPOCH_PATCHES, trust_pointers=movers)
     goal = _target(records, version, signing_key)
     last = records.pointer(name)
     if last is not None and (last.run, last.version, last.digest) == (goal.run, goal.version, goal.digest):

@@ -73,8 +73,9 @@ class Squasher:
         signing_key: The run's key, or one that it delegates to; required if readers verify signatures.
         trust: As for a `Subscriber`.
         cache: A folder in which fetched bodies are kept; none if not given.
-        epoch_patches: As for a `Subscriber`.
     """
+
+    _epoch_patches = EPOCH_PATCHES  # as of `Subscriber`
 
     def __init__(
         self,
@@ -83,7 +84,6 @@ class Squasher:
         signing_key: SigningKey | None = None,
         trust: str | Collection[str] | None = None,
         cache: str | Path | None = None,
-        epoch_patches: int = EPOCH_PATCHES,
     ) -> None:
         self.signing_key = check_signing_key(signing_key)
         store = open_store(location)
@@ -91,7 +91,6 @@ class Squasher:
             store = CachedStore(store, arguments.folder("cache", cache), CACHE_BYTES)
         self.store = store
         self.trust = trusted(trust)
-        self._epoch_patches = epoch_patches
         self._state: WeightState | None = None
         self._at: Manifest | None = None  # the epoch start of the state
         self._spans: dict[int, _Span] = {}  # by level: the first half of a longer span

@@ -179,7 +179,6 @@ class RunVerifier:
         location: A path or URL of the run, or a store.
         trust: As for a `Subscriber`.
         trust_pointers: As for a `Subscriber`.
-        epoch_patches: As for a `Subscriber`.
         progress: Called with how many records were read, of how many, and what is done, while they are read.
 
     Raises:
@@ -187,19 +186,20 @@ class RunVerifier:
         FormatError, ChainError: that cannot be read, and the store cannot list the others.
     """
 
+    _epoch_patches = EPOCH_PATCHES  # as of `Subscriber`
+
     def __init__(
         self,
         location: Location,
         *,
         trust: str | Collection[str] | None = None,
         trust_pointers: str | Collection[str] | None = None,
-        epoch_patches: int = EPOCH_PATCHES,
         progress: Report = quietly,
     ) -> None:
         self.store = open_store(location)
         self.trust = trusted(trust)
         movers = trusted_for_pointers(trust_pointers, trust)
-        self._records = RunReader(self.store, self.trust, epoch_patches=epoch_patches, trust_pointers=movers)
+        self._records = RunReader(self.store, self.trust, epoch_patches=self._epoch_patches, trust_pointers=movers)
         self.found = find_records(self._records, progress=progress)  # all records that will be checked
         if not self.found:
             raise NotFoundError(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from pulsesync.core import arguments
 from pulsesync.errors import ClosedError, NothingPublishedError, StaleWeightsError, StoreError
@@ -31,6 +31,11 @@ from pulsesync.state.claims import SupersededError
 from pulsesync.state.slices import Slices
 from pulsesync.state.weights import WeightState
 from pulsesync.store import Location, Store, open_store
+
+REMOVED = {
+    "executor": "a Subscriber has threads of its own; leave executor= out",
+    "epoch_patches": "the format fixes how many patches make an epoch; leave epoch_patches= out",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +74,9 @@ class Subscriber:
             record at `heartbeats/<name>` in the run, or at the server that serves it, then shows `pulse status` where
             the worker is. It is written in the background, at least every 30 s, and syncs do not depend on it. None:
             no such record is written.
-        epoch_patches: How many patches make an epoch of the run. The format fixes it; only tests and measurements pass
-            another number, and then to all readers and writers of the run.
     """
+
+    _epoch_patches = EPOCH_PATCHES  # the format fixes it; tests and measurements have shorter epochs
 
     def __init__(
         self,
@@ -89,8 +94,9 @@ class Subscriber:
         max_staleness: int | None = None,
         confirm: Callable[[], None] | None = None,
         heartbeat: str | None = None,
-        epoch_patches: int = EPOCH_PATCHES,
+        **_removed: Never,
     ) -> None:
+        arguments.removed("Subscriber", _removed, REMOVED)
         undo = arguments.whole("undo", undo, what="a number of syncs")
         self.verify_every = arguments.whole("verify_every", verify_every, what="a number of syncs")
         arguments.mapping("slices", slices, "names of tensors to a Slice or None")
@@ -114,7 +120,7 @@ class Subscriber:
             goals=self._goals,
             confirm=confirm,
             events=self.events,
-            epoch_patches=epoch_patches,
+            epoch_patches=self._epoch_patches,
         )
         self._syncs = 0
         self._gate = SyncGate("Subscriber", self._follower.local.forget)
