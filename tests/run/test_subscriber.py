@@ -2177,7 +2177,7 @@ def test_a_module_in_fp32_computes_with_the_numbers_of_a_bf16_run() -> None:
 MEASURE = """
 import sys, tracemalloc
 import numpy as np
-from pulsesync import Publisher
+from pulsesync import Publisher, Subscriber
 from pulsesync.store import LocalStore
 
 rng = np.random.default_rng(0)
@@ -2214,3 +2214,40 @@ def test_a_sync_needs_little_memory_beside_the_weights(tmp_path: Path) -> None:
     full, anchor, patches, history = (int(n) for n in done.stdout.split())
     assert anchor < full / 2
     assert patches < full / 4 + 2 * history
+
+
+@pytest.mark.parametrize("error", [ChainError, FormatError, NotFoundError, VerificationError])
+def test_what_confirm_raises_ends_the_sync_and_nothing_is_written(error: type[PulseError]) -> None:
+    store, states = run_of(2)
+    asked = []
+
+    def confirm() -> None:
+        asked.append(1)
+        if len(asked) == 2:
+            raise error("another worker is not ready")
+
+    sub, held = Subscriber(store, confirm=confirm), worker()
+    sub.sync(held, version=0)
+    with pytest.raises(error, match="another worker is not ready"):
+        sub.sync(held)
+    assert (len(asked), sub.version) == (2, 0)
+    assert equal(held, states[0])
+    assert sub.sync(held).version == 1
+    assert len(asked) == 3
+
+
+def test_an_undo_that_was_rolled_back_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, states = run_of(2)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    sub.sync(held)
+
+    def fail(_: WeightState, __: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightState, "commit", fail)
+        with pytest.raises(MemoryError):
+            sub.roll_back()
+    assert (sub.version, sub.roll_back()) == (1, 0)
+    assert equal(held, states[0])

@@ -139,16 +139,7 @@ def find_hot(
     # A compile-time constant, so it depends only on the position in the epoch: the first patch has no history, and
     # every other patch has one, even if nothing is tracked in it.
     history = memories.index > 0
-    known_of_tiles, known_starts, last = pile.tables.nothing_known
-    sizes = np.zeros(pile.blocks, np.int64)
-    if history:
-        tracked = np.where(cuts, memories.cuts(pile), 0)
-        remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
-        if remembered:
-            sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
-            last = _joined(remembered, device)
-        known_of_tiles = to_stream(tracked.astype(np.int32), device)
-        known_starts = to_stream(starts_of(sizes), device)
+    sizes, known_of_tiles, known_starts, last = _known_of(pile, cuts, memories)
     of_tiles = to_stream(cuts.astype(np.int32), device)
     bitmap = empty(pile.chunks * WORDS, torch.int32, device)
     known = empty(bitmap.numel(), torch.int32, device) if history else bitmap
@@ -185,6 +176,23 @@ def find_hot(
     rows_and_places = launch(likely)
     counted = fetch(hots, knowns, *(() if changed is None else (change_at[pile.tables.first_chunk],)))
     return wait
+
+
+def _known_of(
+    pile: Pile, cuts: NDArray[np.int64], memories: DeviceHistory
+) -> tuple[NDArray[np.int64], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the history knows of a pile: how many weights of each block, the cuts, where blocks begin, their patches."""
+    sizes = np.zeros(pile.blocks, np.int64)
+    known_of_tiles, known_starts, last = pile.tables.nothing_known
+    if memories.index == 0:
+        return sizes, known_of_tiles, known_starts, last
+    tracked = np.where(cuts, memories.cuts(pile), 0)
+    remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
+    if remembered:
+        sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
+        last = _joined(remembered, pile.device)
+    device = pile.device
+    return sizes, to_stream(tracked.astype(np.int32), device), to_stream(starts_of(sizes), device), last
 
 
 def _count_changes(run: PileChanges, cuts: torch.Tensor) -> torch.Tensor:

@@ -189,7 +189,7 @@ class SyncSession:
                     f"rank {self.sources[place]} sent changes of a bundle of which this rank has no version"
                 ) from e
         else:
-            bucket = Bucket(messages.NOTHING, (), 0, {}, messages.read_sums(message, wire))
+            bucket = Bucket(messages.NOTHING, {}, 0, {}, messages.read_sums(message, wire))
         if any(wire.owners[ordinal] != place for ordinal in bucket.sums):
             raise FormatError(f"rank {self.sources[place]} sent a bundle that another source owns")
         return bucket

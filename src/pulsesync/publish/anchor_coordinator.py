@@ -63,8 +63,8 @@ class AnchorCoordinator:
         if newest is not None:
             self.writer.newest = max(newest, self.writer.newest or 0)
 
-    def committed(self, record: Manifest) -> None:
-        """Count a version: a root, to which no anchor leads yet, or a patch."""
+    def count(self, record: Manifest) -> None:
+        """Count what a new worker fetches of a version: a root, to which no anchor leads yet, or a patch."""
         self._path_bytes = math.inf if record.base is None else self._path_bytes + record.path_bytes
 
     def abandon(self) -> None:

@@ -134,7 +134,7 @@ class RunWriter:
                 plan.last.step,
             )
         self.committed.tables = tables
-        self.anchors.committed(record)
+        self.anchors.count(record)
         return CoordinatorMessage(data, newest=newest, written=written)
 
     # Patches
@@ -219,7 +219,7 @@ class RunWriter:
         changed, written = sum(report.changed for report in reports), record.object_bytes + len(data)
         report = self._report_patch(clock, version, base, record, changed, written)
         self.settler.draft = replace(draft, record=data, tables=tables, report=report)
-        self.anchors.committed(record)
+        self.anchors.count(record)
         try:
             with self._lease.creating():
                 create(self._store, record, data, base.last)

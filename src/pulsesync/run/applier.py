@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from pulsesync.errors import PulseError
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run.bodies import stream_bodies
@@ -18,6 +19,14 @@ from pulsesync.state.staging import StagedBlocks
 from pulsesync.store import Store
 
 _Group = list[tuple[Manifest, list[Body]]]  # records with their parts
+
+
+class NotConfirmed(Exception):  # noqa: N818 - an event of a sync, whose caller sees the cause
+    """`confirm` has ended the sync. Whatever it raised, nothing is tried again."""
+
+    def __init__(self, cause: PulseError) -> None:
+        super().__init__(cause)
+        self.cause = cause
 
 
 class PlanApplier:
@@ -55,7 +64,7 @@ class PlanApplier:
             self._ask(meter)
             self._local.undo(meter, plan.undo)
             return
-        with closing(self._fetched(plan.patches, meter)) as coming:
+        with closing(self._fetched(plan.patches, meter)) as coming:  # which fetches nothing before it is asked
             # `confirm` is called when everything has been fetched, and checked as far as possible.
             groups: Iterable[_Group] = list(coming) if self._confirm is not None else coming
             if plan.anchor:
@@ -64,9 +73,13 @@ class PlanApplier:
 
     def _ask(self, meter: SyncMeter) -> None:
         """Ask the caller, once in a sync, whether weights may be written now."""
-        if self._confirm is not None and not meter.confirmed:
-            meter.confirmed = True
+        if self._confirm is None or meter.confirmed:
+            return
+        try:
             self._confirm()
+        except PulseError as e:
+            raise NotConfirmed(e) from e
+        meter.confirmed = True
 
     def _apply(self, patches: Sequence[Manifest], groups: Iterable[_Group], meter: SyncMeter) -> None:
         """Apply patches in one commit, or in one a group, if a state cannot prepare a patch over another."""

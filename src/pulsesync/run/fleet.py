@@ -9,7 +9,7 @@ nothing checks: see run/heartbeats.py.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -113,12 +113,6 @@ def read_fleet(
     newest = reader.newest()
     if newest is None:
         raise reader.nothing_published()
-    versions = [newest]
-    for version in range(newest.version - 1, max(newest.version - VERSIONS, -1), -1):
-        record = reader.version(version)
-        if record is None:
-            break  # pruned
-        versions.append(record)
     found: list[FoundHeartbeat] = []
     pointers: dict[str, int] = {}
     unknown = None
@@ -139,7 +133,7 @@ def read_fleet(
         run=newest.run,
         newest=_status(newest),
         age_s=max(0.0, time.time() - newest.created),
-        versions=tuple(map(_status, versions)),
+        versions=tuple(map(_status, _newest_versions(reader, newest))),
         anchor=_anchor(store, reader, newest),
         signed_by=newest.signed_by,
         pointers=pointers,
@@ -147,6 +141,14 @@ def read_fleet(
         unknown=unknown,
         own_clock=own_clock,
     )
+
+
+def _newest_versions(reader: RunReader, newest: Manifest) -> Iterator[Manifest]:
+    """Yield the newest version and those before it, the newest first, as far as they were not pruned."""
+    record: Manifest | None = newest
+    while record is not None and newest.version - record.version < VERSIONS:
+        yield record
+        record = reader.version(record.version - 1) if record.version else None
 
 
 def _now(store: Store, found: list[FoundHeartbeat]) -> tuple[float, str | None]:

@@ -1,4 +1,4 @@
-"""Keep weights at versions of a run, without waiting and without reporting: what a `Subscriber` is inside.
+"""Keep weights at versions of a run: what a `Subscriber` is inside. It does not wait, and emits nothing of its syncs.
 
     follower = RunFollower(store, trust)
     report = follower.sync(tensors, version=7)
@@ -34,7 +34,7 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest
 from pulsesync.run import planner
-from pulsesync.run.applier import PlanApplier
+from pulsesync.run.applier import NotConfirmed, PlanApplier
 from pulsesync.run.goals import GoalFinder
 from pulsesync.run.integrity import IntegrityMonitor
 from pulsesync.run.local import LocalWeights
@@ -126,7 +126,7 @@ class RunFollower:
             self.local.forget()  # these are other tensors than those that were synced
             self.integrity.to_repair = ()
         elif verify or (state is not None and state.superseded):
-            attempt.find_damage()
+            attempt.recount()
         try:
             return attempt.run()
         except Exception as e:
@@ -143,7 +143,7 @@ class RunFollower:
         """Undo the last sync; None: there is nothing to undo. Raises: VerificationError, as `Subscriber.roll_back`."""
         if not self.local.can_undo():
             return None
-        if damage := self.integrity.find_damage():  # the undo log is for other weights
+        if damage := self.integrity.recount():  # the undo log is for other weights
             if isinstance(damage, SupersededError):
                 return None
             raise damage
@@ -198,12 +198,12 @@ class SyncAttempt:
         """Sync. Raises: as `Subscriber.sync`."""
         for attempt in range(1 + REPLANS):
             records = self._follower.records(self._avoid)
-            error, record = self._try(records)
+            error, key = self._try(records)
             if error is None:
                 return self._report(records)
             if not isinstance(error, _Replanned) or isinstance(error, _FINAL):
                 raise error
-            if not self._may_repeat(error, record, is_last=attempt == REPLANS):
+            if not self._may_repeat(error, key, is_last=attempt == REPLANS):
                 break
             self.meter.replanned = attempt + 1
             self.meter.fetched_bytes += records.fetched_bytes
@@ -220,6 +220,8 @@ class SyncAttempt:
                 self._bind(goal, records)
                 self._follower.applier.apply(self._plan(goal, records), self.meter)
             return None, None
+        except NotConfirmed as e:
+            refusal = e.cause
         except RecordFailed as failed:
             cause, key = failed.cause, records.key_of(failed.record)
             if isinstance(cause, FormatError | ChainError | StoreError | VerificationError):
@@ -227,8 +229,9 @@ class SyncAttempt:
             return cause, key
         except PulseError as e:
             return e, None
+        raise refusal
 
-    def _may_repeat(self, error: _Replanned, record: str | None, is_last: bool) -> bool:
+    def _may_repeat(self, error: _Replanned, key: str | None, is_last: bool) -> bool:
         """Note what failed, so that the next attempt avoids it; return whether one may succeed.
 
         Decoding against weights that something else has written can fail in any way, as bad bytes too: before a record
@@ -238,16 +241,16 @@ class SyncAttempt:
         if error is self._damage:
             return True
         if isinstance(error, SupersededError):
-            self._damage = self.find_damage() or error
+            self._damage = self.recount() or error
             return True
-        may_be_ours = record and not isinstance(error, ChecksumError) and error not in self._refused.values()
-        if may_be_ours and self.find_damage():
+        may_be_ours = key and not isinstance(error, ChecksumError) and error not in self._refused.values()
+        if may_be_ours and self.recount():
             return True
         self._failure = self._failure or error
-        if (about := record or error.key or "") in self._avoid:
+        if (about := key or error.key or "") in self._avoid:
             return False  # there is no path that avoids it
         self._avoid.add(about)
-        if isinstance(error, FormatError) and record:
+        if isinstance(error, FormatError) and key:
             self._refused[about] = error
         if isinstance(error, BaseMismatchError):
             self._local.forget()  # the local weights are not the version that was assumed
@@ -256,10 +259,10 @@ class SyncAttempt:
             logger.warning("Planning the sync again, because %s failed: %s.", about or "it", reason)
         return True
 
-    def find_damage(self) -> VerificationError | None:
-        """Recount the local weights; if they are damaged, remember that, and what was counted."""
+    def recount(self) -> VerificationError | None:
+        """Recount the local weights; if they are damaged, forget their version, and remember what was counted."""
         state = self._local.state
-        damage = self._integrity.find_damage()
+        damage = self._integrity.recount()
         if damage:
             self._damage, self._recounted = damage, state
         return damage
@@ -316,7 +319,7 @@ class SyncAttempt:
 
     def _plan(self, goal: Manifest, records: RunReader) -> SyncPlan:
         if depth := self._local.undo_depth(goal):
-            if damage := self.find_damage():  # an undo log is for the weights of its version, and no others
+            if damage := self.recount():  # an undo log is for the weights of its version, and no others
                 raise damage
             return SyncPlan(undo=depth)
         with self.meter.timed("fetch"):

@@ -30,7 +30,7 @@ class IntegrityMonitor:
         self._damage: str | None = None  # found by a scrub, and not raised yet
         self.to_repair: tuple[str, ...] = ()  # tensors that a recount found damaged, until a sync has repaired them
 
-    def find_damage(self) -> VerificationError | None:
+    def recount(self) -> VerificationError | None:
         """Recount the local weights; if something else wrote to some, forget their version, and return the error."""
         state, version = self._local.state, self._local.version
         if state is None or version is None:

@@ -31,6 +31,7 @@ class LocalWeights:
 
     def __init__(self, undo: int) -> None:
         self.state: WeightState | None = None
+        self.torn = False  # whether an anchor was written in part, and none to the end since
         self._undo: deque[_Undo] = deque(maxlen=undo)
 
     @property
@@ -76,13 +77,17 @@ class LocalWeights:
         """
         state = self.state
         assert state is not None
+
+        def write() -> None:
+            AnchorLoader(state).load_whole(staged, sums)
+            self.attach(state, anchor)
+
         with meter.timed("apply"):
             self.forget()
             try:
-                finish(lambda: AnchorLoader(state).load_whole(staged, sums))
+                finish(write)
             finally:
-                meter.torn = state.torn
-        self.attach(state, anchor)
+                self.torn = meter.torn = state.torn
         meter.changed += sum(len(flat) for flat in state.flats.values())
 
     def undo_depth(self, goal: Manifest) -> int:
@@ -100,8 +105,9 @@ class LocalWeights:
         assert self.state is not None
         with meter.timed("apply"):
             for _ in range(depth):
-                entry = self._undo.pop()
+                entry = self._undo[-1]
                 self.state.commit(entry.back)
+                self._undo.pop()
                 meter.changed += entry.back.changed
         meter.path.append("undo")
 

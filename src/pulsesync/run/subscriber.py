@@ -4,8 +4,9 @@
     report = sub.sync(model)                      # to the newest version, once
     for report in sub.watch(model): ...           # to each version as it is published
 
-Everything is checked before a weight changes: first the records, then the bodies, then all that they decode to, for
-several patches together. Only during the commit at the end must the weights not be used.
+Everything is checked before it is written: first the records, then the bodies, then all that they decode to, for
+several patches together. A path with an anchor has two commits: the whole anchor is one, and then the patches after it.
+Only during a commit must the weights not be used.
 """
 
 import logging
@@ -223,7 +224,7 @@ class Subscriber:
         except ClosedError:
             raise
         except Exception as e:
-            self.events.failed(e, self.version)
+            self.events.failed(e, self.version, torn=self._follower.local.torn)
             raise
         self.events.synced(report)
         return report

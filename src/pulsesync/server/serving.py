@@ -72,35 +72,14 @@ def serve(
             "key, or permit it with token_in_clear=True (--token-in-clear on the command line)"
         )
     try:
-        from granian.constants import HTTPModes, Interfaces
-        from granian.http import HTTP1Settings
-        from granian.log import LogLevels
-        from granian.server.embed import Server
+        import granian.server.embed  # noqa: F401 - what is not installed is named before anything is opened
     except ModuleNotFoundError as e:
         raise missing(e) from e
     port = _free_port(host, port)
     connections = Connections(app)
 
     async def run() -> None:
-        try:
-            server = Server(
-                connections,
-                address=host,
-                port=port,
-                interface=Interfaces.ASGINL,
-                http=HTTPModes.http1,
-                websockets=False,
-                backlog=connections.backlog,
-                backpressure=connections.limit,
-                http1_settings=HTTP1Settings(
-                    header_read_timeout=round(_HEADER_S * 1000), max_buffer_size=_BUFFER_BYTES
-                ),
-                log_level=LogLevels.critical,
-                ssl_cert=certificate,
-                ssl_key=private_key,
-            )
-        except OSError as e:  # ssl.SSLError is one
-            raise PulseError(f"cannot use the certificate {certificate} with the key {private_key}: {e}") from e
+        server = _make_server(connections, host, port, certificate, private_key)
         watching = asyncio.create_task(connections.watch(port))
         await _run(server, host, port, lambda: on_ready(_url(certificate is not None, host, port)), ending)
         watching.cancel()
@@ -119,6 +98,33 @@ def serve(
     finally:
         ended.set()
         ending.set()
+
+
+def _make_server(
+    connections: Connections, host: str, port: int, certificate: Path | None, private_key: Path | None
+) -> "Server":
+    from granian.constants import HTTPModes, Interfaces
+    from granian.http import HTTP1Settings
+    from granian.log import LogLevels
+    from granian.server.embed import Server
+
+    try:
+        return Server(
+            connections,
+            address=host,
+            port=port,
+            interface=Interfaces.ASGINL,
+            http=HTTPModes.http1,
+            websockets=False,
+            backlog=connections.backlog,
+            backpressure=connections.limit,
+            http1_settings=HTTP1Settings(header_read_timeout=round(_HEADER_S * 1000), max_buffer_size=_BUFFER_BYTES),
+            log_level=LogLevels.critical,
+            ssl_cert=certificate,
+            ssl_key=private_key,
+        )
+    except OSError as e:  # ssl.SSLError is one
+        raise PulseError(f"cannot use the certificate {certificate} with the key {private_key}: {e}") from e
 
 
 async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], ending: SignalSafeFlag) -> None:

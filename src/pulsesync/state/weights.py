@@ -1,4 +1,4 @@
-"""The live weights of a worker, or the base of a publisher. All writes to the weights of a run go through here.
+"""The live weights of a worker, or the base of a publisher. All writes of patches go through `WeightState.commit`.
 
 Applying versions is a transaction: everything is read, checked and decoded, and the digest of the result is known,
 before the first weight changes; if writing then fails, what was written is rolled back. `state.patches` prepares
