@@ -3,6 +3,7 @@
 The kernels release the GIL; nothing else here is parallel.
 """
 
+import _thread
 import math
 import os
 import threading
@@ -283,9 +284,10 @@ def finish(work: Callable[[], None]) -> None:
     the work.
     """
     faults: list[BaseException] = []
-    go, done = threading.Event(), threading.Event()
+    go, done = SignalSafeFlag(), SignalSafeFlag()  # of Event and Thread, an interrupt can leave a lock taken for ever
 
     def run() -> None:
+        threading.current_thread().name = "pulse-finish"
         go.wait()
         try:
             work()
@@ -294,17 +296,18 @@ def finish(work: Callable[[], None]) -> None:
         finally:
             done.set()
 
-    thread = threading.Thread(target=run, name="pulse-finish", daemon=True)
     try:
-        thread.start()  # an interrupt here changes nothing: the work waits for `go`
-    except RuntimeError:  # the interpreter is shutting down
+        _thread.start_new_thread(run, ())
+    except RuntimeError as e:  # no thread can be started any more, unless a signal handler has raised it
+        if e.__traceback__ is not None and e.__traceback__.tb_next is not None:
+            raise
         work()
         return
     interrupt: BaseException | None = None
     while not done.is_set():
         try:
             go.set()
-            done.wait()  # not join: after an interrupt it takes a running thread for one that has ended (Python < 3.13)
+            done.wait()
         except BaseException as e:  # noqa: BLE001 - raised when the work is done
             interrupt = e
     if faults:

@@ -5,6 +5,7 @@ Many small tensors cost no more launches than one large one. A block here is a s
 memory first. A large model has several piles of a dtype, so that the memory for coding does not grow with the model.
 """
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -218,7 +219,8 @@ class PileTables:
     """What launches need to know of a pile, on its device: made when it is first asked for."""
 
     def __init__(self, pile: Pile) -> None:
-        self._pile, self._device = pile, pile.device
+        self._device = pile.device
+        self._pile: Pile = weakref.proxy(pile)  # which has this: no cycle, so that a GPU's memory is freed at once
 
     @cached_property
     def sizes(self) -> torch.Tensor:
@@ -268,7 +270,8 @@ class PilePlacement:
     """
 
     def __init__(self, pile: Pile) -> None:
-        self._pile, self._places, self._device = pile, pile.places, pile.device
+        self._places, self._device = pile.places, pile.device
+        self._pile: Pile = weakref.proxy(pile)  # as above
 
     @cached_property
     def geometry(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

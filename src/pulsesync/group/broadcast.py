@@ -64,7 +64,7 @@ class BroadcastReport:
     wire_s: float  # sending or receiving, and waiting for it
     prepare_s: float  # receiver: checking and decoding
     undo_s: float  # receiver: reading old weights for the undo log, where decoding does not
-    digest_s: float  # counting digests, except on a source that codes, where it is in encode_s
+    digest_s: float  # counting digests; of coded changes that is part of encode_s and prepare_s
     apply_s: float  # writing: the only time in which the weights must not be used
 
 

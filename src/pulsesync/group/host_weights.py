@@ -212,6 +212,7 @@ class HostReceiverWeights:
             if found.fault is not None:
                 raise found.fault
             sums = {entry.tile: entry.sum for entry in body.index.entries}
+        with clock.timed("digest"):
             PatchTransaction(self.state).check_digest_changes(found.digest_changes[0], sums, before)
         return self._bucket(found.changes, sums)
 

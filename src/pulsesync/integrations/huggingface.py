@@ -89,7 +89,7 @@ class PublishingCallback:
     ) -> None:
         if adapters is not None and adapters not in get_args(Adapters):
             raise ValueError(f"adapters must be one of {', '.join(map(repr, get_args(Adapters)))}; got {adapters!r}")
-        if unknown := sorted(options.keys() - inspect.signature(Publisher).parameters.keys()):
+        if unknown := sorted(options.keys() - (inspect.signature(Publisher).parameters.keys() - {"_removed"})):
             raise TypeError(f"Publisher has no option {unknown[0]!r}; its options are listed in its docstring")
         if every_step and options.get("publish_every", 1) != 1:
             raise ValueError("every_step=True makes a version of every step; leave publish_every out")

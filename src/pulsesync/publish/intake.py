@@ -106,28 +106,23 @@ class VersionIntake:
 
 
 class OptimizerHolds:
-    """Optimizers that wait, before each step, until no comparison reads the weights any more.
+    """Optimizers that wait, before each step, until no comparison reads the weights any more."""
 
-    Args:
-        wait: Waits until no comparison reads the weights.
-    """
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
+    def __init__(self) -> None:
         self._hooks: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self._hooks)
 
-    def add(self, optimizer: Any) -> None:
-        """Hold an optimizer. Raises: TypeError, if it has no hooks before its steps."""
+    def add(self, optimizer: Any, wait: Callable[[], None]) -> None:
+        """Have an optimizer call `wait` before each step. Raises: TypeError, if it has no hooks for that."""
         register = getattr(optimizer, "register_step_pre_hook", None)
         if register is None:
             raise TypeError(
                 "hold needs an optimizer with register_step_pre_hook, as every torch.optim.Optimizer has; got "
                 f"{type(optimizer).__name__}"
             )
-        self._hooks.append(register(lambda *_: self._wait()))
+        self._hooks.append(register(lambda *_: wait()))
 
     def release(self) -> None:
         for hook in self._hooks:

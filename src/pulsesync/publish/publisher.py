@@ -159,7 +159,7 @@ class Publisher:
         self.events = PublishEvents(location_of(self.store), self.team)
         self._guard = ProcessGuard("Publisher", FORKED, CLOSED)
         self._queue = SendQueue(max_failures, self.team.size == 1, self._guard, self.events.ended)
-        self._holds = OptimizerHolds(self._wait_until_compared)
+        self._holds = OptimizerHolds()
         # Made by the first publish: a fork before that does no harm.
         self._sender: VersionSender | None = None
         self._intake: VersionIntake | None = None
@@ -342,7 +342,7 @@ class Publisher:
             TypeError: it has no hooks before its steps; ClosedError: the publisher was closed.
         """
         self._guard.check_open()
-        self._holds.add(optimizer)
+        self._holds.add(optimizer, self._wait_until_compared)
 
     def _wait_until_compared(self) -> None:
         """Wait until no comparison reads the trainer's weights. In a forked process no thread does."""

@@ -125,7 +125,8 @@ class QuantizedSubscriber:
         # Earlier versions of the tensors, to which they can be rolled back.
         self._before: deque[int] = deque(maxlen=undo)
         self._syncs = 0
-        self._gate = SyncGate("QuantizedSubscriber", self._release)
+        alive = weakref.ref(self)  # the gate must not keep this alive, and with it the mirror
+        self._gate = SyncGate("QuantizedSubscriber", lambda: QuantizedSubscriber._release(alive()))
 
     @property
     def version(self) -> int | None:
@@ -277,9 +278,10 @@ class QuantizedSubscriber:
             self.events.heartbeat.close()
             self.events.heartbeat.join()
 
-    def _release(self) -> None:
-        self._follower.local.forget()
-        self._derived, self._version, self._mirror = None, None, {}
+    def _release(self: "QuantizedSubscriber | None") -> None:
+        if self is not None:
+            self._follower.local.forget()
+            self._derived, self._version, self._mirror = None, None, {}
 
     def __enter__(self) -> "QuantizedSubscriber":
         return self

@@ -20,6 +20,7 @@ from pulsesync.errors import (
     ChainError,
     ChecksumError,
     FormatError,
+    MissingBucketError,
     MissingLinkError,
     NotFoundError,
     NothingPublishedError,
@@ -126,7 +127,8 @@ class RunFollower:
             self.local.forget()  # these are other tensors than those that were synced
             self.integrity.to_repair = ()
         elif verify or (state is not None and state.superseded):
-            attempt.recount()
+            with attempt.meter.timed("prepare"):
+                attempt.recount()
         try:
             return attempt.run()
         except Exception as e:
@@ -202,7 +204,10 @@ class SyncAttempt:
             if error is None:
                 return self._report(records)
             if not isinstance(error, _Replanned) or isinstance(error, _FINAL):
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # it refers to this frame
             if not self._may_repeat(error, key, is_last=attempt == REPLANS):
                 break
             self.meter.replanned = attempt + 1
@@ -223,6 +228,7 @@ class SyncAttempt:
         except NotConfirmed as e:
             refusal = e.cause
         except RecordFailed as failed:
+            traceback.clear_frames(failed.__traceback__)  # frees what it had read before the next attempt
             cause, key = failed.cause, records.key_of(failed.record)
             if isinstance(cause, FormatError | ChainError | StoreError | VerificationError):
                 locate(cause, key, records.store)
@@ -237,7 +243,7 @@ class SyncAttempt:
         Decoding against weights that something else has written can fail in any way, as bad bytes too: before a record
         is blamed, the weights are counted.
         """
-        traceback.clear_frames(error.__traceback__)  # frees what it had read before the next attempt
+        traceback.clear_frames(error.__traceback__)  # the same of the cause
         if error is self._damage:
             return True
         if isinstance(error, SupersededError):
@@ -292,6 +298,8 @@ class SyncAttempt:
                     goals.start_over(e)
                     self._local.forget()
                     return goals.find(records, None, self._version)
+        except MissingBucketError as e:
+            raise records.nothing_published(": the bucket does not exist") from e
         finally:
             self._follower.events.newest = goals.newest
 

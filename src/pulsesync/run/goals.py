@@ -8,7 +8,6 @@ from typing import Protocol, TypeVar
 from pulsesync.core.arguments import optional_whole
 from pulsesync.errors import (
     ChainError,
-    MissingBucketError,
     NothingPublishedError,
     PulseError,
     RunChangedError,
@@ -66,17 +65,6 @@ class GoalFinder:
             published, or was pruned; RunChangedError: the location has another run than the local version, or than a
             pointer; ChainError: a pointer names another state of its version; FormatError, SignatureError, StoreError.
         """
-        try:
-            return self._find(records, local, version)
-        except MissingBucketError as e:
-            raise records.nothing_published(": the bucket does not exist") from e
-
-    def start_over(self, change: RunChangedError) -> None:
-        """Forget what was seen of a run that was replaced, or restored from a backup."""
-        logger.warning("Starting over from an anchor: %s.", change)
-        self._seen = self.version = self.newest = None
-
-    def _find(self, records: RunReader, local: LocalVersion | None, version: int | None) -> Manifest | None:
         if local:
             records.check_run(local.run, local.version, local.digest)
         if version is None:
@@ -99,6 +87,11 @@ class GoalFinder:
         follows = version is None and self.pointer is not None
         self.newest = goal.version if follows else max(goal.version, self.newest or 0)
         return goal if not local or goal.version != local.version else None
+
+    def start_over(self, change: RunChangedError) -> None:
+        """Forget what was seen of a run that was replaced, or restored from a backup."""
+        logger.warning("Starting over from an anchor: %s.", change)
+        self._seen = self.version = self.newest = None
 
     def _find_followed(self, records: RunReader, local: int | None) -> Manifest | None:
         """Return the record of the version to follow; None if that is the local one, or if there is no version."""

@@ -37,13 +37,15 @@ class LocalWeights:
     @property
     def position(self) -> Position | None:
         """The position of the weights in the run; None: they are no version that is known."""
-        position = self.state.position if self.state else None
+        state = self.state  # read once: another thread may forget it
+        position = state.position if state is not None else None
         assert position is None or isinstance(position, Position)
         return position
 
     @property
     def version(self) -> int | None:
-        return self.position.version if self.position else None
+        position = self.position
+        return position.version if position is not None else None
 
     def attach(self, state: WeightState, record: Manifest | None = None) -> None:
         """Begin with other weights, which are the version of a record, or none that is known."""

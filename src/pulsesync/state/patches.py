@@ -54,7 +54,11 @@ class PatchTransaction:
         try:
             return self.prepare_all([[(manifest, parts)]], after)
         except RecordFailed as e:
-            raise e.cause from None
+            cause = e.cause
+        try:
+            raise cause
+        finally:
+            del cause  # it refers to this frame
 
     def prepare_all(
         self,

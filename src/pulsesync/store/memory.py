@@ -18,7 +18,7 @@ class MemoryStore:
 
     is_local = is_private = True
 
-    def __init__(self, url: str = "memory://") -> None:
+    def __init__(self, *, url: str = "memory://") -> None:
         self.url = url
         self._objects: dict[str, tuple[bytes, float]] = {}  # content, modified
         self._lock = threading.Lock()
