@@ -253,3 +253,16 @@ def test_what_the_work_raises_is_raised() -> None:
 
     with pytest.raises(KeyError, match="half"):
         threads.finish(work)
+
+
+def test_finish_enters_no_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its methods are Python code: an interrupt in them leaves it locked for ever."""
+    done = []
+
+    def interrupted(_: threading.Condition) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Condition, "__enter__", interrupted)
+        threads.finish(lambda: done.append(threading.current_thread().name))
+    assert done == ["pulse-finish"]

@@ -49,7 +49,7 @@ from pulsesync.run import bodies, fetcher, keys, planner, reader
 from pulsesync.state.anchors import AnchorLoader
 from pulsesync.state.host import HostBackend
 from pulsesync.state.staging import StagedBlocks
-from pulsesync.state.weights import WeightState
+from pulsesync.state.weights import Recount, WeightState
 from pulsesync.store import LocalStore, MemoryStore
 from pulsesync.testing import random_bits
 from tests.helpers import nudge
@@ -2251,3 +2251,36 @@ def test_an_undo_that_was_rolled_back_can_be_repeated(monkeypatch: pytest.Monkey
             sub.roll_back()
     assert (sub.version, sub.roll_back()) == (1, 0)
     assert equal(held, states[0])
+
+
+def test_a_recount_counts_as_preparing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = run_of(1)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held)
+    find = Recount.find_damaged
+    monkeypatch.setattr(Recount, "find_damaged", lambda self: time.sleep(0.05) or find(self))
+    assert sub.sync(held, verify=True).prepare_s >= 0.05
+
+
+def test_what_a_failed_attempt_read_is_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, states = run_of(6)
+    sub, held = Subscriber(store), worker()
+    sub.sync(held, version=0)
+    decode, alive, read = HostBackend.decode, [], list[weakref.ref[Any]]()
+
+    def decoding(self: HostBackend, versions: Any, *rest: Any) -> Any:
+        alive.append(sum(body() is not None for body in read))
+        read.extend(weakref.ref(body) for bodies in versions for body in bodies)
+        if len(alive) == 1:
+            raise VerificationError("made up")
+        return decode(self, versions, *rest)
+
+    monkeypatch.setattr(HostBackend, "decode", decoding)
+    gc.collect()
+    gc.disable()
+    try:
+        sub.sync(held)
+    finally:
+        gc.enable()
+    assert alive[:2] == [0, 0]
+    assert equal(held, states[5])
