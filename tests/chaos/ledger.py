@@ -87,6 +87,7 @@ def _replayed(zoo: Zoo, location: str, counts: Counts) -> Iterable[tuple[int, in
     name = list(zoo.pids)[-1]
     zoo.join(name, timeout_s=60)
     assert zoo.exit_code(name) == 0, zoo.errors()
+    zoo.witness.wait_for("replayed all", 10, pid=zoo.pids[name])  # its last words may be in the pipe still
     for line in zoo.witness.said("replayed", pid=zoo.pids[name]):
         counts.versions += 1
         counts.wrong_weights += line["hash"] != right_hash(line["step"])

@@ -239,6 +239,7 @@ def replay(location: str) -> None:
     for entry in list(store.list("manifests/")):
         report = subscriber.sync(local, version=int(entry.key.removeprefix("manifests/")))
         say("replayed", version=report.version, step=report.step, hash=hash_of(local))
+    say("replayed all")
 
 
 def squash(location: str) -> None:
