@@ -1326,7 +1326,7 @@ def test_rounds_over_a_store_that_fails_lose_nothing(
 
     def train(i: int) -> None:
         t = trainers[i]
-        again(i, t.loco.__enter__)
+        again(i, t.__enter__)  # also counts the momentum with which a late one begins
         while t.loco.rounds[0] < rounds:
             try:
                 t.step()
