@@ -245,10 +245,7 @@ ENTRIES: dict[str, Entry] = {
         SIGNED | {"server": lambda: vllm.VllmServer("http://h"), "location": lambda: "memory://x", "store": published},
     ),
     "PulseLoCo": (loco_trainer, {}),
-    "StoreExchange": (
-        loco.StoreExchange,
-        {"location": MemoryStore, "trainer": lambda: "a", "trainers": lambda: 2},
-    ),
+    "StoreExchange": (loco.StoreExchange, {"location": MemoryStore, "trainer": lambda: "a", "trainers": lambda: 2}),
     "SGD": (loco.SGD, {"lr": lambda: 1.0}),
 }
 SIGNATURES: dict[str, Callable[..., Any]] = {  # of entries that a function of this file calls

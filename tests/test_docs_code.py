@@ -395,8 +395,7 @@ LONG = ("lab/docs/study.md", "lab/docs/theory.md", "docs/integrations/other_trai
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in pages() if blocks_of(page)],
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in pages() if blocks_of(page)]
 )
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

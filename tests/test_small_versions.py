@@ -124,9 +124,7 @@ def test_a_part_just_beyond_the_limit_is_an_object(monkeypatch: pytest.MonkeyPat
         assert equal(held, state)
 
 
-def test_the_written_bytes_of_a_version_with_an_object_count_it_and_the_record(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_written_bytes_of_a_version_with_an_object_count_it_and_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "INLINE_BYTES", 0)
     store, weights = Watched(), hundred()
     with Publisher(store) as pub:

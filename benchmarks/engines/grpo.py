@@ -67,11 +67,7 @@ class Case:
         return {**(RELOADS if way == "reload" else {}), **(PLAIN if self.plain else packed)}
 
 
-CASES = [
-    Case("in place", ("FP32", "BF16"), None, plain=True),
-    Case("mirror"),
-    Case("tied", tied=True),
-]
+CASES = [Case("in place", ("FP32", "BF16"), None, plain=True), Case("mirror"), Case("tied", tied=True)]
 
 
 @dataclass

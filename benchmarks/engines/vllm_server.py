@@ -168,10 +168,7 @@ class Server:
         of_prompt = choice["prompt_token_ids"]
         each = zip(of_prompt[1:], choice["prompt_logprobs"][1:], strict=True)
         scores = [entry[str(token)]["logprob"] for token, entry in each]
-        return Answer(
-            (*of_prompt, *choice["token_ids"]),
-            (*scores, *choice["logprobs"]["token_logprobs"]),
-        )
+        return Answer((*of_prompt, *choice["token_ids"]), (*scores, *choice["logprobs"]["token_logprobs"]))
 
 
 class TokenTimes:

@@ -340,10 +340,7 @@ HELD_OUT = (
 )
 
 
-SHORT = [
-    Run("gpt2", 32, 1, 256, steps=8),
-    Run("llama", 32, 1, 256, start="torch", pretraining=20, lr=1e-5, steps=8),
-]
+SHORT = [Run("gpt2", 32, 1, 256, steps=8), Run("llama", 32, 1, 256, start="torch", pretraining=20, lr=1e-5, steps=8)]
 
 
 def train_held_out(out: Path, jobs: int) -> None:

@@ -51,10 +51,7 @@ def test_a_container_with_less_memory_than_the_machine_is_what_counts(
 ) -> None:
     machine = Machine(tmp_path, 900, groups)
     machine.limit(folder, files, str(400 * MB), used_mb=300, cached_mb=50)
-    assert headroom.find(machine.proc, machine.groups) == [
-        Headroom(900 * MB, 1000 * MB),
-        Headroom(150 * MB, 400 * MB),
-    ]
+    assert headroom.find(machine.proc, machine.groups) == [Headroom(900 * MB, 1000 * MB), Headroom(150 * MB, 400 * MB)]
     assert machine.can_take(50)
     assert not machine.can_take(51)
 

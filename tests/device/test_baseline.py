@@ -106,12 +106,7 @@ def published(device: str, versions: int, **options: Any) -> tuple[MemoryStore, 
 
 
 @pytest.mark.parametrize(
-    ("codec", "keep", "versions"),
-    [
-        slow("gap", "device", 3),
-        slow("gap", "host", 3),
-        ("history", None, 2),
-    ],
+    ("codec", "keep", "versions"), [slow("gap", "device", 3), slow("gap", "host", 3), ("history", None, 2)]
 )
 def test_a_run_is_byte_for_byte_that_of_the_host_and_is_read_there(
     codec: CodecName, keep: Keep | None, versions: int, device: str, many_lanes: None
@@ -516,10 +511,7 @@ def test_a_version_of_all_ranks_is_that_from_host_memory(
 
 @pytest.mark.parametrize(
     ("split", "keep"),
-    [
-        (by_rows, None),
-        *(slow(*case) for case in ((all_of_it, None), (by_rows, "host"), (all_of_it, "host"))),
-    ],
+    [(by_rows, None), *(slow(*case) for case in ((all_of_it, None), (by_rows, "host"), (all_of_it, "host")))],
 )
 def test_ranks_resume_a_run_continue_it_without_a_change_and_write_anchors(
     split: Callable[..., dict[str, Any]],

@@ -81,11 +81,7 @@ def every_method(rank: int, size: int, folder: str, memories: str, methods: list
 
 
 @pytest.mark.parametrize(
-    ("memories", "methods"),
-    [
-        ("device", ["coded"]),
-        *(slow(memories, list(METHODS)) for memories in MIXED),
-    ],
+    ("memories", "methods"), [("device", ["coded"]), *(slow(memories, list(METHODS)) for memories in MIXED)]
 )
 def test_all_ranks_have_the_same_bits_by_every_method(fleet: Fleet, memories: str, methods: list[Method]) -> None:
     results = fleet.run(every_method, 2, memories=memories, methods=methods)

@@ -62,11 +62,7 @@ def test_piles_of_a_dtype_share_a_table_and_make_the_parts_of_one(
 
 def test_auto_chooses_as_the_host_does(device: str, many_lanes: None) -> None:
     """A tile that pays for its tables, and one that is replaced; then a change that pays for nothing, and none."""
-    specs = (
-        TensorSpec("a", "BF16", (2500,)),
-        TensorSpec("b", "F16", (24,)),
-        TensorSpec("c", "I16", (12,)),
-    )
+    specs = (TensorSpec("a", "BF16", (2500,)), TensorSpec("b", "F16", (24,)), TensorSpec("c", "I16", (12,)))
     layout, state = small(3, specs)
     pair = Pair(layout, state, device)
     new = trained(layout, state, 1, 0.9)

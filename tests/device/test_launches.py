@@ -103,10 +103,7 @@ def test_neither_end_compiles_after_the_third_version(
 # Epochs of three patches: half a second for one and the first of the next, a second for two.
 @pytest.mark.parametrize(
     ("keep", "dtype", "versions"),
-    [
-        ("host", torch.bfloat16, 5),
-        *(slow(*case, 7) for case in (("device", torch.bfloat16), ("host", torch.float32))),
-    ],
+    [("host", torch.bfloat16, 5), *(slow(*case, 7) for case in (("device", torch.bfloat16), ("host", torch.float32)))],
 )
 def test_a_publisher_compiles_nothing_after_the_third_version_wherever_its_base_is(
     keep: Keep,

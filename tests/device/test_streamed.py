@@ -170,13 +170,7 @@ def without_bundles(layout: Layout) -> Layout:
 
 
 @pytest.mark.parametrize(
-    ("moves", "layout_from"),
-    [
-        (3, layouts.bundle),
-        (3, without_bundles),
-        (0, layouts.bundle),
-        slow(0, without_bundles),
-    ],
+    ("moves", "layout_from"), [(3, layouts.bundle), (3, without_bundles), (0, layouts.bundle), slow(0, without_bundles)]
 )
 def test_pieces_yield_what_one_comparison_yields(layout_from: Any, moves: int, device: str, small_pieces: None) -> None:
     """Several dtypes, tensors between words and turned ones, each a tile of its own or in bundles."""

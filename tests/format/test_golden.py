@@ -97,10 +97,7 @@ RELEASED = {  # by release, the golden runs that it added, and the SHA-256 of th
         "bf16-history bundles corners dtypes extensions gap-and-dense sections signed-squash squash-levels two-parts",
         "26c3733201730ff24f9889e2145e1d4ce878c3704dfdc10ce7620e4c9abab5be",
     ),
-    "0.2.0": (
-        "rewinds",
-        "0e2ce5dfa09e4c71c282f5769d4c518f6d3b5fc059cabfbc27e3397660aaa983",
-    ),
+    "0.2.0": ("rewinds", "0e2ce5dfa09e4c71c282f5769d4c518f6d3b5fc059cabfbc27e3397660aaa983"),
 }
 
 

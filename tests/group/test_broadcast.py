@@ -705,11 +705,7 @@ def mesh_of(trainers: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("trainers", "layout"),
-    [
-        (2, "split"),
-        *(slow(*case) for case in ((2, "whole"), (3, "whole"), (3, "split"))),
-    ],
+    ("trainers", "layout"), [(2, "split"), *(slow(*case) for case in ((2, "whole"), (3, "whole"), (3, "split")))]
 )
 def test_fsdp_trainers_reach_rollouts_in_other_layouts_bit_for_bit(fleet: Fleet, trainers: int, layout: str) -> None:
     rollouts = 2 if layout == "split" else 1

@@ -1099,9 +1099,7 @@ def two_hundred_parts_that_each_change_every_weight(v: Version) -> None:
     ]
 
 
-ATTACKS += [
-    Attack(VerificationError, "one of two parts left out", lambda v: v.parts.pop(), on="mixed"),
-]
+ATTACKS += [Attack(VerificationError, "one of two parts left out", lambda v: v.parts.pop(), on="mixed")]
 
 
 # -- the manifest --------------------------------------------------------------------------------------------------
@@ -2168,12 +2166,7 @@ def test_a_flipped_bit_anywhere_in_a_manifest_is_refused(kind: str, step: int) -
 
 @pytest.mark.parametrize(
     ("kind", "step"),  # in most bits of an inline part a flip is found only when it is decoded, which takes 10 ms
-    [
-        ("history", 97),
-        ("inline", 557),
-        slow("history", 5),
-        slow("inline", 29),
-    ],
+    [("history", 97), ("inline", 557), slow("history", 5), slow("inline", 29)],
 )
 def test_a_bit_flipped_under_a_good_checksum_is_refused_or_changes_only_what_no_weight_depends_on(
     kind: str, step: int

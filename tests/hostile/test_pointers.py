@@ -134,9 +134,7 @@ ATTACKS = [
         lambda good: signed(with_fields(good, format="pulse-manifest/1")),
     ),
     PointerAttack(
-        UnsupportedError,
-        "a move of the draft",
-        lambda good: signed(with_fields(good, format="pulse-pointer/1-draft")),
+        UnsupportedError, "a move of the draft", lambda good: signed(with_fields(good, format="pulse-pointer/1-draft"))
     ),
     PointerAttack(UnsupportedError, "a move with one more field", lambda good: signed(with_fields(good, more="1"))),
     PointerAttack(

@@ -30,13 +30,7 @@ from pulsesync import (
     move_pointer,
     read_fleet,
 )
-from pulsesync.errors import (
-    ChecksumError,
-    GroupError,
-    NothingPublishedError,
-    SignatureError,
-    StateError,
-)
+from pulsesync.errors import ChecksumError, GroupError, NothingPublishedError, SignatureError, StateError
 from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions, find_version
 from pulsesync.integrations.engine.update import Ask, Finish, moving, raise_error, run
 from pulsesync.integrations.runtime import EngineRank, ModelShape, fused, grid

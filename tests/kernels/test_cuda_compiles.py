@@ -51,16 +51,7 @@ ARGUMENTS = {
     "measure": "*fp32 *i32 *i32 i32",
     "add_at": "*fp32 *i64 *fp32 i64",
 }
-CONSTANTS = {
-    "PERIOD": 1021,
-    "RUN": 16,
-    "SPAN": 1024,
-    "PLACES": True,
-    "BINS": 32,
-    "PER": 64,
-    "WARPS": 4,
-    "BITS": 6,
-}
+CONSTANTS = {"PERIOD": 1021, "RUN": 16, "SPAN": 1024, "PLACES": True, "BINS": 32, "PER": 64, "WARPS": 4, "BITS": 6}
 SPANS = {"count_marks": {"SPAN": 8}, "decide": {"SPAN": 64}}  # as they are launched
 TARGET = ("cuda", 90, 32)
 SHARES = 3

@@ -257,10 +257,7 @@ def garble(exchange: Any, call: int, how: int) -> None:
     exchange._swap = swap
 
 
-@pytest.mark.parametrize(
-    ("size", "every"),
-    [(2, False), slow(2, True), slow(3, True)],
-)
+@pytest.mark.parametrize(("size", "every"), [(2, False), slow(2, True), slow(3, True)])
 def test_damaged_bytes_at_one_trainer_fail_the_round_for_all_and_the_next_one_works(
     fleet: Fleet, size: int, every: bool
 ) -> None:
@@ -366,9 +363,7 @@ def without_memory(rank: int, every: bool) -> list[Any]:
     return out
 
 
-def test_one_without_memory_leaves_nobody_waiting_and_the_next_round_works(
-    unharmed: list[dict[str, Any]],
-) -> None:
+def test_one_without_memory_leaves_nobody_waiting_and_the_next_round_works(unharmed: list[dict[str, Any]]) -> None:
     ranks = [rank["without_memory"] for rank in unharmed]
     assert ranks[0] == ranks[1] == ranks[2]
     assert all(rounds == [3] for rounds, _ in ranks[0])
@@ -793,11 +788,7 @@ def resumed(rank: int, size: int, folder: str, ways: Sequence[str]) -> list[Any]
     return out
 
 
-@pytest.mark.parametrize(
-    "ways",
-    [("fragments",), slow(("compact", "DiLoCo", "PulseLoCo", "as published"))],
-    ids=str,
-)
+@pytest.mark.parametrize("ways", [("fragments",), slow(("compact", "DiLoCo", "PulseLoCo", "as published"))], ids=str)
 def test_a_run_that_was_saved_in_the_middle_of_a_round_goes_on_as_if_nothing_had_happened(
     fleet: Fleet, ways: Sequence[str]
 ) -> None:

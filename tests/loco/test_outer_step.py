@@ -130,8 +130,7 @@ def test_a_step_of_no_entries_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [(0.0,), (-1.0,), (float("nan"),), (1.0, 1.0), (1.0, -0.1), (1.0, float("nan")), (1.0, 0.0, True)],
+    "arguments", [(0.0,), (-1.0,), (float("nan"),), (1.0, 1.0), (1.0, -0.1), (1.0, float("nan")), (1.0, 0.0, True)]
 )
 def test_an_outer_optimizer_without_sense_is_refused(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"(lr|momentum) must be a|lr must be above 0"):

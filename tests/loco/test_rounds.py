@@ -51,17 +51,10 @@ def mended(trainer: Trainer, name: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["prepare", "propose", "confirm"])
-@pytest.mark.parametrize(
-    "error",
-    [RoundError("no"), KeyboardInterrupt(), slow(StoreError("no", retryable=True))],
-)
+@pytest.mark.parametrize("error", [RoundError("no"), KeyboardInterrupt(), slow(StoreError("no", retryable=True))])
 @pytest.mark.parametrize(
     "options",
-    [
-        {"compact": 2},
-        {"delay": 1},
-        *(slow(o) for o in ({}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"})),
-    ],
+    [{"compact": 2}, {"delay": 1}, *(slow(o) for o in ({}, {"kind": "PublishedPulseLoCo"}, {"kind": "DiLoCo"}))],
 )
 def test_a_failure_out_of_step_changes_nothing_and_the_next_step_tries_again(
     verb: str, error: BaseException, options: dict[str, Any]
@@ -427,9 +420,7 @@ def test_fragments_take_turns_and_have_rounds_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_the_callback_is_called_once_a_round_in_the_training_thread_with_the_next_rounds_start(
-    delay: int,
-) -> None:
+def test_the_callback_is_called_once_a_round_in_the_training_thread_with_the_next_rounds_start(delay: int) -> None:
     model = Weights()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     seen: list[Any] = []

@@ -271,13 +271,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW_RUNS = (
-    "exact",
-    "compact 0",
-    "reach 2",
-    "as published, compact 3",
-    "as published, with delay and blend",
-)
+SLOW_RUNS = ("exact", "compact 0", "reach 2", "as published, compact 3", "as published, with delay and blend")
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in SLOW_RUNS else name for name in RUNS])
@@ -385,8 +379,7 @@ def pieces_of(i: int) -> tuple[list[torch.nn.Module], Drift]:
 
 
 @pytest.mark.parametrize(
-    ("delay", "blend"),
-    [(0, 0.0), (2, 0.5), *(slow(*some) for some in ((0, 0.5), (1, 0.0), (1, 1.0)))],
+    ("delay", "blend"), [(0, 0.0), (2, 0.5), *(slow(*some) for some in ((0, 0.5), (1, 0.0), (1, 1.0)))]
 )
 def test_delay_blend_and_fragments_are_those_of_the_reference_after_every_step(delay: int, blend: float) -> None:
     """s and m' are those of the proposal, weights become z' + blend (x − z'), and the next delta counts from z'."""
@@ -472,11 +465,7 @@ def test_with_the_gate_half_open_gated_and_dense_training_part() -> None:
 @pytest.mark.parametrize("compact", [slow(None), 3])
 @pytest.mark.parametrize(
     ("kind", "outer"),
-    [
-        (PulseLoCo, Nesterov()),
-        *(slow(PulseLoCo, outer) for outer in OUTERS[:2]),
-        slow(PublishedPulseLoCo, SGD(1.0)),
-    ],
+    [(PulseLoCo, Nesterov()), *(slow(PulseLoCo, outer) for outer in OUTERS[:2]), slow(PublishedPulseLoCo, SGD(1.0))],
 )
 def test_shared_weights_less_the_mean_residual_are_the_dense_ones_for_the_same_updates(
     kind: Kind, outer: SGD, compact: int | None

@@ -40,18 +40,7 @@ from tests.processes import Fleet, alive, fleet, told
 from tests.publish.test_sharded import Group, Rank
 from tests.publishers import Publisher, ShardedPublisher
 from tests.readers import Subscriber
-from tests.runs import (
-    Training,
-    Watched,
-    down,
-    equal,
-    kept,
-    make_squash,
-    publish_steps,
-    version,
-    versions,
-    worker,
-)
+from tests.runs import Training, Watched, down, equal, kept, make_squash, publish_steps, version, versions, worker
 from tests.tiers import slow
 
 assert fleet  # a fixture

@@ -157,8 +157,7 @@ def test_a_cast_is_named_as_the_format_or_a_framework_names_it(wanted: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cast"),
-    [(np.float16, "BF16"), (ml_dtypes.bfloat16, "F16"), (np.float16, "F8_E5M2")],
+    ("dtype", "cast"), [(np.float16, "BF16"), (ml_dtypes.bfloat16, "F16"), (np.float16, "F8_E5M2")]
 )
 def test_a_cast_that_would_not_happen_is_refused(dtype: Any, cast: str) -> None:
     store, weights = MemoryStore(), {"ids": np.zeros(3, np.int32), "w": np.ones(4, dtype)}
@@ -646,10 +645,7 @@ def test_a_change_that_is_taken_back_while_it_is_sent_arrives_taken_back() -> No
     assert equal(synced(gate.store, {"w": np.zeros(100, np.float32)}), weights)
 
 
-@pytest.mark.parametrize(
-    "codec",
-    ["auto", "history", *(slow(codec) for codec in ("context", "gap", "dense"))],
-)
+@pytest.mark.parametrize("codec", ["auto", "history", *(slow(codec) for codec in ("context", "gap", "dense"))])
 def test_steps_published_in_a_hurry_arrive_whatever_the_codec(codec: Any) -> None:
     training, store, held = Training(), MemoryStore(), worker()
     sub = Subscriber(store)

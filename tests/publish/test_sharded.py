@@ -267,12 +267,7 @@ def short_epochs() -> int:
 
 @pytest.mark.parametrize(
     ("how", "codec"),
-    [
-        *SPLITS_AND_CODECS,
-        slow("grid", "context"),
-        slow("grid", "gap"),
-        ("more ranks than rows", "dense"),
-    ],
+    [*SPLITS_AND_CODECS, slow("grid", "context"), slow("grid", "gap"), ("more ranks than rows", "dense")],
 )
 def test_every_version_is_what_the_ranks_hold(how: str, codec: CodecName) -> None:
     split, size = SPLITS[how]
@@ -442,9 +437,7 @@ def test_a_rank_in_whose_tiles_nothing_changed_puts_no_part() -> None:
     assert equal(synced(store), training.weights)
 
 
-def test_what_a_rank_tells_grows_with_its_changed_tiles_and_not_with_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_rank_tells_grows_with_its_changed_tiles_and_not_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "SMALL", 0)  # a tile for each tensor
     training = {f"layer.{n:03d}": np.zeros((6, 4), BF16) for n in range(100)}
     group = Group(MemoryStore(), 3)
@@ -957,12 +950,7 @@ def test_a_team_that_broke_anywhere_in_a_publish_goes_on_when_it_is_whole_again(
 
 @pytest.mark.parametrize(
     ("rank", "gathers"),
-    [
-        (0, range(0, 10, 2)),
-        (1, range(1, 10, 2)),
-        slow(0, range(1, 10, 2)),
-        slow(1, range(0, 10, 2)),
-    ],
+    [(0, range(0, 10, 2)), (1, range(1, 10, 2)), slow(0, range(1, 10, 2)), slow(1, range(0, 10, 2))],
     ids=str,
 )
 def test_a_rank_that_alone_does_not_hear_the_others_any_more_is_brought_back(rank: int, gathers: Sequence[int]) -> None:

@@ -206,14 +206,7 @@ def parallel_at(step: int, rank: int, size: int) -> dict[str, Any]:
 
 
 def parallel(
-    rank: int,
-    size: int,
-    folder: str,
-    location: str,
-    steps: list[int],
-    dies: int = -1,
-    at: str = "",
-    verb: str = "",
+    rank: int, size: int, folder: str, location: str, steps: list[int], dies: int = -1, at: str = "", verb: str = ""
 ) -> Any:
     """Publish steps; one rank may die in the last of them: before it puts such a key, or after it has created one."""
     bodies.INLINE_BYTES = 0  # of this process, which ends with the function
@@ -282,10 +275,7 @@ def assert_published(location: str, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("size", "codec"),
-    [
-        (2, "auto"),
-        *(slow(*case) for case in ((2, "context"), (2, "gap"), (3, "auto"), (3, "context"), (3, "gap"))),
-    ],
+    [(2, "auto"), *(slow(*case) for case in ((2, "context"), (2, "gap"), (3, "auto"), (3, "context"), (3, "gap")))],
 )
 def test_what_fsdp_trains_arrives_bit_for_bit_after_every_step(
     fleet: Fleet, tmp_path: Path, size: int, codec: str
@@ -336,11 +326,7 @@ def test_a_restarted_team_takes_the_run_up_and_another_size_begins_anew_in_it(fl
 
 @pytest.mark.parametrize(
     ("size", "dies", "at", "verb", "committed"),
-    [
-        slow(2, 0, "parts/", "put", False),
-        slow(3, 1, "parts/", "put", False),
-        (3, 0, "manifests/", "create", True),
-    ],
+    [slow(2, 0, "parts/", "put", False), slow(3, 1, "parts/", "put", False), (3, 0, "manifests/", "create", True)],
 )
 def test_a_rank_killed_in_a_publish_is_an_error_elsewhere_and_a_new_team_goes_on(
     fleet: Fleet, tmp_path: Path, size: int, dies: int, at: str, verb: str, committed: bool
@@ -362,10 +348,7 @@ def test_a_rank_killed_in_a_publish_is_an_error_elsewhere_and_a_new_team_goes_on
     assert all(version(LocalStore(tmp_path), number).base for number in range(1, before + 2))
 
 
-@pytest.mark.parametrize(
-    ("size", "every"),
-    [(3, "auto"), *(slow(*case) for case in ((2, 1), (2, 3)))],
-)
+@pytest.mark.parametrize(("size", "every"), [(3, "auto"), *(slow(*case) for case in ((2, 1), (2, 3)))])
 def test_what_fsdp_trains_without_waiting_arrives_bit_for_bit(
     fleet: Fleet, tmp_path: Path, size: int, every: Any
 ) -> None:

@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 
 from pulsesync.core.types import TensorSpec
-from pulsesync.errors import (
-    FormatError,
-    NotFoundError,
-)
+from pulsesync.errors import FormatError, NotFoundError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.manifest import PartRef

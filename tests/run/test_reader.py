@@ -6,14 +6,7 @@ import pytest
 
 from pulsesync import Publisher
 from pulsesync.core.types import TensorSpec
-from pulsesync.errors import (
-    ChainError,
-    ChecksumError,
-    FormatError,
-    LimitError,
-    SignatureError,
-    StoreError,
-)
+from pulsesync.errors import ChainError, ChecksumError, FormatError, LimitError, SignatureError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format import signature
 from pulsesync.format.epochs import EPOCH_PATCHES

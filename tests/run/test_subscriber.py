@@ -56,18 +56,7 @@ from tests.helpers import nudge
 from tests.processes import Fleet, fleet, told
 from tests.publishers import Publisher
 from tests.readers import Subscriber
-from tests.runs import (
-    SHAPES,
-    Training,
-    Watched,
-    equal,
-    kept,
-    make_squash,
-    parts_of,
-    publish_steps,
-    version,
-    worker,
-)
+from tests.runs import SHAPES, Training, Watched, equal, kept, make_squash, parts_of, publish_steps, version, worker
 from tests.tiers import slow
 
 __all__ = ["fleet"]
@@ -1107,9 +1096,7 @@ def test_a_worker_cut_off_just_after_a_step_back_holds_what_its_weights_are(monk
     sub.verify()
 
 
-def test_a_worker_interrupted_before_an_empty_patch_is_committed_can_repeat_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_interrupted_before_an_empty_patch_is_committed_can_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
     training, store, held = Training(), MemoryStore(), worker()
     sub = Subscriber(store)
     with Publisher(store) as pub:
@@ -1424,11 +1411,7 @@ def test_what_something_else_writes_to_a_slice_that_is_not_on_the_grid_is_found(
 
 def empty_places(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "empty").mkdir()
-    return {
-        "missing folder": str(tmp_path / "typo"),
-        "empty folder": str(tmp_path / "empty"),
-        "memory": MemoryStore(),
-    }
+    return {"missing folder": str(tmp_path / "typo"), "empty folder": str(tmp_path / "empty"), "memory": MemoryStore()}
 
 
 @pytest.mark.parametrize("place", ["missing folder", "empty folder", "memory"])

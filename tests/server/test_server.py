@@ -446,10 +446,7 @@ def test_it_ends_in_order_and_soon_though_a_request_hangs(upstream: "Upstream", 
     assert ending._EXIT_S <= 1
     assert 2 * ending._STOP_S < ending._EXIT_S
     never = {"pulsesync.server.serving._EXIT_S": 60.0}
-    with (
-        running("relay", upstream.url, cache=tmp_path, constants=never) as server,
-        ThreadPoolExecutor() as threads,
-    ):
+    with running("relay", upstream.url, cache=tmp_path, constants=never) as server, ThreadPoolExecutor() as threads:
         hanging = threads.submit(ask, server.url, "/hang")
         while not upstream.asked:
             time.sleep(0.01)
@@ -625,13 +622,7 @@ def test_a_token_may_be_asked_for_in_clear_where_that_is_permitted() -> None:
 def test_a_token_that_was_given_and_is_empty_is_a_usage_error(
     folder: Path, tmp_path: Path, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common: dict[str, Any] = {
-        "host": "127.0.0.1",
-        "port": 0,
-        "certificate": None,
-        "private_key": None,
-        "as_json": True,
-    }
+    common: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "certificate": None, "private_key": None, "as_json": True}
     relayed = {**common, "cache": tmp_path / "cache", "max_cache": None, "cafile": None, "token_file": None}
     empty = tmp_path / "token"
     empty.write_text("\n")

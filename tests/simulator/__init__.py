@@ -25,26 +25,12 @@ from dataclasses import dataclass
 from pulsesync.store import MemoryStore, Store
 from tests.publishers import Publisher, ShardedPublisher
 from tests.readers import Subscriber
-from tests.simulator.actors import (
-    Arrays,
-    Content,
-    SimulatedProcess,
-    SimulatedTrainer,
-    SimulatedWorker,
-    TensorSet,
-    bits,
-)
+from tests.simulator.actors import Arrays, Content, SimulatedProcess, SimulatedTrainer, SimulatedWorker, TensorSet, bits
 from tests.simulator.checks import check
 from tests.simulator.ending import finish
 from tests.simulator.events import EVENTS, MEANWHILE
 from tests.simulator.executors import InlineExecutor, QueuedExecutor
-from tests.simulator.invariants import (
-    Invariant,
-    InvariantError,
-    SimulationCrashError,
-    SimulationError,
-    Violation,
-)
+from tests.simulator.invariants import Invariant, InvariantError, SimulationCrashError, SimulationError, Violation
 from tests.simulator.line import BODIES, RECORDS, Crash, Ledger, SimulatedClock, StoreLink
 from tests.simulator.trainers import new_trainer
 from tests.simulator.workers import WORKERS

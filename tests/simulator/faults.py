@@ -14,13 +14,7 @@ import pytest
 
 from pulsesync import PublishReport
 from pulsesync.core.types import Bits, BlockChange, Tile
-from pulsesync.errors import (
-    ConflictError,
-    NotFoundError,
-    PulseError,
-    RunRolledBackError,
-    StoreError,
-)
+from pulsesync.errors import ConflictError, NotFoundError, PulseError, RunRolledBackError, StoreError
 from pulsesync.format import signature
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
@@ -51,12 +45,7 @@ from pulsesync.state.weights import Snapshot, WeightState
 from pulsesync.store import ObjectEntry, Store, WrappedStore
 from tests.publishers import Publisher, ShardedPublisher
 from tests.readers import Subscriber
-from tests.simulator import (
-    TEAMS,
-    Invariant,
-    InvariantError,
-    RunSimulator,
-)
+from tests.simulator import TEAMS, Invariant, InvariantError, RunSimulator
 
 EVENTS, SEEDS = 40, 80  # of the longest schedules that look for a fault; the rarest is met by 13 of 160
 
@@ -429,12 +418,7 @@ FAULTS = [
     using("take_no_answer_for_a_commit", publisher_with(TakesNoAnswerForACommit), Invariant.PUBLISH_REPORT, 12, 1),
     using("report_the_version_before", {"publisher": ReportsTheVersionBefore}, Invariant.PUBLISH_REPORT, 1, 1),
     replacing(
-        HostDifference,
-        "after",
-        forget_that_what_waits_was_compared_with_the_last_base,
-        Invariant.PUBLISHED_STATE,
-        6,
-        7,
+        HostDifference, "after", forget_that_what_waits_was_compared_with_the_last_base, Invariant.PUBLISHED_STATE, 6, 7
     ),
     replacing(writer, "next_record", begin_an_epoch_too_early, Invariant.VERSION_ORDER, 1, 8),
     using("put_what_must_be_created", publisher_with(PutsWhatMustBeCreated), Invariant.IMMUTABLE_OBJECTS, 1, 1),
@@ -477,13 +461,7 @@ FAULTS = [
         teams=1.0,
     ),
     replacing(
-        AnchorWriter,
-        "complete",
-        leave_a_part_out_of_an_anchor,
-        Invariant.ANCHOR_AND_SQUASH_CONTENT,
-        2,
-        1,
-        teams=1.0,
+        AnchorWriter, "complete", leave_a_part_out_of_an_anchor, Invariant.ANCHOR_AND_SQUASH_CONTENT, 2, 1, teams=1.0
     ),
     replacing(
         VersionTables, "after", keep_the_history_at_the_start_of_an_epoch, Invariant.PATCH_CONTENT, 0, 8, teams=1.0

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from pulsesync.errors import (
-    GroupError,
-)
+from pulsesync.errors import GroupError
 from pulsesync.publish.lifecycle import MOVES, SendQueue, Stage
 from pulsesync.store import CachedStore, MemoryStore, WrappedStore
 from tests.publishers import Publisher, ShardedPublisher

@@ -47,11 +47,7 @@ from tests.helpers import (
 
 Version = tuple[Manifest, list[bytes]]
 CODECS = ["auto", "history", "context", "gap", "step", "dense", "xor"]
-SPECS = [
-    TensorSpec("a", "BF16", (60, 50), (20,), (25,)),
-    TensorSpec("b", "F32", (500,)),
-    TensorSpec("c", "I64", (40,)),
-]
+SPECS = [TensorSpec("a", "BF16", (60, 50), (20,), (25,)), TensorSpec("b", "F32", (500,)), TensorSpec("c", "I64", (40,))]
 
 
 def start() -> tuple[Writer, WeightState, np.random.Generator]:

@@ -308,9 +308,7 @@ def test_only_blocks_of_an_anchor_that_differ_from_the_weights_are_staged_and_wr
 
 
 @pytest.mark.usefixtures("no_spare_memory")
-def test_weights_that_changed_on_disk_after_they_were_checked_are_not_taken_for_a_version(
-    backend: OnHost,
-) -> None:
+def test_weights_that_changed_on_disk_after_they_were_checked_are_not_taken_for_a_version(backend: OnHost) -> None:
     run = Run(backend)
     run.write()
     record, parts = run.writer.anchor()

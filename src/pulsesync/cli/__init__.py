@@ -93,10 +93,7 @@ COMMANDS = {
         "pulsesync.cli.keys:delegate",
         "Let another key sign squashed patches of a run, and nothing else; print the delegation as JSON.",
     ),
-    "serve": (
-        "pulsesync.cli.serve:serve",
-        "Serve a folder of runs over http, for workers on other machines to read.",
-    ),
+    "serve": ("pulsesync.cli.serve:serve", "Serve a folder of runs over http, for workers on other machines to read."),
     "relay": (
         "pulsesync.cli.serve:relay",
         "Serve another location through a cache, so that a site fetches each byte from far away only once.",

@@ -40,13 +40,7 @@ MODEL_WEIGHTS, CHANGED = 1 << 21, 0.01  # of the update on which `auto` is tried
 TRIED_VERSIONS = 5  # two epochs of two, and what is measured in the first decides the second
 
 
-def doctor(
-    location: str | None = None,
-    *,
-    read_only: Flag = False,
-    trust: Trust = None,
-    as_json: Json = False,
-) -> int:
+def doctor(location: str | None = None, *, read_only: Flag = False, trust: Trust = None, as_json: Json = False) -> int:
     """Check this machine and, if it is given, a location, and say for each check what was found and what to do.
 
     Of the machine: versions of Python and packages, which extras are installed, whether compiled kernels are cached,

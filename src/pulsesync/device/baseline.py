@@ -16,20 +16,9 @@ import torch
 
 from pulsesync.core.threads import start
 from pulsesync.core.types import TensorSpec, Tile
-from pulsesync.device.changes import (
-    PileChanges,
-    compose,
-)
+from pulsesync.device.changes import PileChanges, compose
 from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once, find_in_pieces
-from pulsesync.device.memory import (
-    DeviceStream,
-    StreamPoint,
-    ThreadPoint,
-    on,
-    on_host,
-    order_streams,
-    worker_of,
-)
+from pulsesync.device.memory import DeviceStream, StreamPoint, ThreadPoint, on, on_host, order_streams, worker_of
 from pulsesync.device.parts import encode_changes
 from pulsesync.device.pile import Pile, PileAddresses, make_piles, place_of, rectangle
 from pulsesync.device.source import DeviceSource, SourceReader

@@ -71,10 +71,7 @@ class OpenedPayloads:
 
 
 def open_part(
-    opened: OpenedIndex,
-    sections: Mapping[int, memoryview],
-    tiles: Mapping[int, Tile],
-    memories: DeviceHistory | None,
+    opened: OpenedIndex, sections: Mapping[int, memoryview], tiles: Mapping[int, Tile], memories: DeviceHistory | None
 ) -> OpenedPayloads:
     """Begin to read the payloads of some tiles of a part, by ordinal.
 
@@ -137,11 +134,7 @@ class DecodedTiles:
 
 
 def decode_coded(
-    whole: Pile,
-    coded: BegunPayloads,
-    table: FrequencyTable,
-    weights: PileAddresses,
-    memories: DeviceHistory,
+    whole: Pile, coded: BegunPayloads, table: FrequencyTable, weights: PileAddresses, memories: DeviceHistory
 ) -> DecodedTiles:
     """Decode the tiles of a part that share a table; weights: of the whole pile.
 

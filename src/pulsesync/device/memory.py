@@ -86,10 +86,7 @@ class Tensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self,
-        flats: Mapping[str, torch.Tensor],
-        place: object | None = None,
-        masters: Mapping[str, str] | None = None,
+        self, flats: Mapping[str, torch.Tensor], place: object | None = None, masters: Mapping[str, str] | None = None
     ) -> None:
         self._flats, self.place, self.masters = flats, place, masters or {}
 

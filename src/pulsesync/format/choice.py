@@ -22,11 +22,7 @@ MANY = 1 << 18  # from this number of changes on, threads pay off: fewer are sho
 
 
 def choose(
-    diffs: Sequence[TileChanges],
-    old: Weights,
-    shared: list[FrequencyTable],
-    coded: Mapping[int, CodedTile],
-    codec: str,
+    diffs: Sequence[TileChanges], old: Weights, shared: list[FrequencyTable], coded: Mapping[int, CodedTile], codec: str
 ) -> tuple[list[FrequencyTable], list[CodedTile]]:
     """Choose how each tile is written; return the tables that are still needed, and the choices.
 

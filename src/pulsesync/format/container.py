@@ -68,9 +68,7 @@ def new_bytes(size: int) -> NDArray[np.uint8]:
 
 
 def build(
-    layout: str,
-    sections: Sequence[Sequence[bytes | memoryview]],
-    allocate: Allocate = new_bytes,
+    layout: str, sections: Sequence[Sequence[bytes | memoryview]], allocate: Allocate = new_bytes
 ) -> tuple[str, memoryview]:
     """Return the id and the bytes of a part, whose sections are given in pieces (of bytes).
 

@@ -94,10 +94,7 @@ class History:
         return advance_block(self.of(tile.ordinal, number), tile, number, change, cut, old)
 
     def replaced(
-        self,
-        index: int,
-        tiles: Mapping[int, TileHistory],
-        counted: "Mapping[int, TileHistorySummary] | None" = None,
+        self, index: int, tiles: Mapping[int, TileHistory], counted: "Mapping[int, TileHistorySummary] | None" = None
     ) -> "History":
         """The history after patch `index`, given the tiles that changed, and their digests as far as they are known."""
         known = {ordinal: one for ordinal, one in self.counted.items() if ordinal not in tiles}

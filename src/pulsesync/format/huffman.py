@@ -112,11 +112,7 @@ def _pair_codes(lengths: Sequence[int]) -> NDArray[np.uint32]:
 
 
 def _assemble(
-    size: int,
-    lengths: Sequence[int],
-    contents: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    streams: NDArray[np.uint8],
+    size: int, lengths: Sequence[int], contents: NDArray[np.int64], sizes: NDArray[np.int64], streams: NDArray[np.uint8]
 ) -> list[bytes | memoryview] | None:
     """Add headers to streams: four per block, of these sizes."""
     if int(sizes.sum()) + 20 * len(sizes) >= size:

@@ -353,12 +353,7 @@ class HistoryLookup(Protocol):
 
 
 def check_heads(
-    codec: Codec,
-    tile: Tile,
-    table: int,
-    cut: int,
-    shared: Sequence[FrequencyTable],
-    history: HistoryLookup | None,
+    codec: Codec, tile: Tile, table: int, cut: int, shared: Sequence[FrequencyTable], history: HistoryLookup | None
 ) -> None:
     """Raises: FormatError and subclasses, if a payload was made with other tables or another history."""
     if table >= len(shared) or shared[table].dtype != tile.tensor.dtype:

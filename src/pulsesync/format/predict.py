@@ -142,10 +142,7 @@ def memory_of(history: History | None, tile: Tile, number: int) -> context.Block
 
 
 def _count(
-    plans: Sequence[_CodingPlan],
-    sizes: NDArray[np.uint32],
-    old: Weights,
-    history: History | None,
+    plans: Sequence[_CodingPlan], sizes: NDArray[np.uint32], old: Weights, history: History | None
 ) -> tuple[FrequencyTable, list[tuple[_Decided, Remembered]]]:
     """Make the table of a dtype from its tiles' exact counts; also return the decisions and the history of each job.
 
@@ -189,10 +186,7 @@ def _count(
 
 
 def _code(
-    plans: Sequence[_CodingPlan],
-    table: FrequencyTable,
-    number_of_table: int,
-    decisions: Sequence[_Decided],
+    plans: Sequence[_CodingPlan], table: FrequencyTable, number_of_table: int, decisions: Sequence[_Decided]
 ) -> list[bytes]:
     """Write the payloads of the tiles of one dtype."""
 

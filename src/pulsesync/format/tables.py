@@ -79,12 +79,7 @@ def least_count(steps: int) -> int:
 
 
 def choose_from(
-    found: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    by_power: NDArray[np.int64],
-    stride: int,
-    width: int,
-    ages: int,
+    found: NDArray[np.int64], counts: NDArray[np.int64], by_power: NDArray[np.int64], stride: int, width: int, ages: int
 ) -> NDArray[np.uint32]:
     """The same, given candidate sizes, ascending, with their counts; and all long steps by power.
 

@@ -28,15 +28,7 @@ from pulsesync.group import bundles
 from pulsesync.group.agreement import describe_fault, exchange_notes
 from pulsesync.group.collective import Collective
 from pulsesync.group.cost_model import METHODS, CostModel, Method, MethodTiming, TransferLoad
-from pulsesync.group.peers import (
-    GroupEnd,
-    Job,
-    LocalModel,
-    RankVersion,
-    ReceiverEnd,
-    SourceEnd,
-    addresses_of,
-)
+from pulsesync.group.peers import GroupEnd, Job, LocalModel, RankVersion, ReceiverEnd, SourceEnd, addresses_of
 from pulsesync.group.session import FailureCollector, SyncSession
 from pulsesync.state.views import Cast, mapping_of, read_cast
 

@@ -199,12 +199,7 @@ class _Block(NamedTuple):
 def _blocks(span: CodedSpan, history: SpanHistory) -> list[_Block]:
     sides = zip(pairwise(span.borders.tolist()), pairwise(history.ranks.tolist()), strict=True)
     return [
-        _Block(
-            begin,
-            end,
-            span._replace(old=span.old[begin:end]),
-            history._replace(last=history.last[first:behind]),
-        )
+        _Block(begin, end, span._replace(old=span.old[begin:end]), history._replace(last=history.last[first:behind]))
         for (begin, end), (first, behind) in sides
     ]
 
@@ -519,13 +514,7 @@ def _indices(
 
 
 def digest_weights(
-    units: Bits,
-    first: int,
-    count: int,
-    pieces: NDArray[np.int64],
-    per: int,
-    keys: NDArray[np.uint32],
-    in_place: bool,
+    units: Bits, first: int, count: int, pieces: NDArray[np.int64], per: int, keys: NDArray[np.uint32], in_place: bool
 ) -> tuple[int, int]:
     total = second = 0
     ends = [*pieces[1:, 0].tolist(), first + count]

@@ -211,11 +211,7 @@ class StoreExchange:
             )
 
     def _look(
-        self,
-        coder: Coder,
-        size: int,
-        read: dict[Payload, SparseVector],
-        refused: dict[Payload, list[PulseError]],
+        self, coder: Coder, size: int, read: dict[Payload, SparseVector], refused: dict[Payload, list[PulseError]]
     ) -> tuple[dict[str, str], set[str]]:
         """The trainers that have sent a good payload, with its id; and those that are expected to."""
         announced = Announced.of(self._objects.names(coder))

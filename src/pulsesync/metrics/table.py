@@ -468,12 +468,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
         lambda event: not event.took_part,
     ),
     _per_fragment(
-        "pulse_round_members",
-        "gauge",
-        "",
-        "Trainers whose updates the last round contains.",
-        RoundCompleted,
-        "members",
+        "pulse_round_members", "gauge", "", "Trainers whose updates the last round contains.", RoundCompleted, "members"
     ),
     _per_fragment("pulse_round_duration", "histogram", "seconds", "Time of a round.", RoundCompleted, "seconds"),
     _per_fragment("pulse_round_sent", "counter", "bytes", "Bytes sent in rounds.", RoundCompleted, "sent_bytes"),

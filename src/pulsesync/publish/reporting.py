@@ -66,9 +66,6 @@ class PublishEvents:
         if has_listeners():
             emit(
                 AnchorPublished(
-                    location=self.location,
-                    version=record.version,
-                    payload_bytes=record.size_bytes,
-                    seconds=seconds,
+                    location=self.location, version=record.version, payload_bytes=record.size_bytes, seconds=seconds
                 )
             )

@@ -34,16 +34,7 @@ from pulsesync.publish.team import CoordinatorMessage, TeamRounds
 from pulsesync.run import keys
 from pulsesync.run.follower import RunFollower
 from pulsesync.run.reader import location_of
-from pulsesync.state.sharding import (
-    Shards,
-    TileShare,
-    Windows,
-    layout_of,
-    owner_of,
-    share_of,
-    windows_from,
-    windows_to,
-)
+from pulsesync.state.sharding import Shards, TileShare, Windows, layout_of, owner_of, share_of, windows_from, windows_to
 from pulsesync.state.weights import WeightState
 from pulsesync.store import Store
 

@@ -308,7 +308,7 @@ class QuantizedSubscriber:
                 raise
             raise VerificationError(
                 f"loading an anchor into the mirror failed halfway ({e.__cause__}); the worker's tensors are "
-                "unchanged: sync again",
+                "unchanged: sync again"
             ) from e
 
     def _make_mirror(self, weights: Any) -> None:

@@ -113,12 +113,7 @@ START_OVER = "follow_replaced=True (pulse follow --follow-replaced) starts over 
 
 
 def check_unchanged(
-    run: str,
-    version: int,
-    digest: str,
-    published: Manifest | None,
-    newest: Manifest | None,
-    advice: str = START_OVER,
+    run: str, version: int, digest: str, published: Manifest | None, newest: Manifest | None, advice: str = START_OVER
 ) -> None:
     """Check that a run is still the one from which a local version was taken.
 

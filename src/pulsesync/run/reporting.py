@@ -9,15 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pulsesync.core.events import (
-    Recounted,
-    Synced,
-    SyncFailed,
-    TransferProgress,
-    describe_error,
-    emit,
-    has_listeners,
-)
+from pulsesync.core.events import Recounted, Synced, SyncFailed, TransferProgress, describe_error, emit, has_listeners
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest
 from pulsesync.run.heartbeats import HeartbeatWriter

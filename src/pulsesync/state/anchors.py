@@ -106,8 +106,6 @@ class AnchorLoader:
             raise FormatError(f"the anchor of version {version} does not contain all tiles")
         if state.whole and (actual := state.digest_of(sums)) != manifest.digest:
             raise VerificationError(
-                "digest mismatch: the decoded anchor differs from the manifest",
-                expected=manifest.digest,
-                actual=actual,
+                "digest mismatch: the decoded anchor differs from the manifest", expected=manifest.digest, actual=actual
             )
         return sums

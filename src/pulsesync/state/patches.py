@@ -61,9 +61,7 @@ class PatchTransaction:
             del cause  # it refers to this frame
 
     def prepare_all(
-        self,
-        groups: Iterable[Sequence[tuple[Manifest, Parts]]],
-        after: Transition | None = None,
+        self, groups: Iterable[Sequence[tuple[Manifest, Parts]]], after: Transition | None = None
     ) -> Transition:
         """The same for patches of which each follows the one before it, given in groups that are decoded together.
 
@@ -80,11 +78,7 @@ class PatchTransaction:
         return Transition(changes, sums, history, self._backend.count_changed(changes))
 
     def _prepare(
-        self,
-        versions: Sequence[tuple[Manifest, Parts]],
-        changes: Delta,
-        sums: Mapping[int, Sum],
-        history: EpochHistory,
+        self, versions: Sequence[tuple[Manifest, Parts]], changes: Delta, sums: Mapping[int, Sum], history: EpochHistory
     ) -> tuple[Delta, Mapping[int, Sum], EpochHistory]:
         """Prepare consecutive patches of one epoch, or one squashed patch.
 

@@ -16,13 +16,7 @@ import keras  # noqa: E402
 
 from pulsesync.errors import StateError, VerificationError  # noqa: E402
 from pulsesync.integrations.frameworks import FrameworkWeights  # noqa: E402
-from pulsesync.integrations.keras import (  # noqa: E402
-    BACKENDS,
-    KerasCallback,
-    KerasPublisher,
-    KerasSubscriber,
-    KerasWeights,
-)
+from pulsesync.integrations.keras import BACKENDS, KerasCallback, KerasPublisher, KerasSubscriber, KerasWeights  # noqa: E402
 from pulsesync.store import MemoryStore  # noqa: E402
 from pulsesync.testing import FrameworkTests  # noqa: E402
 from pulsesync.testing.frameworks import Arrays, assert_same, read  # noqa: E402

@@ -53,10 +53,7 @@ class ParsedPlanes(NamedTuple):
 
 
 def parse(
-    written: Sequence[memoryview],
-    counts: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    itemsizes: NDArray[np.int64],
+    written: Sequence[memoryview], counts: NDArray[np.int64], sizes: NDArray[np.int64], itemsizes: NDArray[np.int64]
 ) -> ParsedPlanes:
     """Read gaps and steps of tiles, given the changes (at least one), weights and bytes per weight of each.
 

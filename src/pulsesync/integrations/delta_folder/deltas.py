@@ -304,9 +304,7 @@ def decode_tensor(index: FolderIndex, name: str, delta: TensorDelta, old: Octets
     return new
 
 
-def delta_files(
-    deltas: Mapping[str, tuple[bytes, str]],
-) -> tuple[dict[str, list[bytes]], dict[str, str]]:
+def delta_files(deltas: Mapping[str, tuple[bytes, str]]) -> tuple[dict[str, list[bytes]], dict[str, str]]:
     """Return the files of frames with their checksums, as pieces to write one after the other; and the weight_map."""
     groups: list[list[str]] = []
     filled = 0

@@ -25,14 +25,7 @@ from pulsesync.run import planner
 from pulsesync.run.bodies import check_room
 from pulsesync.run.follower import RunFollower
 from pulsesync.run.reader import RunReader, location_of
-from pulsesync.state.checkpoint_files import (
-    INDEX,
-    TensorFolder,
-    is_companion,
-    plan_files,
-    stored_names,
-    writing,
-)
+from pulsesync.state.checkpoint_files import INDEX, TensorFolder, is_companion, plan_files, stored_names, writing
 from pulsesync.state.views import new_tensors
 from pulsesync.store import Location, Store, open_store
 

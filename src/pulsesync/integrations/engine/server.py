@@ -227,11 +227,7 @@ class ServerFollower:
         self._store, self._trust = store, trusted(trust)
         self._movers = trusted_for_pointers(trust_pointers, trust)
         one_of("kv_cache", kv_cache, ("drop", "keep"))
-        self._options: dict[str, Any] = {
-            "trust": trust,
-            "kv_cache": kv_cache,
-            "follow_replaced": follow_replaced,
-        }
+        self._options: dict[str, Any] = {"trust": trust, "kv_cache": kv_cache, "follow_replaced": follow_replaced}
         self._goals = GoalFinder(pointer, max_staleness)
         self._version: int | None = None  # the server's version when it was last asked
         self._is_torn = False  # what it said then

@@ -13,13 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from pulsesync import errors
-from pulsesync.core.events import (
-    EngineUpdated,
-    EngineUpdateFailed,
-    describe_error,
-    emit,
-    has_listeners,
-)
+from pulsesync.core.events import EngineUpdated, EngineUpdateFailed, describe_error, emit, has_listeners
 from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import GroupError, PulseError, VerificationError
 from pulsesync.integrations.engine.answers import REPORT, check_fields

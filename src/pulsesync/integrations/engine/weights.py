@@ -14,15 +14,7 @@ from typing import Any, Protocol
 from pulsesync.errors import StateError
 from pulsesync.format.layout import Layout
 from pulsesync.integrations.engine.adapter import EngineAdapter
-from pulsesync.integrations.runtime import (
-    HEAD,
-    EngineRank,
-    ModelShape,
-    check_loaded,
-    for_subscriber,
-    fused,
-    place,
-)
+from pulsesync.integrations.runtime import HEAD, EngineRank, ModelShape, check_loaded, for_subscriber, fused, place
 from pulsesync.run.follower import attach
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slices

@@ -10,11 +10,7 @@ This module is imported by vLLM alone, when an engine is created with this backe
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from pulsesync.errors import GroupError, PulseError
 from pulsesync.group.collective import Team

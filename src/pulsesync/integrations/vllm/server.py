@@ -15,25 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pulsesync.errors import PulseError
-from pulsesync.integrations.engine.answers import (
-    RANK_REPORT,
-    RANK_STATUS,
-    STATUS,
-    Fields,
-    check_fields,
-    check_ranks,
-)
+from pulsesync.integrations.engine.answers import RANK_REPORT, RANK_STATUS, STATUS, Fields, check_fields, check_ranks
 from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, TIMEOUT_S, EngineServer
-from pulsesync.integrations.engine.update import (
-    Ask,
-    Finish,
-    Step,
-    UpdateReport,
-    Wait,
-    merged_status,
-    moving,
-    run,
-)
+from pulsesync.integrations.engine.update import Ask, Finish, Step, UpdateReport, Wait, merged_status, moving, run
 
 _ANSWERS: dict[str, Fields] = {"find": {"version": (int,)}, "commit": RANK_REPORT}  # to others: the rank's status
 START_WITH = "--middleware pulsesync.integrations.vllm.Routes"

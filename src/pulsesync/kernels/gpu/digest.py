@@ -3,15 +3,7 @@
 import triton
 import triton.language as tl
 
-from pulsesync.kernels.gpu.words import (
-    CHUNK,
-    CHUNK_BITS,
-    FIRST_SEED,
-    INTERPRETED,
-    SECOND_SEED,
-    load_bits,
-    store_bits,
-)
+from pulsesync.kernels.gpu.words import CHUNK, CHUNK_BITS, FIRST_SEED, INTERPRETED, SECOND_SEED, load_bits, store_bits
 
 UNROLL = tl.constexpr(8)  # pieces of chunks that are loaded together
 

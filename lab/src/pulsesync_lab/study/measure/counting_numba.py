@@ -6,17 +6,7 @@ import numpy as np
 
 from pulsesync.core.threads import default_threads, spread
 from pulsesync.kernels.jit import ONE, U, compiled, inner
-from pulsesync_lab.study.measure.counting import (
-    CLASSES,
-    DOWN,
-    RATIOS,
-    ROOT_2,
-    UNITS,
-    Numbers,
-    classes,
-    home,
-    row_size,
-)
+from pulsesync_lab.study.measure.counting import CLASSES, DOWN, RATIOS, ROOT_2, UNITS, Numbers, classes, home, row_size
 
 __all__ = ["classes", "compare", "differ", "home", "nonzero", "ratios", "to_bf16"]
 
@@ -138,11 +128,7 @@ def _compare_piece(old: Any, new: Any, last: Any, ends: Any, begin: int, end: in
     tensor = 0
     for first in range(begin, end, _AT_ONCE):
         stop = min(first + _AT_ONCE, end)
-        a, b, went = (
-            old[first:stop],
-            new[first:stop],
-            last[first:stop],
-        )  # loops from 0 are vectorized
+        a, b, went = (old[first:stop], new[first:stop], last[first:stop])  # loops from 0 are vectorized
         for i in range(a.size):
             went[i] = went[i] if a[i] != b[i] else np.uint8(0)
         found: Any = 0
