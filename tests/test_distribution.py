@@ -12,6 +12,7 @@ import pytest
 from packaging.metadata import Metadata
 
 import pulsesync
+from pulsesync.cli import doctor
 from tests.distributions import CLEAN, ROOT, build, metadata_of, run, sdist_in, wheel_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -132,5 +133,5 @@ def test_every_extra_that_is_named_anywhere_exists() -> None:
         for found in re.findall(r"pulsesync\[([a-z][a-z0-9, -]*)\]", path.read_text())
         for extra in found.split(",")
     }
-    assert named <= set(extras)
+    assert named | set(doctor.EXTRAS) <= set(extras)
     assert {"torch", "serve"} <= named

@@ -69,6 +69,13 @@ def test_a_package_that_cannot_be_imported_is_a_finding(monkeypatch: pytest.Monk
     assert "libcudart" in finding.found
 
 
+def test_a_package_that_may_be_left_out_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "ml-dtypes" else found(name))
+    finding = doctor._codec(1e6)
+    assert (finding.status, finding.advice) == ("skipped", "pip install ml-dtypes")
+
+
 def test_kernels_that_are_not_compiled_are_found(tmp_path: Path) -> None:
     """In a process of its own, where torch fails: importing it would take longer than all else."""
     empty = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "empty")}

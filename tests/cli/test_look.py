@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pulsesync.cli.log import utc
 from pulsesync.format.signature import SigningKey
 from pulsesync.integrations.folder import HuggingFaceFolder
 from pulsesync.maintain.squash import Squasher
@@ -195,3 +196,8 @@ def test_a_folder_is_told_its_version_or_that_it_is_none(run: Path, tmp_path: Pa
     assert done.code == 1
     assert "not a published version" in done.out
     assert pulse("verify", run, tmp_path / "missing").refused(1, "missing")
+
+
+def test_a_time_that_no_calendar_has_is_shown_in_seconds() -> None:
+    assert utc(0) == "1970-01-01 00:00:00"
+    assert utc(1 << 53) == "9007199254740992 s after 1970"

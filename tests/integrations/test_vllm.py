@@ -907,6 +907,13 @@ def test_a_follower_brings_a_server_to_each_version_and_again_when_it_was_restar
         assert engine.have(training.versions[1])
 
 
+def test_a_run_that_is_named_in_other_words_is_the_same_run(training: Training) -> None:
+    engine, location = TwoRanks(training.versions[0]), str(training.location)
+    with served(engine) as url:
+        assert VllmServer(url).update(f"{location}/", "latest").version == 0
+        assert ServerFollower(VllmServer(url), location, open_store(location)).update() is None
+
+
 def test_a_follower_shows_where_its_server_is(training: Training) -> None:
     engine, store = TwoRanks(training.versions[0]), open_store(str(training.location))
     with served(engine) as url:

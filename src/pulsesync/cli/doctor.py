@@ -25,7 +25,7 @@ from pulsesync.maintain.doctor import Finding, check_location
 from pulsesync.store.base import is_local
 
 # What people install by name; the others are for developers of the package.
-EXTRAS = ("torch", "serve", "metrics", "otel", "ray", "vllm", "sglang", "hf", "delta", "jax", "keras", "study", "llm")
+EXTRAS = ("torch", "serve", "metrics", "otel", "ray", "vllm", "sglang", "hf", "delta", "jax", "keras")
 NEEDED = ("numpy", "zstandard")
 # What a plain installation has as well, and a small one may leave out; and what needs it.
 LEFT_OUT = {
@@ -288,6 +288,9 @@ def _disk() -> Finding:
 
 def _codec(bits_per_s: float) -> Finding:
     """Let a real publisher choose how to code versions for a link of this speed, on an update made up for it."""
+    if _version("ml-dtypes") is None:
+        found = "not tried: ml-dtypes is not installed, in which the update would be made up"
+        return Finding("codec", "skipped", found, "pip install ml-dtypes")
     import ml_dtypes
     import numpy as np
 

@@ -102,4 +102,7 @@ def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:
 
 def utc(created: int) -> str:
     """Format seconds since 1970 as a date and a time."""
-    return f"{datetime.fromtimestamp(created, UTC):%Y-%m-%d %H:%M:%S}"
+    try:
+        return f"{datetime.fromtimestamp(created, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # no calendar has it: the writer's clock was wrong
+        return f"{created} s after 1970"

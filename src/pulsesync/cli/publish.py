@@ -17,7 +17,7 @@ def publish(
     run: str,
     *,
     step: Count | None = None,
-    resume: bool = False,
+    resume: Flag = False,
     cast: Literal["BF16", "F16", "F8_E4M3", "F8_E5M2"] | None = None,
     codec: CodecName = "auto",
     key: Key = None,

@@ -125,8 +125,13 @@ class SendQueue:
             ClosedError: the publisher was closed; RuntimeError: the call would wait for its own thread.
         """
         with self.lock:
-            if self.is_sender and (self._must_wait(alone) or (idle() and self.stage != Stage.IDLE)):
+            if self.is_sender and self._must_wait(alone):
                 raise waits_for_itself("publish after a step with coalesce=False")
+            if self.is_sender and idle() and self.stage != Stage.IDLE:
+                raise RuntimeError(
+                    "publish was called by a callback of a publish future before the last version was settled, and "
+                    "would wait for its own thread, which sends versions; call it in another thread"
+                )
             self._changed.wait_for(lambda: not self._must_wait(alone) and (self.stage == Stage.IDLE or not idle()))
             self._guard.check_open()
             if self.lost is not None:
@@ -296,8 +301,22 @@ class SendQueue:
         self._complete(version, error)
 
     def _complete(self, version: PendingVersion, outcome: PublishReport | BaseException) -> None:
+        """Complete the futures of a version. An error in a callback of one does not end the sender."""
         self._ended(version, outcome)
-        _complete(version, outcome)
+        for future in version.futures:
+            try:
+                if isinstance(outcome, PublishReport):
+                    future.set_result(outcome)
+                else:
+                    future.set_exception(outcome)
+            except BaseException as e:  # an Exception is logged by concurrent.futures
+                logger.error(
+                    "A callback of the publish future of step %d raised %s: %s. Publishing continues.",
+                    version.step,
+                    type(e).__name__,
+                    e,
+                    exc_info=e,
+                )
 
     def _finish_current(self) -> None:
         self.current = None
@@ -331,21 +350,3 @@ def waits_for_itself(call: str) -> RuntimeError:
         f"{call} was called by a callback of a publish future and would wait for its own thread, which sends versions; "
         "call it in another thread, or publish with wait=False and coalesce=True"
     )
-
-
-def _complete(version: PendingVersion, outcome: PublishReport | BaseException) -> None:
-    """Complete the futures of a version. An error in a callback of one does not end the sender."""
-    for future in version.futures:
-        try:
-            if isinstance(outcome, PublishReport):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome)
-        except BaseException as e:  # an Exception is logged by concurrent.futures
-            logger.error(
-                "A callback of the publish future of step %d raised %s: %s. Publishing continues.",
-                version.step,
-                type(e).__name__,
-                e,
-                exc_info=e,
-            )

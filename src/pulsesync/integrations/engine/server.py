@@ -70,7 +70,7 @@ class EngineServer(ABC):
 
     @abstractmethod
     def status(self) -> dict[str, Any]:
-        """Return the server's status: location, version, digest, broken, ranks_agree, paused_by_update.
+        """Return the server's status: location, version, digest, broken, ranks_agree, and paused_by_update if known.
 
         Raises:
             StoreError: it does not answer; PulseError: it was not started with the options that updates need.
@@ -222,8 +222,8 @@ class ServerFollower:
         follow_replaced: bool = False,
         heartbeat: str | None = None,
     ) -> None:
-        ParsedLocation.parse(location)  # raises for what is none; the server opens it, so the text is passed on
-        self.server, self.location = server, location
+        self._at = ParsedLocation.parse(location).resolved()
+        self.server, self.location = server, location  # which the server opens, so the text is passed on
         self._store, self._trust = store, trusted(trust)
         self._movers = trusted_for_pointers(trust_pointers, trust)
         one_of("kv_cache", kv_cache, ("drop", "keep"))
@@ -291,7 +291,8 @@ class ServerFollower:
         """Return the record of the version to follow, None for a given one, and whether the server is consistent."""
         status = self.server.status()
         self._is_torn = bool(status["broken"])
-        self._version = status["version"] if status["location"] == self.location else None
+        at = status["location"]  # as it was written in the first update
+        self._version = status["version"] if at and ParsedLocation.parse(at).resolved() == self._at else None
         whole = status["ranks_agree"] and not status["broken"] and not status.get("paused_by_update")
         if version is not None:
             return None, whole
