@@ -10,6 +10,12 @@ from pulsesync.publish import sharded
 from pulsesync.store import Location
 
 
+def kept_bytes(publisher: pulsesync.Publisher) -> int:
+    """The bytes of the last version that a process keeps."""
+    base = publisher._sender.committed.base if publisher._sender else None
+    return sum(flat.nbytes for flat in base.state.flats.values()) if base else 0
+
+
 class Publisher(pulsesync.Publisher):
     def __init__(
         self,

@@ -91,7 +91,7 @@ class Bench:
         self.last = root_record(None, 0, layout.id, self.state.digest, None, ())
 
     def compare(self) -> DeviceDifference:
-        return self.baseline.compare(self.share, self.state, self.shards, "context", self.last)
+        return self.baseline.compare(self.share, self.state, self.shards, "context")
 
     def encode(self, codec: CodecName) -> object:
         return self.compare().encode(self.last, codec)

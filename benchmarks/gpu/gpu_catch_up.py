@@ -46,10 +46,10 @@ from benchmarks.harness.timing import T
 from pulsesync import Publisher, Subscriber
 from pulsesync.device import decode
 from pulsesync.device.changes import Changes
-from pulsesync.device.pile import CHUNK
 from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.device.tracked import DeviceHistory
 from pulsesync.format.body import Body
+from pulsesync.kernels.spec import GPU_CHUNK
 from pulsesync.state.backend import Transition
 from pulsesync.state.weights import WeightState
 from pulsesync.store import MemoryStore
@@ -150,7 +150,7 @@ class CatchUp:
         copy_bytes = sum(flat.numel() * flat.element_size() for flat in there.flats.values())
         return {
             "blocks_changed": round(_touched(first.changes, 1 << 20), 4),
-            "chunks_changed": round(_touched(first.changes, CHUNK), 4),
+            "chunks_changed": round(_touched(first.changes, GPU_CHUNK), 4),
             "copy_ms": round(copy_ms, 2),
             "copy_gb": round(copy_bytes / 1e9, 2),
         }

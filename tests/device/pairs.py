@@ -119,12 +119,9 @@ class Pair:
     def difference(self, new: Mapping[str, Bits]) -> DeviceDifference:
         flats = to_flats(new, str(self.backend.device))
         layout = self.state.layout
-        views = {
-            spec.name: DeviceView(spec, flats[spec.name].view(spec.shape), flats[spec.name].dtype)
-            for spec in layout.tensors
-        }
+        views = {spec.name: DeviceView(spec, flats[spec.name].view(spec.shape)) for spec in layout.tensors}
         share, shards = all_of(layout, DeviceSource(views, {}))
-        return self.baseline.compare(share, self.state, shards, self.codec, self.last)
+        return self.baseline.compare(share, self.state, shards, self.codec)
 
     def encode(self, new: Mapping[str, Bits]) -> tuple[EncodedPart, Transition]:
         return self.difference(new).encode(self.last, self.codec)

@@ -126,9 +126,9 @@ def test_a_tensor_of_more_than_two_to_the_31_weights(codec: Any, device: str) ->
     new[changed] += 1
     state = WeightState(DeviceBackend(layout, {"a": old.clone()}, device=where))
     assert state.sums[0] == sum_by_torch(layout.tensors[0], old)
-    share, shards = all_of(layout, DeviceSource({"a": DeviceView(layout.tensors[0], new, torch.uint8)}, {}))
+    share, shards = all_of(layout, DeviceSource({"a": DeviceView(layout.tensors[0], new)}, {}))
     root = record_of(layout, None, None, state)
-    found = DeviceBaseline(where, "device").compare(share, state, shards, codec, root)
+    found = DeviceBaseline(where, "device").compare(share, state, shards, codec)
     (run,) = found.runs
     assert torch.equal(run.flat_keys(), changed)
     assert torch.equal(run.old, old[changed])

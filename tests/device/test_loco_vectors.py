@@ -312,6 +312,7 @@ def test_payloads_that_are_damaged_or_of_another_state_are_refused(there: Any) -
         damaged[place] ^= 4
         with pytest.raises(FormatError):
             one.decode(bytes(damaged), "ada", 0, 1500)
+    assert other.described is not None
     steps = bytes(
         HOST.kernels.encode_steps(other.described, sent.positions, np.ones(300, np.int64), sent.positions % 2)
     )

@@ -10,9 +10,10 @@ from pulsesync.core.types import BLOCK, TensorSpec, Tile
 from pulsesync.device import pile as pile_module
 from pulsesync.device.decode import BlockPlaces, fetch_weights
 from pulsesync.device.memory import to_device
-from pulsesync.device.pile import CHUNK, Pile, make_piles, place_of
+from pulsesync.device.pile import Pile, make_piles, place_of
 from pulsesync.format import layout as layouts
 from pulsesync.kernels.gpu import words
+from pulsesync.kernels.spec import GPU_CHUNK
 from pulsesync.state.slices import Slice, find_places
 from tests.device.pairs import piles_of, place, to_flats
 from tests.helpers import random_state
@@ -20,7 +21,7 @@ from tests.helpers import random_state
 SPECS = [
     TensorSpec("a", "BF16", (6, 8), column_cuts=(4,)),
     TensorSpec("b", "F32", (3,)),
-    TensorSpec("c", "BF16", (BLOCK + CHUNK + 5,)),
+    TensorSpec("c", "BF16", (BLOCK + GPU_CHUNK + 5,)),
     TensorSpec("n", "BF16", (0,)),
     TensorSpec("z", "BF16", (7, 3), row_cuts=(1, 4)),
 ]
@@ -31,7 +32,7 @@ def piles(device: str) -> dict[str, Pile]:
 
 
 def test_chunks_are_those_of_the_kernels() -> None:
-    assert words.CHUNK.value == CHUNK
+    assert words.CHUNK.value == GPU_CHUNK
 
 
 def test_tiles_of_a_dtype_are_in_one_pile_block_after_block(device: str) -> None:
@@ -40,7 +41,7 @@ def test_tiles_of_a_dtype_are_in_one_pile_block_after_block(device: str) -> None
     pile = found["BF16"]
     assert [tile.tensor.name for tile in pile.tiles] == ["a", "a", "c", "z", "z", "z"]
     assert pile.first_block.tolist() == [0, 1, 2, 4, 5, 6, 7]
-    assert pile.tables.sizes.tolist() == [24, 24, BLOCK, CHUNK + 5, 3, 9, 9]
+    assert pile.tables.sizes.tolist() == [24, 24, BLOCK, GPU_CHUNK + 5, 3, 9, 9]
     assert pile.tables.begins.tolist() == [0, 0, 0, BLOCK, 0, 0, 0]
     assert pile.tables.first_chunk.tolist() == [0, 1, 2, 258, 260, 261, 262, 263]
     assert pile.tables.chunk_block.tolist() == [0, 1, *[2] * 256, 3, 3, 4, 5, 6]
@@ -93,7 +94,7 @@ def test_a_large_dtype_has_several_piles_and_those_of_a_device_are_its_own(
 def test_geometry_is_where_tiles_lie_in_their_tensors(device: str) -> None:
     starts, columns, strides = (table.tolist() for table in piles(device)["BF16"].placement.geometry)
     assert starts == [0, 4, 0, 0, 3, 12]
-    assert columns == [4, 4, BLOCK + CHUNK + 5, 3, 9, 9]
+    assert columns == [4, 4, BLOCK + GPU_CHUNK + 5, 3, 9, 9]
     assert strides == [8, 8, 0, 0, 0, 0]
 
 

@@ -138,11 +138,11 @@ class Base:
         self.state, self.last = state, root_record(None, 0, layout.id, state.digest, None, ())
 
     def compare(self, new: Model) -> DeviceDifference:
-        return self.baseline.compare(self.share, self.state, self.baseline.read(new, self.cast), "auto", self.last)
+        return self.baseline.compare(self.share, self.state, self.baseline.read(new, self.cast), "auto")
 
     def compare_later(self, new: Model) -> LaterDifference:
         shards = self.baseline.read(new, self.cast)
-        later = self.baseline.compare_later(self.share, self.state, shards, "auto", self.last)
+        later = self.baseline.compare_later(self.share, self.state, shards, "auto")
         assert isinstance(later, LaterDifference)
         return later
 

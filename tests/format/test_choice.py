@@ -69,7 +69,7 @@ def finished(
     diffs = patch.find_diff(LAYOUT.tiles, old, new, codec)
     shared, coded = code_against_old(diffs, weights, None)
     if views:
-        coded = {ordinal: one._replace(pieces=in_views(one.body)) for ordinal, one in coded.items()}
+        coded = {ordinal: one._replace(pieces=in_views(b"".join(one.pieces))) for ordinal, one in coded.items()}
     dear = [Elsewhere(diff, looks) for diff in diffs]
     return patch.finish(LAYOUT, dear, weights, shared, coded, count_sums(LAYOUT, new), codec), looks
 

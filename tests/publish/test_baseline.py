@@ -75,7 +75,7 @@ def test_the_share_of_a_complete_model_gives_the_bytes_and_the_digest_of_its_sta
     alone = WeightState(HostBackend(share.layout, {name: bits.copy() for name, bits in flat(old).items()}))
     assert (state.whole, state.digest) == (True, alone.digest)
     root = root_record(None, 0, share.layout.id, state.digest, None, ())
-    part, transition = baseline.compare(share, state, baseline.read(new, {}), codec, root).encode(root, codec)
+    part, transition = baseline.compare(share, state, baseline.read(new, {}), codec).encode(root, codec)
     history = alone.history if codec in ("auto", "history") else None
     wanted = patch.encode(
         share.layout, share.layout.tiles, flat(old), flat(new), alone.sums, codec=codec, history=history

@@ -16,7 +16,7 @@ from pulsesync.run import bodies
 from pulsesync.state.sharding import tensor_parallel
 from pulsesync.store import LocalStore
 from tests.processes import Fleet, die, fleet, group
-from tests.publishers import Publisher, ShardedPublisher
+from tests.publishers import Publisher, ShardedPublisher, kept_bytes
 from tests.readers import RunVerifier, Subscriber
 from tests.runs import Watched, version, versions
 from tests.tiers import slow
@@ -107,7 +107,7 @@ def follow(pub: ShardedPublisher, model: Any, optimizer: Any, location: str, cou
         out.append((report.version, report.changed, report.payload_bytes, pub.digest))
         torch.distributed.barrier()
     whole = sum(t.numel() * (2 if t.dtype == torch.bfloat16 else 8) for n, t in wanted.items() if n != "head.weight")
-    return {"reports": out, "base": pub.base_bytes, "whole": whole}
+    return {"reports": out, "base": kept_bytes(pub), "whole": whole}
 
 
 def fsdp(rank: int, size: int, folder: str, location: str, seed: int = 0, key: str = "", **options: Any) -> Any:

@@ -2241,7 +2241,12 @@ def test_a_recount_counts_as_preparing(monkeypatch: pytest.MonkeyPatch) -> None:
     sub, held = Subscriber(store), worker()
     sub.sync(held)
     find = Recount.find_damaged
-    monkeypatch.setattr(Recount, "find_damaged", lambda self: time.sleep(0.05) or find(self))
+
+    def slowly(self: Recount) -> Any:
+        time.sleep(0.05)
+        return find(self)
+
+    monkeypatch.setattr(Recount, "find_damaged", slowly)
     assert sub.sync(held, verify=True).prepare_s >= 0.05
 
 

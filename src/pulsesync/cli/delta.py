@@ -17,6 +17,7 @@ from pulsesync.cli.options import (
     read_key,
     read_trust,
     size,
+    unreachable,
 )
 from pulsesync.cli.progress import show_progress
 from pulsesync.errors import NothingPublishedError
@@ -69,8 +70,7 @@ def export(
                 _report(printer, "exported", f"version {done.version} as {done.folder}", done)
                 bars.report(count, None, "exporting")
         except NothingPublishedError as e:
-            text = f"there is no run at {run}, or none of its versions can be reached yet"
-            raise NothingThereError(f"{text}: check the location, or try again later") from e
+            raise NothingThereError(unreachable(run)) from e
     if not count:
         printer.note(
             "complete", f"nothing to write: {folder} has every version up to {'the newest' if to is None else to}"

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from pulsesync.cli.options import (
     read_movers,
     read_trust,
     size,
+    unreachable,
 )
 from pulsesync.cli.progress import show_progress
 from pulsesync.core.environment import read_variable
@@ -125,7 +127,6 @@ def follow(
     try:
         if folder is None:
             assert server is not None
-            kept = None
             follower = ServerFollower(
                 server,
                 _reachable(run),
@@ -153,7 +154,7 @@ def follow(
             )
     except ValueError as e:
         raise UsageError(f"--pointer {pointer}: {e}") from e
-    if folder is None or kept is None:
+    if folder is None:
         with closing(follower), show_progress(as_json) as bars:
             _follow_server(follower, printer, bars, goal)
     else:
@@ -246,10 +247,7 @@ def _update_folder(
     try:
         flip = kept.update(version)
     except NothingPublishedError as e:
-        text = f"there is no run at {run}, or none of its versions can be reached yet"
-        raise NothingThereError(
-            str(e) if is_about_pointer(e) else f"{text}: check the location, or try again later"
-        ) from e
+        raise NothingThereError(str(e) if is_about_pointer(e) else unreachable(run)) from e
     if flip is not None:
         _report_flip(flip, printer)
         _report_missing(flip, folder, printer)
@@ -308,12 +306,16 @@ def _follow_server(follower: ServerFollower, printer: Printer, bars: ProgressBar
         _report_update(report, url, printer)
 
 
+def _way(path: Sequence[str]) -> str:
+    """Say in words what a sync applied, as "1 anchor+3 patch"."""
+    return "+".join(f"{path.count(kind)} {kind}" for kind in dict.fromkeys(path)) or "nothing"
+
+
 def _report_update(report: UpdateReport, url: str, printer: Printer) -> None:
-    path = "+".join(f"{report.path.count(kind)} {kind}" for kind in dict.fromkeys(report.path)) or "nothing"
     printer.tell(
         "version",
-        f"{url} serves version {report.version} (step {report.step}): {path}, {size(report.fetched_bytes)}, paused "
-        f"{report.pause_s:.2f} s, {report.mode}, digest {report.digest[:12]}",
+        f"{url} serves version {report.version} (step {report.step}): {_way(report.path)}, "
+        f"{size(report.fetched_bytes)}, paused {report.pause_s:.2f} s, {report.mode}, digest {report.digest[:12]}",
         **asdict(report),
         server=url,
     )
@@ -328,7 +330,7 @@ def _report_failure(error: PulseError, follower: ServerFollower, printer: Printe
 
 def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
     sync, mark = flip.sync, flip.mark
-    path = "+".join(f"{sync.path.count(kind)} {kind}" for kind in dict.fromkeys(sync.path)) or "nothing"
+    path = _way(sync.path)
     back = ""
     if sync.went_back:
         is_below = sync.step < (sync.from_step or 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsesync.cli.log import rows, utc
-from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, Version, open_place, read_trust
+from pulsesync.cli.options import Json, NothingThereError, Printer, Trust, Version, no_run, open_place, read_trust
 from pulsesync.cli.progress import show_progress
 from pulsesync.core.progress import ProgressBars
 from pulsesync.errors import FormatError, NotFoundError
@@ -62,10 +62,7 @@ def inspect(place: str, *, version: Version = None, trust: Trust = None, as_json
 def _run(records: RunReader, place: str, bars: ProgressBars) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     found = find_records(records, SHOWN, bars.report)
     if not found:
-        raise NothingThereError(
-            f"there is no run at {place}, or it has no version yet: check the location, or try again later",
-            key="manifests/",
-        )
+        raise NothingThereError(no_run(place), key="manifests/")
     if bad := next((one for one in found if one.fault), None):
         raise FormatError(
             f"{bad.key} in {place}: {bad.fault}; pulse verify {place} lists everything that is damaged", key=bad.key
@@ -78,8 +75,8 @@ def _run(records: RunReader, place: str, bars: ProgressBars) -> tuple[dict[str, 
         "newest": newest.version,
         "tensors": len(layout.tensors),
         "tiles": layout.tile_count,
-        "weights": sum(spec.size for spec in layout.tensors),
-        "bytes": sum(spec.size * spec.kind.itemsize for spec in layout.tensors),
+        "weights": layout.size,
+        "bytes": layout.size_bytes,
         "ties": len(layout.ties),
         "files": ", ".join(file.name for file in newest.files) or "none",
         "versions": [describe(record) for record in whole if record.kind == RecordKind.VERSION],

@@ -47,6 +47,14 @@ def no_run(location: str) -> str:
     return f"there is no run at {location}, or it has no version yet: check the location, or try again later"
 
 
+def unreachable(location: str) -> str:
+    """Return the message for a location without a version that can be reached."""
+    return (
+        f"there is no run at {location}, or none of its versions can be reached yet: check the location, or try again "
+        "later"
+    )
+
+
 def open_place(location: str) -> Store:
     """Open the store of a run. Raises: UsageError."""
     try:

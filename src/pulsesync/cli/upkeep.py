@@ -23,7 +23,7 @@ from pulsesync.cli.options import (
     size,
 )
 from pulsesync.cli.progress import show_progress
-from pulsesync.errors import SignatureError, StoreError
+from pulsesync.errors import StoreError
 from pulsesync.maintain.prune import prune as prune_run
 from pulsesync.maintain.squash import Squasher
 from pulsesync.run.reader import RunReader
@@ -74,8 +74,6 @@ def squash(
                         **asdict(one),
                     )
                     bars.report(count, None, "squashing")
-        except SignatureError:
-            raise
         except StoreError as e:
             if not follow:
                 raise

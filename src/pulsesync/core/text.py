@@ -7,12 +7,12 @@ def printable(text: str, limit: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same, with all of its spaces, and of any length."""
+    """Text that a terminal shows and does not interpret, on one line, with all of its spaces and of any length."""
     return "".join(c if c.isprintable() else _instead(c) for c in text)
 
 
 def without_controls(text: str) -> str:
-    """The same, which may have several lines."""
+    """Text that a terminal shows and does not interpret, with its line breaks and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else _instead(c) for c in text)
 
 

@@ -1,4 +1,4 @@
-"""The records that modules pass to each other. All are frozen; none does any work."""
+"""The records that modules pass to each other. All are frozen; none does I/O."""
 
 import hashlib
 import math

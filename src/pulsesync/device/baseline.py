@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from pulsesync.core.threads import start
-from pulsesync.core.types import TensorSpec, Tile
+from pulsesync.core.types import Tile
 from pulsesync.device.changes import PileChanges, compose
 from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once, find_in_pieces
 from pulsesync.device.memory import DeviceStream, StreamPoint, ThreadPoint, on, on_host, order_streams, worker_of
@@ -31,7 +31,7 @@ from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.state.backend import Transition
 from pulsesync.state.sharding import Shards, TileShare
 from pulsesync.state.slices import Window
-from pulsesync.state.views import CASTS
+from pulsesync.state.views import torch_dtype
 from pulsesync.state.weights import WeightState
 
 
@@ -89,7 +89,7 @@ class DeviceBaseline:
     def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
         out = {}
         for name, window in share.windows.items():
-            dtype = _torch_dtype(window.tensor, shards.published)
+            dtype = torch_dtype(window.tensor.dtype)
             out[name] = self._clone(_weights_in(window, shards)).view(dtype).view(window.local.shape)
         return out
 
@@ -108,9 +108,7 @@ class DeviceBaseline:
         kept.history = kept.backend.load_history(state.history)
         return kept
 
-    def compare(
-        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest
-    ) -> "DeviceDifference":
+    def compare(self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName) -> "DeviceDifference":
         base = backend_of(state)
         self.wait()
         pairs, stream = self._pairs_of(share, base, shards.published.dtypes), self._stream_of(base)
@@ -125,7 +123,7 @@ class DeviceBaseline:
             self._over.wait()
 
     def compare_later(
-        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest
+        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName
     ) -> "DeviceDifference | LaterDifference":
         """Compare in a thread with a base in host memory, which is copied over the bus piece by piece.
 
@@ -133,7 +131,7 @@ class DeviceBaseline:
         """
         base = backend_of(state)
         if self.keep != "host" or len(base.devices) > 1:
-            return self.compare(share, state, shards, codec, last)
+            return self.compare(share, state, shards, codec)
         self.wait()  # there are two buffers for the base
         pairs, stream = self._pairs_of(share, base, shards.published.dtypes), self._stream_of(base)
         source = shards.published.detached()
@@ -221,13 +219,6 @@ def _weights_in(window: Window, shards: Shards) -> torch.Tensor:
     row, column = window.rows[0] - shard.rows[0], window.columns[0] - shard.columns[0]
     place = Tile(0, shard.local, row, column, window.local.rows, window.local.columns)
     return rectangle(shards.published.cast(name), place)
-
-
-def _torch_dtype(spec: TensorSpec, source: DeviceSource) -> torch.dtype:
-    if spec.name in source.dtypes:
-        found: torch.dtype = getattr(torch, CASTS[spec.dtype])
-        return found
-    return source.views[spec.name].dtype
 
 
 @dataclass(frozen=True)

@@ -134,12 +134,7 @@ class PlacedBlocks:
 
 def count_pile(pile: Pile, flats: Mapping[str, torch.Tensor]) -> dict[int, Sum]:
     """Count the digests of a pile's tiles from all their weights."""
-    return count_located(pile, pile.locate(flats))
-
-
-def count_located(pile: Pile, weights: PileAddresses) -> dict[int, Sum]:
-    """The same for weights that are located already."""
-    return dict(as_sums(pile, begin_count(pile, weights)()[0]))
+    return dict(as_sums(pile, begin_count(pile, pile.locate(flats))()[0]))
 
 
 def begin_count(pile: Pile, weights: PileAddresses) -> Callable[[], list[NDArray[Any]]]:

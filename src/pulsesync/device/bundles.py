@@ -31,12 +31,13 @@ from pulsesync.device.memory import (
     worker_of,
 )
 from pulsesync.device.pieces import Pieces, padded
-from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, cache_put, make_piles, place_of
+from pulsesync.device.pile import WORDS, Pile, PileAddresses, cache_put, make_piles, place_of
 from pulsesync.device.source import DeviceSource
 from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format.layout import Layout
 from pulsesync.kernels import cuda
+from pulsesync.kernels.spec import GPU_CHUNK
 from pulsesync.state.slices import LocalTile, TileStorage
 from pulsesync.state.weights import WeightState
 
@@ -403,7 +404,7 @@ class SourceBundles:
         ordinals = [tile.ordinal for tile in pile.tiles]
         at = np.array([begins[ordinal] for ordinal in ordinals], np.int64)
         sizes = np.minimum(np.array([tile.size for tile in pile.tiles], np.int64) - at, size)
-        each = -(-size // CHUNK)
+        each = -(-size // GPU_CHUNK)
         blocks = np.repeat(np.arange(len(ordinals), dtype=np.int32), each)
         first = np.arange(len(ordinals) + 1, dtype=np.int64) * each
         tables = (at, sizes, blocks, first, pile.first_block[:-1])

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from pulsesync.core.digest import keys
 from pulsesync.core.types import BLOCK, Sum
 from pulsesync.device.memory import INTEGERS, empty, fetch, on, scan, to_device, to_stream, unsigned
-from pulsesync.device.pile import CHUNK, WORDS, Pile, PileAddresses, order
+from pulsesync.device.pile import WORDS, Pile, PileAddresses, order
 from pulsesync.kernels import cuda
+from pulsesync.kernels.spec import GPU_CHUNK
 
 SPAN = 512  # changes that a program processes at a time
 SPREAD = 4  # programs for a block
@@ -42,7 +43,7 @@ class PileChanges:
             return self.known_chunks
         tables, number = self.pile.tables, torch.arange(self.pile.chunks, device=self.pile.device)
         blocks = tables.chunk_block
-        borders = blocks.to(torch.int64) * BLOCK + (number - tables.first_chunk[blocks]) * CHUNK
+        borders = blocks.to(torch.int64) * BLOCK + (number - tables.first_chunk[blocks]) * GPU_CHUNK
         found = torch.searchsorted(self.flat_keys(), borders)
         return torch.cat((found, found.new_full((1,), self.count)))
 

@@ -224,7 +224,7 @@ class _StreamDecoder:
             FormatError: a stream has more changes than there are hot weights.
         """
         if (hot.counts < self._blocks.changes).any():  # before memory is allocated for them
-            raise FormatError(spec.FAULTS[3])
+            raise FormatError(spec.FAULTS[spec.OTHER_COUNT])
         pile, table, device, coded = self._pile, self._table, self._pile.device, self._coded
         order, firsts, lanes, word_starts = self._warps
         total, begins = int(self._blocks.changes.sum()), hot.borders[coded]

@@ -219,7 +219,7 @@ class _PileCoder:
         memories = self._memories or DeviceHistory()
         hot = find_hot(pile, self._weights, self.cuts, memories, run, self._rooms, contexts)()
         hot_changes = int(hot.changes.sum())
-        counts = _SymbolCounts.of(contexts, device)
+        counts = _symbol_counts(contexts, device)
         symbols = torch.zeros(max(hot.rows.numel(), 1), dtype=torch.uint8, device=device)
         sizes = empty(hot_changes, torch.int32, device)
         longs = torch.zeros(1 + FEW_LONG, dtype=torch.int32, device=device)
@@ -227,11 +227,11 @@ class _PileCoder:
         cuda.decide[(pile.chunks,)](
             pile.tables.chunk_block, pile.tables.first_chunk, unsigned(hot.bitmap), run.chunks(),
             unsigned(run.positions), unsigned(run.old), unsigned(run.new), hot.begins, hot.change_at,
-            unsigned(hot.rows), symbols, unsigned(sizes), cold, cold_steps, counts.copies, counts.places,
-            counts.copies.shape[0], longs, FEW_LONG,
+            unsigned(hot.rows), symbols, unsigned(sizes), cold, cold_steps, counts, counts[0].numel(),
+            counts.shape[0], longs, FEW_LONG,
             BITS=contexts.bits, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64, num_warps=1,
         )  # fmt: skip
-        return _PileDecisions(hot, symbols, sizes, longs, counts.total(), cold, cold_steps)
+        return _PileDecisions(hot, symbols, sizes, longs, counts.sum(dim=0, dtype=torch.int64), cold, cold_steps)
 
     def _build_cold(self) -> list[bytes]:
         """The encoded cold changes of each tile."""
@@ -312,25 +312,10 @@ def _choose_sizes(found: Sequence[LongSteps], width: int, ages: int) -> NDArray[
     return tables.choose_from(all_found, how_often, all_powers, stride, width, ages)
 
 
-@dataclass(frozen=True)
-class _SymbolCounts:
-    """Counts of the symbols of each row, in copies that are summed at the end."""
-
-    copies: torch.Tensor  # (copies, rows, places of a row)
-
-    @classmethod
-    def of(cls, contexts: tables.Contexts, device: torch.device) -> "_SymbolCounts":
-        rows, places = contexts.classes * contexts.ages, 1 << contexts.bits
-        copies = max(1, min(256, COPIES // (rows * places)))
-        return cls(torch.zeros((copies, rows, places), dtype=torch.int32, device=device))
-
-    @property
-    def places(self) -> int:
-        """The number of entries of a copy."""
-        return self.copies[0].numel()
-
-    def total(self) -> torch.Tensor:
-        return self.copies.sum(dim=0, dtype=torch.int64)
+def _symbol_counts(contexts: tables.Contexts, device: torch.device) -> torch.Tensor:
+    """Zeros for the counts of symbols (copies that are summed at the end, rows, places of a row)."""
+    rows, places = contexts.classes * contexts.ages, 1 << contexts.bits
+    return torch.zeros((max(1, min(256, COPIES // (rows * places))), rows, places), dtype=torch.int32, device=device)
 
 
 def _count_rows(rows: torch.Tensor, plan: _StreamPlan, contexts: tables.Contexts) -> torch.Tensor:

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import Tile
 from pulsesync.device.memory import starts_of, to_device
-
-CHUNK = 4096  # units; as kernels/cuda.py has it
+from pulsesync.kernels.spec import GPU_CHUNK
 
 
 class IndexRuns(NamedTuple):
@@ -88,7 +87,7 @@ class BlockIndices:
         def runs(some: NDArray[np.bool_], *columns: NDArray[np.int64]) -> IndexRuns:
             before = (begins - self._begins[block])[some] * self.itemsize
             rows = np.stack([column[some] for column in columns], axis=1)
-            chunks = -(-int(sizes[some].max(initial=0)) * per // CHUNK) + 1
+            chunks = -(-int(sizes[some].max(initial=0)) * per // GPU_CHUNK) + 1
             number, at, table = (to_device(one, self.device) for one in (block[some], before, rows))
             return IndexRuns(number, at, table, chunks)
 

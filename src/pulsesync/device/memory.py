@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
-from pulsesync.state.views import CASTS, dtype_name, named
+from pulsesync.state.views import dtype_name, named, torch_dtype
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ALIGNED = 16  # alignment of arrays in bytes, for which kernels are compiled
@@ -26,7 +26,6 @@ class DeviceView:
 
     spec: TensorSpec
     tensor: torch.Tensor
-    dtype: torch.dtype  # of the original tensor
 
     @property
     def address(self) -> int:
@@ -72,7 +71,7 @@ def view(source: Any) -> tuple[dict[str, DeviceView], dict[str, str]]:
             ties[name] = seen[place]
             continue
         seen[place] = name
-        views[name] = DeviceView(spec, bits, tensor.dtype)
+        views[name] = DeviceView(spec, bits)
     return views, ties
 
 
@@ -107,7 +106,7 @@ class Tensors(Mapping[str, torch.Tensor]):
 
 def cast(masters: torch.Tensor, dtype: str) -> torch.Tensor:
     """Cast the bits of FP32 weights to those of another dtype."""
-    wanted = getattr(torch, CASTS[dtype])
+    wanted = torch_dtype(dtype)
     return masters.view(torch.float32).to(wanted).view(INTEGERS[wanted.itemsize])
 
 

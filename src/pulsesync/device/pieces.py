@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from pulsesync.core.types import Tile
 from pulsesync.device.memory import INTEGERS, Tensors, cast, reachable, shared, starts_of, to_device, unsigned
 from pulsesync.kernels import cuda
+from pulsesync.kernels.spec import GPU_CHUNK
 
-CHUNK = 4096  # weights that a program copies; as kernels/cuda.py has it
 KEPT = 8  # tables of addresses that are kept
 
 
@@ -37,7 +37,7 @@ class PieceTable:
         device: torch.device,
     ) -> None:
         sizes, columns, strides = geometry
-        chunks = -(-sizes // CHUNK)
+        chunks = -(-sizes // GPU_CHUNK)
         self.begins, self.sizes = to_device(begins, device), to_device(sizes, device)
         self.columns, self.strides = to_device(columns, device), to_device(strides, device)
         self._chunk_piece = to_device(np.repeat(np.arange(chunks.size, dtype=np.int32), chunks), device)

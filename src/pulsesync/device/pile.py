@@ -19,10 +19,10 @@ from pulsesync.core.types import BLOCK, Dtype, Tile
 from pulsesync.device.indices import BlockIndices
 from pulsesync.device.memory import Tensors, reachable, shared, starts_of, to_device, to_stream, wait
 from pulsesync.device.pieces import Pieces
+from pulsesync.kernels.spec import GPU_CHUNK
 from pulsesync.state.slices import GatheredTile, TileStorage
 
-CHUNK = 4096  # weights; as kernels/cuda.py has it
-WORDS = CHUNK // 32  # of a bitmap, in a chunk
+WORDS = GPU_CHUNK // 32  # of a bitmap, in a chunk
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 KEPT = 8  # sets of addresses that a pile keeps
@@ -79,7 +79,7 @@ class Pile:
 
     @cached_property
     def host_first_chunk(self) -> NDArray[np.int64]:
-        return starts_of(-(-self.host_sizes // CHUNK))
+        return starts_of(-(-self.host_sizes // GPU_CHUNK))
 
     @cached_property
     def index(self) -> dict[int, int]:

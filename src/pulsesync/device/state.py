@@ -60,7 +60,7 @@ class DeviceBackend(StateBackend):
         works_on = {name: memory.worker_of(flat, self.device) for name, flat in flats.items()} | dict(workers or {})
         places = find_places(layout, slices or {}) if places is None else places
         if cut := next((place for place in places.values() if place.splits_coding_group), None):
-            name = cut.tile.names[0] if cut.tile is not None else ""
+            name = cut.tile.names[0]
             raise StateError(
                 f"the local slice of {name!r} splits a tile of the run, which is not supported on a GPU: publish "
                 "with a grid that has borders there",

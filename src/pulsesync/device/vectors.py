@@ -18,10 +18,10 @@ from pulsesync.core.types import MovedEntries, Sum, TensorSpec, VisibleEntries
 from pulsesync.device import steps
 from pulsesync.device.blocks import count_pile
 from pulsesync.device.memory import DeviceStream, StreamPoint, empty, on, scan, shared, to_host, unsigned
-from pulsesync.device.pile import CHUNK as MARKED
 from pulsesync.device.pile import WORDS, Pile
 from pulsesync.format import layout as layouts
 from pulsesync.kernels import cuda
+from pulsesync.kernels.spec import GPU_CHUNK
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -125,7 +125,7 @@ class DeviceKernels:
 
     def find_visible(self, theta: torch.Tensor, s: torch.Tensor, reach: float, first: int) -> VisibleEntries:
         size, device = s.numel(), self.device
-        chunks = -(-size // MARKED)
+        chunks = -(-size // GPU_CHUNK)
         bitmap = empty(chunks * WORDS, torch.int32, device)
         counts, largest = (empty(chunks, torch.int32, device) for _ in range(2))
         cuda.flag_visible[(chunks,)](

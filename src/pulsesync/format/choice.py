@@ -12,7 +12,7 @@ from pulsesync.format import index
 from pulsesync.format.codecs import dense, gap, raw, step
 from pulsesync.format.diff import TileChanges
 from pulsesync.format.index import FrequencyTable
-from pulsesync.format.predict import PREDICTING, CodedTile
+from pulsesync.format.predict import PREDICTING, CodedTile, Pieces
 from pulsesync.format.weights import Overlay, Weights
 
 POOR_BITS = 12  # bits per change above which a payload coded against old weights is compared with `gap` and `step`
@@ -130,7 +130,8 @@ def _after(diff: TileChanges, old: Weights) -> Weights:
 
 
 def _dense_after(diff: TileChanges, old: Weights) -> CodedTile:
-    return _whole(diff.tile, _after(diff, old))
+    tile, new = diff.tile, _after(diff, old)
+    return dense_or_raw(tile, [dense.encode(new.block(tile, n) for n in range(tile.block_count))], new)
 
 
 def _xor(diff: TileChanges, old: Weights) -> CodedTile:
@@ -148,13 +149,12 @@ def _xor_if_smaller(diff: TileChanges, old: Weights, best: CodedTile) -> CodedTi
     return _smaller(best, _xor(diff, old))
 
 
-def _whole(tile: Tile, state: Weights) -> CodedTile:
-    """A tile as `dense`; as `raw` where that is not smaller."""
-    packed = dense.encode(state.block(tile, n) for n in range(tile.block_count))
-    if len(packed) < tile.size * tile.tensor.kind.itemsize:
-        return CodedTile(Codec.DENSE, [packed])
-    plain = b"".join(piece for n in range(tile.block_count) for piece in raw.encode_block(state.block(tile, n)))
-    return CodedTile(Codec.RAW, [plain])
+def dense_or_raw(tile: Tile, pieces: Pieces, weights: Weights) -> CodedTile:
+    """A tile whole, from its pieces as `dense`; as `raw` where those are not smaller."""
+    packed = CodedTile(Codec.DENSE, pieces)
+    if packed.size < tile.size * tile.tensor.kind.itemsize:
+        return packed
+    return CodedTile(Codec.RAW, [p for n in range(tile.block_count) for p in raw.encode_block(weights.block(tile, n))])
 
 
 def _without_tables_if_smaller(

@@ -128,8 +128,7 @@ def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Pa
         FormatError: this is not a part; UnsupportedError: it is of another format version, or uses flags; LimitError:
         too many or too large sections; ChecksumError: the header does not match the id.
     """
-    if len(data) < HEADER.size:
-        raise FormatError(f"a part must have at least {HEADER.size} bytes; this has {len(data)}")
+    end = header_size(data)
     magic, version, flags, count, layout = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise FormatError("these bytes are not a pulse part: they do not begin with its magic bytes")
@@ -138,7 +137,6 @@ def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Pa
         raise versions.unknown(f"the part has flags {flags:#04x}")
     if not 1 <= count <= MAX_SECTIONS:
         raise LimitError(f"a part must have 1 to {MAX_SECTIONS} sections; this has {count}", value=count)
-    end = HEADER.size + ENTRY.size * count
     if len(data) < end:
         raise FormatError(f"the part is cut off: its header has {end} bytes, and only {len(data)} are there")
     digest = hashlib.sha256(data[:end]).hexdigest()

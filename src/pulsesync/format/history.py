@@ -81,7 +81,8 @@ class History:
 
         def block(job: tuple[TilePatch, int]) -> Remembered:
             patch, number = job
-            return self._advance(patch.tile, number, changes.get(job), cuts[patch], weights)
+            before = self.of(patch.tile.ordinal, number)
+            return advance_block(before, patch.tile, number, changes.get(job), cuts[patch], weights)
 
         done = iter(spread(block, jobs))
         changed = {}
@@ -89,9 +90,6 @@ class History:
             blocks = tuple(next(done) for _ in range(patch.tile.block_count))
             changed[patch.tile.ordinal] = TileHistory(cut, blocks)
         return self.replaced(self.index + 1, changed)
-
-    def _advance(self, tile: Tile, number: int, change: BlockChange | None, cut: int, old: Weights) -> Remembered:
-        return advance_block(self.of(tile.ordinal, number), tile, number, change, cut, old)
 
     def replaced(
         self, index: int, tiles: Mapping[int, TileHistory], counted: "Mapping[int, TileHistorySummary] | None" = None

@@ -49,16 +49,7 @@ class Layout:
     @cached_property
     def pieces(self) -> tuple[Tile, ...]:
         """The pieces into which the grid cuts tensors, numbered by tensor, row and column."""
-        out: list[Tile] = []
-        for spec in self.tensors:
-            rows, columns = (0, *spec.row_cuts, spec.rows), (0, *spec.column_cuts, spec.columns)
-            out += [
-                Tile(len(out) + i, spec, r, c, r_end - r, c_end - c)
-                for i, (r, r_end, c, c_end) in enumerate(
-                    (r, r_end, c, c_end) for r, r_end in pairwise(rows) for c, c_end in pairwise(columns)
-                )
-            ]
-        return tuple(out)
+        return tuple(map(self.piece, range(self.piece_count)))
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:

@@ -1,8 +1,7 @@
 """The records of a run: what a version, an anchor or a squashed patch is made of, from which base, with which digest.
 
 A record is binary, has exactly one valid encoding, and ends with a checksum; a signature may follow it. A small part is
-stored in its record, so that one request fetches a small version. A version exists when its record
-does.
+stored in its record, so that one request fetches a small version. A version exists when its record does.
 """
 
 import hashlib

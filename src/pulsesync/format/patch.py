@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,13 +18,13 @@ from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
 from pulsesync.errors import FormatError, LimitError, UnsupportedError
 from pulsesync.format import container, index, tables
-from pulsesync.format.choice import choose
+from pulsesync.format.choice import choose, dense_or_raw
 from pulsesync.format.codecs import context, dense, gap, heads, raw, step
 from pulsesync.format.diff import Diff, TileChanges, find_changes, from_changes
 from pulsesync.format.history import MAX_INDEX, History
 from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout, count_pieces
-from pulsesync.format.predict import PREDICTING, CodedTile, Pieces, code_against_old, memory_of
+from pulsesync.format.predict import PREDICTING, CodedTile, code_against_old, memory_of
 from pulsesync.format.weights import Changes, Weights, as_weights
 
 CodecName = Literal["auto", "gap", "step", "context", "history", "dense", "xor"]
@@ -160,20 +160,13 @@ def encode_whole(
     jobs = [(tile, number) for tile in written for number in range(tile.block_count)]
     encode_block = dense.encode_block if codec == "dense" else raw.encode_block
     blocks = iter(spread(lambda job: encode_block(weights.block(*job)), jobs))
-    coded = [_whole_payload(tile, [next(blocks) for _ in range(tile.block_count)], codec, weights) for tile in written]
+    pieces = ([piece for _ in range(tile.block_count) for piece in next(blocks)] for tile in written)
+    coded = [
+        dense_or_raw(tile, of_tile, weights) if codec == "dense" else CodedTile(Codec.RAW, of_tile)
+        for tile, of_tile in zip(written, pieces, strict=True)
+    ]
     after = {tile.ordinal: sums[tile.ordinal] for tile in written}
     return EncodedPart(*_assemble(layout.id, [], written, coded, after), (), after)
-
-
-def _whole_payload(tile: Tile, blocks: Sequence[Pieces], codec: AnchorCodec, weights: Weights) -> CodedTile:
-    """A tile of an anchor from its encoded blocks; as `raw` where `dense` is not smaller."""
-    pieces = [piece for block in blocks for piece in block]
-    if codec == "dense":
-        packed = CodedTile(Codec.DENSE, pieces)
-        if packed.size < tile.size * tile.tensor.kind.itemsize:
-            return packed
-        pieces = [piece for n in range(tile.block_count) for piece in raw.encode_block(weights.block(tile, n))]
-    return CodedTile(Codec.RAW, pieces)
 
 
 def _patch(diff: Diff, choice: CodedTile) -> TilePatch:
@@ -331,10 +324,7 @@ def open_tile(
 
 
 def check_tile(entry: TileEntry, tile: Tile) -> None:
-    """Raises: FormatError, if a tile of a part has no weights.
-
-    UnsupportedError, if its dtype cannot have that codec.
-    """
+    """Raises: FormatError, if the tile has no weights; UnsupportedError, if its dtype cannot have that codec."""
     if tile.size == 0:
         raise FormatError("the index lists a tile that has no weights", tensor=tile.tensor.name)
     if entry.codec in AGAINST_OLD and tile.tensor.kind.exponent_shift is None:
@@ -346,9 +336,6 @@ class HistoryLookup(Protocol):
 
     @property
     def index(self) -> int: ...
-    @property
-    def tiles(self) -> Mapping[int, Any]: ...
-    def digest(self) -> str: ...
     def cut(self, tile: int) -> int: ...
 
 

@@ -43,11 +43,6 @@ class CodedTile(NamedTuple):
     def size(self) -> int:
         return sum(map(len, self.pieces))
 
-    @property
-    def body(self) -> bytes | memoryview:
-        """The payload in contiguous memory."""
-        return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
-
 
 @dataclass(frozen=True, eq=False)
 class _CodingPlan:

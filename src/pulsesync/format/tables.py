@@ -212,10 +212,7 @@ def shares(frequencies: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def wrapped_steps(old: Bits, new: Bits) -> NDArray[np.int64]:
-    """How far weights move in the order of their values, by the shorter direction.
-
-    Half the range counts as downwards.
-    """
+    """How far weights move in the order of their values, the shorter way; half the range counts as downwards."""
     return (_orders(new) - _orders(old)).view(f"<i{old.itemsize}").astype(np.int64)
 
 

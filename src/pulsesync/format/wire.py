@@ -301,12 +301,7 @@ def _plane_threads(count: int) -> int:
 
 
 def unpack_frames(frames: Sequence[memoryview], sizes: Sequence[int]) -> Any:
-    """The contents of many small zstd frames, which state these sizes and have no bytes after them.
-
-    None if one is damaged.
-
-    Without the GIL.
-    """
+    """The contents, made without the GIL, of many small zstd frames that state these sizes; None if one is damaged."""
     decompressor = _zstd().decompressor
     try:
         if not frames or "multi_decompress_to_buffer" not in zstandard.backend_features:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from pulsesync import device as devices
 from pulsesync.core.types import Bits, TensorSpec, Tile
 from pulsesync.format import layout as layouts
 from pulsesync.group.bundles import BundlePlan, TensorRegion
@@ -22,7 +21,7 @@ from pulsesync.state.slices import Slice
 from pulsesync.state.views import BitView, HostSource
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 FEWEST, MOST = 1 << 16, 1 << 21  # number of weights in a trial
 DENSITIES = (0.002, 0.02)
@@ -40,11 +39,6 @@ def calibrate_host(costs: CostModel, tiles: Sequence[Tile], weights: HostSourceW
     trials = [_TrialEnds(sample, largest.tensor.dtype, density) for density in DENSITIES]
     for method in METHODS:
         costs.tried(method, [ends.try_method(method) for ends in trials])
-
-
-def calibrate_gpu(costs: CostModel, device: "torch.device", receivers_on_gpu: bool) -> None:
-    """Add the times of each method on a GPU with this memory speed."""
-    costs.assume_gpu(devices.load("memory").copy_speed(device), receivers_on_gpu)
 
 
 class _TrialEnds:

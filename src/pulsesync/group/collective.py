@@ -281,9 +281,8 @@ class Collective:
         stream, inference = torch.cuda.current_stream(self.device), torch.is_inference_mode_enabled()
 
         def begin_as_here() -> Any:
-            torch.cuda.set_device(
-                self.device
-            )  # the current device of a new thread is the first GPU, on which it would allocate memory for nothing
+            # The current device of a new thread is the first GPU, on which it would allocate memory for nothing.
+            torch.cuda.set_device(self.device)
             with torch.inference_mode(inference), torch.cuda.stream(stream):
                 return begin()
 

@@ -20,7 +20,7 @@ from pulsesync.core.types import Sum, Tile
 from pulsesync.errors import StateError, VerificationError
 from pulsesync.group import bundles, messages
 from pulsesync.group.bundles import BundlePlan
-from pulsesync.group.calibrate import calibrate_gpu, calibrate_host
+from pulsesync.group.calibrate import calibrate_host
 from pulsesync.group.cost_model import METHODS, SAMPLE, CostModel, Method, TransferLoad
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
 from pulsesync.group.messages import Bucket, Message, SyncTimes
@@ -171,9 +171,8 @@ class GroupEnd(ABC):
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
         self.tiles = tiles  # the bundles that this rank sends, or those that it receives
         self.at: RankVersion | None = None
-        self.before: tuple[RankVersion, Transition] | None = (
-            None  # the version at which the last sync began, and the transition back to it
-        )
+        # The version at which the last sync began, and the transition back to it.
+        self.before: tuple[RankVersion, Transition] | None = None
         self.device = model.device
         self.wire, self.shards, self.joined = wire, model.shards, True
 
@@ -267,7 +266,7 @@ class SourceEnd(GroupEnd):
             calibrate_host(costs, self.tiles, self.weights)
         else:
             assert self.device is not None
-            calibrate_gpu(costs, self.device, receivers_on_gpu)
+            costs.assume_gpu(devices.load("memory").copy_speed(self.device), receivers_on_gpu)
 
     def plan(self, method: Method | Literal["auto"], costs: CostModel) -> tuple[list[Job], str]:
         """What to send, bucket by bucket, and by which method, chosen before any bundle is compared."""

@@ -54,8 +54,7 @@ from pulsesync.run import keys, planner
 from pulsesync.run.bodies import check_room
 from pulsesync.run.follower import RunFollower
 from pulsesync.run.goals import GoalFinder
-from pulsesync.run.heartbeats import HeartbeatWriter
-from pulsesync.run.reader import RunReader, forgetting, location_of
+from pulsesync.run.reader import RunReader, forgetting
 from pulsesync.run.reporting import SyncEvents, SyncReport
 from pulsesync.run.spool import AnchorSpool
 from pulsesync.state.checkpoint_files import (
@@ -150,15 +149,12 @@ class HuggingFaceFolder:
         self._own_cache = cache is None
         self._cache = arguments.folder("cache", cache) if cache is not None else self.folder / CACHE
         self.store: Store = CachedStore(store, self._cache)
-        self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
-        self._events = SyncEvents(location_of(store), self._heartbeat)
+        self._events = SyncEvents.of(store, heartbeat, follow)
         self._stack = ExitStack()
         self._stack.enter_context(owned(self.folder))
         self._sides = {name: FolderCopy(self.folder / name) for name in "ab"}
         self._layout: Layout | None = None
-        if self._heartbeat is not None:
-            self._stack.callback(self._heartbeat.join)
-            self._stack.callback(self._heartbeat.close)  # before it
+        self._stack.callback(self._events.close)
 
     def close(self) -> None:
         self._stack.close()
@@ -203,8 +199,8 @@ class HuggingFaceFolder:
         try:
             done = self._update(version)
         except NothingPublishedError as e:  # it waits for a version; metrics do not count that as a failure
-            if self._heartbeat is not None:
-                self._heartbeat.failed(e, self._version())
+            if self._events.heartbeat is not None:
+                self._events.heartbeat.failed(e, self._version())
             raise
         except Exception as e:
             self._events.newest = self._goals.version
@@ -217,8 +213,8 @@ class HuggingFaceFolder:
         """Show where the folder is. The copy that became current was recounted before."""
         self._events.newest = self._goals.version
         if done is not None:
-            if self._heartbeat is not None:
-                self._heartbeat.recounted(True)
+            if self._events.heartbeat is not None:
+                self._events.heartbeat.recounted(True)
             self._events.synced(done.sync)
         elif current := self.current:
             self._events.found_nothing(current.version, current.step, current.digest)
@@ -288,8 +284,8 @@ class HuggingFaceFolder:
         name = _current(self.folder)
         side = self._sides["b" if name == "a" else "a"]
         if name:
-            left_s = time.time() - os.lstat(self.folder / CURRENT).st_mtime
-            time.sleep(min(max(self.hold_s - left_s, 0), self.hold_s))
+            age_s = time.time() - os.lstat(self.folder / CURRENT).st_mtime
+            time.sleep(min(max(self.hold_s - age_s, 0), self.hold_s))
         with side.alone():
             yield side
 
@@ -298,13 +294,8 @@ class HuggingFaceFolder:
         mark, history = side.mark(), side.history()
         side.unmark()
         position = side.follower.local.position if side.follower else None
-        if (
-            side.weights
-            and side.weights.plan == plan
-            and side.weights.in_place
-            and position
-            and position.run == goal.run
-        ):
+        weights = side.weights
+        if weights and weights.plan == plan and weights.in_place and position and position.run == goal.run:
             return "memory"
         if not TensorFolder.fits(side.folder, plan):
             TensorFolder.create(side.folder, plan)
@@ -546,13 +537,7 @@ def identify(records: RunReader, path: str | Path) -> Identity:
         StoreError; VerificationError: tensors that are tied in the run differ.
     """
     path = Path(path)
-    newest = records.newest()
-    if newest is None:
-        raise NotFoundError(
-            f"there is no run at {location_of(records.store)}, or it has no version yet: check the location, "
-            "or try again later",
-            key="manifests/",
-        )
+    newest = records.required_newest()
     name = _current(path)
     folder = path / name if name else path
     layout = records.layout(newest.layout)

@@ -20,6 +20,7 @@ from functools import cache, partial
 from threading import Lock
 from typing import Any, Literal, get_args
 
+from pulsesync.core.arguments import one_of
 from pulsesync.errors import StateError
 from pulsesync.group.collective import Collective
 from pulsesync.integrations.peft import SaveEmbeddings, adapter_weights, is_peft, merged_files, merged_weights
@@ -87,8 +88,8 @@ class PublishingCallback:
     def __init__(
         self, location: Location, *, adapters: Adapters | None = None, every_step: bool = False, **options: Any
     ) -> None:
-        if adapters is not None and adapters not in get_args(Adapters):
-            raise ValueError(f"adapters must be one of {', '.join(map(repr, get_args(Adapters)))}; got {adapters!r}")
+        if adapters is not None:
+            one_of("adapters", adapters, get_args(Adapters))
         if unknown := sorted(options.keys() - (inspect.signature(Publisher).parameters.keys() - {"_removed"})):
             raise TypeError(f"Publisher has no option {unknown[0]!r}; its options are listed in its docstring")
         if every_step and options.get("publish_every", 1) != 1:

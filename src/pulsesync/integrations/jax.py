@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.errors import PulseError, StateError, VerificationError
+from pulsesync.core.extras import missing
+from pulsesync.errors import StateError, VerificationError
 from pulsesync.integrations.frameworks import FrameworkSubscriber, published_tensors
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reporting import SyncReport
@@ -301,5 +302,5 @@ def _jax() -> Any:
         import jax.dlpack
         import jax.dtypes
     except ModuleNotFoundError as e:
-        raise PulseError(f"{e.name} is not installed: pip install 'pulsesync[jax]'") from e
+        raise missing(e, "jax") from e
     return jax

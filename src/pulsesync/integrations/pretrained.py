@@ -14,7 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pulsesync.errors import PulseError, StateError
+from pulsesync.core.extras import missing
+from pulsesync.errors import StateError
 from pulsesync.state.checkpoint_files import companions
 
 __all__ = ["checkpoint_files", "checkpoint_weights"]
@@ -31,7 +32,7 @@ def required(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as e:
-        raise PulseError(f"{e.name} is not installed: pip install 'pulsesync[hf]'") from e
+        raise missing(e, "hf") from e
 
 
 def unwrapped(model: Any) -> Any:

@@ -244,7 +244,7 @@ class SglangServer(EngineServer):
         self._pause_s = 0.0
 
     def status(self) -> dict[str, Any]:
-        """Return the server's status: location, version, digest, weight_version.
+        """Return the server's status, as `EngineServer.status`, and weight_version.
 
         The ranks are asked, in a short pause, only if the server's weight_version has changed.
 
@@ -256,10 +256,9 @@ class SglangServer(EngineServer):
             self._check_started()
             self._known = {**self._ask_status({"do": "status"}), "weight_version": named}
         known = self._known
-        cached = known["version"] is not None and named != str(
-            known["version"]
-        )  # an update that did not drop the cache
-        return {**known, "paused_by_update": cached}
+        # It has weights of a version that it is not named after: the update that wrote them has not ended.
+        unfinished = known["version"] is not None and named != str(known["version"])
+        return {**known, "paused_by_update": unfinished}
 
     def _update(self, options: dict[str, Any], version: int | str, kv_cache: str) -> UpdateReport:
         check_version(version)
@@ -326,10 +325,9 @@ class SglangServer(EngineServer):
         if code != 200 and "already open" in str(answer.get("message")):
             logger.warning("The server has an open weight update of a process that was killed; ending it.")
             self._step("/end_weight_update", {})
-            return self._step("/begin_weight_update", body)
-        if code != 200:
+            self._step("/begin_weight_update", body)
+        elif code != 200:
             raise self._refusal(code, answer, "/begin_weight_update")
-        return None
 
     def _send(self, message: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         # A plain pickle: SGLang's own would refer to shared memory, which only a process of its host can open.

@@ -11,6 +11,8 @@
 
 Only verl imports this module: in the driver and in every trainer and rollout process, where `custom_backend_module`
 names it, and, by the entry point of the group `verl.plugins`, wherever verl is imported and pulsesync installed. The
+from pulsesync.state.views import new_torch_tensors
+from pulsesync.state.views import new_torch_tensors
 import registers the engine; a second one does nothing.
 
 One sync, as verl's `CheckpointEngineManager` drives it: `prepare` reads the run's newest version, `build_topology`
@@ -40,7 +42,7 @@ from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reader import RunReader
 from pulsesync.run.subscriber import Subscriber
-from pulsesync.state.views import read_cast, torch_dtype
+from pulsesync.state.views import new_torch_tensors, read_cast
 
 BACKEND = "pulse"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0  # between two checks of the store while the trainers publish
@@ -216,7 +218,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._check_current(awaited)
             if self._layout is None or self._layout.id != record.layout:
                 self._layout = reader.layout(record.layout)
-                self._mirror = _new_mirror(self._layout)
+                self._mirror = new_torch_tensors(self._layout)
             self._subscriber.sync(self._mirror, record.version, wait_s=max(0.0, until - time.monotonic()))
 
     def _check_current(self, awaited: AwaitedVersion) -> None:
@@ -309,11 +311,3 @@ def _check_record(record: Manifest, awaited: AwaitedVersion, step: int | None) -
             "writes to this run; give each training a location of its own",
             version=record.version,
         )
-
-
-def _new_mirror(layout: Layout) -> dict[str, Any]:
-    """Return zeros for all tensors of a run, tied ones under each of their names."""
-    import torch
-
-    own = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in layout.tensors}
-    return own | {alias: own[name] for alias, name in layout.ties.items()}

@@ -58,8 +58,8 @@ _scratch = threading.local()
 def count_blocks(span: CodedSpan, history: SpanHistory, hot: HotChanges, counts: Any) -> Any:
     """Add the blocks' decisions to counts, in the order of `tables.Contexts`; return them as `Decisions`.
 
-    If this is patch `index` of an epoch (0: of none), the history after it is returned next, as `advance_history` would
-    make it, and where the bytes of each block begin in it. A block whose history does not match its weights has -1
+    If `history.patch_index` is not 0, the history after this patch is returned next, as `advance_history` would make
+    it, and where the bytes of each block begin in it. A block whose history does not match its weights has -1
     decisions, and nothing after it is counted.
     """
     if not hasattr(_scratch, "rows") or _scratch.rows.size < span.old.size:
@@ -623,7 +623,7 @@ def _begin_stream(streams: BlockStreams, b: Any, end: Any, states: Any, most: An
     return stream, _Decoded(at, done.hot, done.cold), 0
 
 
-@inner  # for the same reason
+@inner  # as a call of its own, it would have too few registers for its loops
 def _decode_chunk(
     span: CodedSpan, table: DecoderTable, unchanged: Any, chunk: _Chunk, start: Any, count: Any, j: Any,
     stream: _Stream, done: _Decoded, found: _Changes, out: _NextHistory, to: _Written,

@@ -19,6 +19,7 @@ LANE_DECISIONS: Final = 4096  # a lane is added for every 4,096 decisions of a b
 
 DIRECT: Final = 7  # steps of 1..7 units have their own symbols; longer ones share one per power of two
 
+GPU_CHUNK: Final = 4096  # weights that a program of a kernel for GPUs processes
 CHUNK_BITS: Final = 12  # the digest multiplies by one key per place in a chunk and one per chunk
 DIGEST_SEEDS: Final = (0x70756C7365000001, 0x70756C7365000002)  # "pulse", word 1 and word 2
 

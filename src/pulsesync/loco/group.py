@@ -220,7 +220,7 @@ def _noting(faults: list[str]) -> Iterator[None]:
     """Collect errors, mostly a lack of memory, so that this trainer takes part in the round to its end."""
     try:
         yield
-    except Exception as e:  # noqa: BLE001 - all trainers are notes, and this one raises it as a RoundError
+    except Exception as e:  # noqa: BLE001 - a note sends it to all trainers, and each raises it as a RoundError
         logger.warning("This trainer could not compute its part of a round: %s: %s", type(e).__name__, e)
         faults.append(_short(f"{type(e).__name__}: {e}"))
 

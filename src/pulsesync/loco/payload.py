@@ -126,9 +126,8 @@ class Coder:
         if (head.mode == DENSE) != (self.described is None):
             raise FormatError(f"this exchange does not take payloads in mode {head.mode}")
         sent = self._read(head, body)
-        if terms == 1 and not np.isfinite(
-            self.vectors.kernels.largest(sent.values)
-        ):  # a sum may overflow: its round is then empty
+        # A sum may overflow: its round is then empty.
+        if terms == 1 and not np.isfinite(self.vectors.kernels.largest(sent.values)):
             raise FormatError("a payload contains a value that is not finite")
         return head, sent
 

@@ -57,9 +57,12 @@ class RoundExchange:
         try:
             yield
         except Exception as e:
-            coder = Coder(fragment.index, shared.round + 1, shared.digest, None, fragment.tensors.vectors)
-            self.exchange.decline(coder, len(shared.theta), f"{type(e).__name__}: {e}")
+            self._decline(fragment, shared, f"{type(e).__name__}: {e}")
             raise
+
+    def _decline(self, fragment: Fragment, shared: SharedState, why: str) -> None:
+        coder = Coder(fragment.index, shared.round + 1, shared.digest, None, fragment.tensors.vectors)
+        self.exchange.decline(coder, len(shared.theta), why)
 
     def select(self, fragment: Fragment, update: Update) -> SentUpdate:
         """The part of an update to send. Raises: StateError, after notifying the others, if it is not finite."""
@@ -71,7 +74,7 @@ class RoundExchange:
             if np.isfinite(part.largest):
                 return part
             name = fragment.tensors.name_of(fragment.first_beyond(update, LARGEST_FINITE) or 0)
-            self.exchange.decline(self.coder(fragment, shared), update.size, f"an update of {name} is not finite")
+            self._decline(fragment, shared, f"an update of {name} is not finite")
         raise StateError(
             f"the update of {name!r} is not finite, so nothing was sent. Call discard() to return to the weights "
             "at the beginning of the round",

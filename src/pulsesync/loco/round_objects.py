@@ -1,12 +1,12 @@
 """The objects of trainers that exchange updates through a store: keys, reads and writes. `store` has the protocol.
 
-run                                     settings that must be equal, and the start; created once
+run                            settings that must be equal, and the start; created once
 rounds/<fragment>/<round>/
-present/<trainer>                     takes part in this round: others wait for it, up to their deadline
-left/<trainer>                        does not take part: others do not wait for it
-sent/<trainer>.<id>                   a payload
-decided                               the members of the round, by payload; created once; never deleted
-states/<fragment>/<round>               the shared state after a round, every `state_every` rounds
+present/<trainer>          takes part in this round: others wait for it, up to their deadline
+left/<trainer>             does not take part: others do not wait for it
+sent/<trainer>.<id>        a payload
+decided                    the members of the round, by payload; created once; never deleted
+states/<fragment>/<round>      the shared state after a round, every `state_every` rounds
 """
 
 import hashlib
@@ -50,20 +50,14 @@ class RoundObjects:
 
     def begin(self, record: bytes, mine: Sequence[SharedState]) -> bytes:
         """Return the record of the run; without one, create this one."""
-        if not self._exists(RUN):
-            for fragment, state in enumerate(mine):
-                if state.round:  # trainers that continue at a new location, where others may have fewer rounds
-                    self.put_state(fragment, state)
-            with suppress(ConflictError):
-                self._store.create(RUN, record)
+        with suppress(NotFoundError):
+            return self._store.get(RUN, 0, MAX_RECORD_BYTES)
+        for fragment, state in enumerate(mine):
+            if state.round:  # trainers that continue at a new location, where others may have fewer rounds
+                self.put_state(fragment, state)
+        with suppress(ConflictError):
+            self._store.create(RUN, record)
         return self._store.get(RUN, 0, MAX_RECORD_BYTES)
-
-    def _exists(self, key: str) -> bool:
-        try:
-            self._store.get(key, 0, 1)
-        except NotFoundError:
-            return False
-        return True
 
     # States
 

@@ -77,10 +77,6 @@ class FragmentTrainer:
         """Connects this trainer with the others."""
         return self._round_exchange.exchange
 
-    @exchange.setter
-    def exchange(self, exchange: Exchange) -> None:
-        self._round_exchange.exchange = exchange
-
     @property
     def rounds(self) -> list[int]:
         """The number of rounds of each fragment."""

@@ -148,11 +148,8 @@ class HostKernels:
         """Add values to entries of a vector, in place; the positions ascend."""
         kernels.active().add_at(total, positions, values)
 
-    def encode_steps(self, described: Vector, positions: I64, sizes: I64, negative: I64) -> bytes:
-        return steps.encode_steps(described, positions, sizes, negative)
-
-    def decode_steps(self, described: Vector, data: memoryview, count: int) -> tuple[I64, I64, I64]:
-        return steps.decode_steps(described, data, count)
+    encode_steps = staticmethod(steps.encode_steps)
+    decode_steps = staticmethod(steps.decode_steps)
 
 
 class VectorOps:

@@ -183,7 +183,6 @@ class StoreCheck:
         before_s = time.time()
         try:
             key = self._put("object", b"0123456789")
-            after_s = time.time()
             yield Finding("write", "ok", "an object was written")
         except StoreError as e:
             advice = f"a trainer needs credentials that may write; for a worker, check with --read-only; {_CREDENTIALS}"
@@ -195,7 +194,7 @@ class StoreCheck:
             except StoreError as e:
                 name = check.__name__.strip("_").replace("_", " ")
                 yield Finding(name, "fail", e.reason, "the store accepted a write and failed here: see its own log")
-        yield from self._listing(key, before_s, after_s)
+        yield from self._listing(key, before_s)
         yield from self._link()
 
     def _read_back(self, key: str) -> Finding:
@@ -266,7 +265,7 @@ class StoreCheck:
             return Finding(name, "warn", f"none of {WRITERS} writers at once succeeded", "a publisher will try again")
         return Finding(name, "ok", f"of {WRITERS} writers at once, one succeeded")
 
-    def _listing(self, key: str, before_s: float, after_s: float) -> Iterator[Finding]:
+    def _listing(self, key: str, before_s: float) -> Iterator[Finding]:
         try:
             entries = {entry.key: entry for entry in self.store.list(self._folder)}
         except StoreError as e:

@@ -263,17 +263,15 @@ class RunVerifier:
         with _noted(found.key) as faults:
             if onward:
                 self._replay(record)
-            elif record.base is not None and not anchors:
-                self._position = None
-                faults.blocked = record.base.version in self._bad
-                raise MissingLinkError(f"its base, version {record.base.version}, could not be replayed")
-            elif not anchors:
-                self._position = None
-                raise MissingLinkError(
-                    "it cannot be reached: it has no base, and its anchor does not exist yet or is lost"
-                )
             else:
                 self._position = None
+                if record.base is not None and not anchors:
+                    faults.blocked = record.base.version in self._bad
+                    raise MissingLinkError(f"its base, version {record.base.version}, could not be replayed")
+                if not anchors:
+                    raise MissingLinkError(
+                        "it cannot be reached: it has no base, and its anchor does not exist yet or is lost"
+                    )
             self._check_files(record)
         checked = [faults.about(found.key, record)]
         for one in anchors:

@@ -18,8 +18,8 @@ from pulsesync.core.events import (
     SyncFailed,
     VersionPublished,
 )
+from pulsesync.core.extras import missing
 from pulsesync.core.version import __version__
-from pulsesync.errors import PulseError
 from pulsesync.metrics.table import BUCKETS_S, INSTRUMENTS, Instrument, measurements
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class OpenTelemetryMetrics:
             from opentelemetry.metrics import get_meter
             from opentelemetry.trace import get_tracer
         except ModuleNotFoundError as e:
-            raise PulseError(f"{e.name} is not installed: pip install 'pulsesync[otel]'") from e
+            raise missing(e, "otel") from e
         meter = get_meter("pulsesync", __version__, meter_provider)
         self._tracer = get_tracer("pulsesync", __version__, tracer_provider)
         self._instruments = {one.name: _make(one, meter) for one in INSTRUMENTS if one.sources}

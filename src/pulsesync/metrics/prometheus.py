@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pulsesync.core.arguments import whole
 from pulsesync.core.events import Event, Listening, listen
+from pulsesync.core.extras import missing
 from pulsesync.errors import PulseError
 from pulsesync.metrics.table import BUCKETS_S, DROPPED, INSTRUMENTS, LABEL_VALUES, Instrument, measurements
 
@@ -42,7 +43,7 @@ class PrometheusMetrics:
         try:
             from prometheus_client import CollectorRegistry
         except ModuleNotFoundError as e:
-            raise PulseError(f"{e.name} is not installed: pip install 'pulsesync[metrics]'") from e
+            raise missing(e, "metrics") from e
         self.registry = CollectorRegistry() if registry is None else registry
         self._metrics = {
             instrument.name: _make(instrument)

@@ -8,7 +8,7 @@ from pulsesync.format.patch import CodecName
 from pulsesync.publish.anchor_coordinator import AnchorCoordinator
 from pulsesync.publish.cadence import Cadence
 from pulsesync.publish.committed import CommitSettler, CommittedVersion
-from pulsesync.publish.costs import PatchCosts, patch_codec
+from pulsesync.publish.costs import PatchCosts
 from pulsesync.publish.lease import PublisherLease
 from pulsesync.publish.lifecycle import SendQueue
 from pulsesync.publish.pending import PendingVersion
@@ -29,17 +29,17 @@ class TeamAgreement:
         cadence: Cadence,
         anchors: AnchorCoordinator,
         costs: PatchCosts,
-        codec: CodecName,
         lease: PublisherLease,
     ) -> None:
         self._committed, self._settler, self._rounds, self._queue = committed, settler, rounds, queue
         self._cadence, self._anchors, self._costs, self._lease = cadence, anchors, costs, lease
-        self._wanted = codec
         self.choice = costs.choice  # of the current version, or the expected one of the next
 
     @property
     def codec(self) -> CodecName:
-        return patch_codec(self._wanted, self.choice)
+        """The codec for an encoder, for which "auto" means the smallest."""
+        asked = self._costs.codec
+        return "step" if asked == "auto" and self.choice.codec == "step" else asked
 
     def agree_on_call(self, version: PendingVersion) -> int:
         """Return the call that the version ends with, by the status of every rank.

@@ -54,8 +54,8 @@ class AnchorWriter:
         sign: Callable[[Manifest], bytes],
         executor: Executor,
         give_way: Callable[[], None],
+        costs: AnchorCosts,
         ranks: int = 1,
-        costs: AnchorCosts | None = None,
         created: Callable[[Manifest, float], None] = lambda record, seconds: None,
     ) -> None:
         self.store, self.outbox, self.sign = store, outbox, sign
@@ -64,7 +64,7 @@ class AnchorWriter:
         self.owed = False  # whether one was begun and is not in the store
         self.written_bytes = 0
         self.share: AnchorShare | None = None
-        self.costs = costs or AnchorCosts()
+        self.costs = costs
         self.choice: CodecChoice | None = None  # how the last anchor was encoded
         self._uploaded_s = 0.0  # when the share was uploaded
         self._version: Manifest | None = None  # the version of which the last anchor was begun
@@ -89,7 +89,7 @@ class AnchorWriter:
         if not self.busy:
             self.owed, self._pause, self.share, self._version = True, 0, None, version
             self._unwritten = snapshot, tiles
-            self._current = self._start(version.starts, self._write, version)
+            self._start_writing()
 
     def finish(self, run: str) -> None:
         """Upload the anchors that are complete on disk, also those of an earlier process. Called with every version.
@@ -105,7 +105,7 @@ class AnchorWriter:
         if self._pause > 0 and not self._has_room_again():
             return
         if self._unwritten is not None:
-            self._write_again()
+            self._start_writing()
         elif waiting := self._waiting(run):
             self.owed = True
             self._current = self._start(waiting[0][0], self._finish, waiting)
@@ -121,7 +121,7 @@ class AnchorWriter:
                 "since. An anchor of the next epoch is written instead."
             )
 
-    def _write_again(self) -> None:
+    def _start_writing(self) -> None:
         assert self._version is not None
         self._current = self._start(self._version.starts, self._write, self._version)
 
@@ -145,7 +145,7 @@ class AnchorWriter:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the anchor that is being written, if one is. Raises: what stopped it."""
         if not self.busy and self._has_room_again():
-            self._write_again()
+            self._start_writing()
         if self._current is None:
             return
         try:

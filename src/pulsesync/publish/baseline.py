@@ -73,7 +73,7 @@ class Baseline(Protocol):
         ...
 
     def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
-        """Return new tensors in the windows of the share, which a subscriber of its slices then syncs to a version.
+        """Return new tensors in the windows of the share, which a follower of its slices then syncs to a version.
 
         They equal the source as it is now, because a path may begin there.
         """
@@ -83,15 +83,11 @@ class Baseline(Protocol):
         """Return the state of such tensors as the base, in the memory where it is kept."""
         ...
 
-    def compare(
-        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest
-    ) -> Difference:
-        """Compare a source with the base, which is the version `last`; when this returns, the source may change."""
+    def compare(self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName) -> Difference:
+        """Compare a source with the base; when this returns, the source may change."""
         ...
 
-    def compare_later(
-        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest
-    ) -> Difference:
+    def compare_later(self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName) -> Difference:
         """Compare a source that changes only after `wait`: this may return before the source is compared."""
         ...
 
@@ -161,9 +157,7 @@ class HostBaseline:
         adopted.history = state.history
         return adopted
 
-    def compare(
-        self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName, last: Manifest
-    ) -> "HostDifference":
+    def compare(self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName) -> "HostDifference":
         diffs = patch.find_diff(share.tiles, state, ShardWeights(shards.published, share.places), codec)
         changes = {(diff.tile.ordinal, block.number): block for diff in diffs for block in diff.blocks}
         return HostDifference(state, changes, diffs, codec)

@@ -125,8 +125,8 @@ def is_committed(store: Store, version: int, data: bytes) -> bool:
     return stored == data
 
 
-def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None) -> int:
-    """Commit a version whose parts are in the store: write its start, its record and the head; return the bytes.
+def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None) -> None:
+    """Commit a version whose parts are in the store: write its start, its record and the head.
 
     Raises:
         AnotherPublisherError: the version exists; or the version before it is gone, because others have published for
@@ -153,4 +153,3 @@ def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None
         store.put(keys.HEAD, str(manifest.version).encode())
     except StoreError as e:  # the head may lag; the version is committed
         logger.warning("Version %d is committed, but the head could not be updated: %s", manifest.version, e)
-    return len(data)

@@ -79,7 +79,7 @@ class CommittedVersion:
             return
         base.share.check(shards)
         compare = baseline.compare_later if later else baseline.compare
-        version.difference = compare(base.share, base.state, shards, codec, base.last)
+        version.difference = compare(base.share, base.state, shards, codec)
         version.base = base.last.version
 
     def start(self, base: RankBase) -> None:

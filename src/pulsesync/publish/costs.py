@@ -183,11 +183,6 @@ class PatchCosts:
         return CodingCost(median(cost.seconds for cost in costs), median(cost.size_bytes for cost in costs))
 
 
-def patch_codec(asked: CodecName, choice: CodecChoice) -> CodecName:
-    """Return the codec for an encoder, for which "auto" means the smallest."""
-    return "step" if asked == "auto" and choice.codec == "step" else asked
-
-
 def try_step(tiles: Sequence[Tile], changes: Changes) -> StepTrial:
     """Measure `step` on a sample of a version's blocks."""
     keys = sorted(changes)

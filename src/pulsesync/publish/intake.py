@@ -101,7 +101,7 @@ class VersionIntake:
             return future
         if version.is_root:
             written = report.payload_bytes + self.sender.finish_anchor()
-            report = replace(report, payload_bytes=written, anchor=self.sender.anchors.choice)
+            report = replace(report, payload_bytes=written, anchor=self.sender.anchor_writer.choice)
         return report
 
 

@@ -286,14 +286,9 @@ class Publisher:
         return last.run if (last := self._last) else None
 
     @property
-    def base_bytes(self) -> int:
-        """The bytes of the last version that this process keeps."""
-        return sum(flat.nbytes for flat in base.state.flats.values()) if (base := self._base) else 0
-
-    @property
     def anchor_bytes(self) -> int:
         """The bytes of anchors that this process has uploaded so far."""
-        return self._sender.anchors.written_bytes if self._sender else 0
+        return self._sender.anchor_writer.written_bytes if self._sender else 0
 
     def state_dict(self) -> PublisherState:
         """Return what to save in a checkpoint of the trainer: the run, and the last version that was committed.

@@ -19,7 +19,7 @@ from pulsesync.store import Store
 
 @dataclass
 class WriterOptions:
-    """The options that must be the same on all ranks of a team; see `Publisher`."""
+    """How a run is written; see `Publisher`. What decides the bytes must be the same on all ranks of a team."""
 
     codec: CodecName
     grid: layouts.Grid

@@ -58,7 +58,7 @@ class VersionSender:
         folder = self._scratch.path if self._scratch else spool
         assert folder is not None
         link = LinkSpeed(options.link, is_local(records.store))
-        anchors = AnchorWriter(
+        self.anchor_writer = AnchorWriter(
             records.store,
             Outbox(folder / ("outbox" if queue.is_alone else f"outbox-{team.rank}")),
             self._sign,
@@ -69,9 +69,10 @@ class VersionSender:
             created=events.anchored,
         )
         costs = PatchCosts(options.codec, link)
-        self.writer = RunWriter(records, TeamRounds(team), queue, cadence, anchors, costs, options, events, lease)
+        self.writer = RunWriter(
+            records, TeamRounds(team), queue, cadence, self.anchor_writer, costs, options, events, lease
+        )
         self.committed = self.writer.committed
-        self.anchors = anchors
 
     def _sign(self, record: Manifest) -> bytes:
         """Sign a record of an anchor. As a bound method, it keeps the lease and the temporary folder alive."""

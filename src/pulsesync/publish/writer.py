@@ -63,9 +63,7 @@ class RunWriter:
             anchors, rounds, queue.lock, options.anchor_every, lambda: records.reader().look, self._put
         )
         self.settler = CommitSettler(committed, records, rounds, queue, self.anchors, events)
-        self.agreement = TeamAgreement(
-            committed, self.settler, rounds, queue, cadence, self.anchors, costs, options.codec, lease
-        )
+        self.agreement = TeamAgreement(committed, self.settler, rounds, queue, cadence, self.anchors, costs, lease)
         self._resumer = RunResumer(committed, self.agreement, records, rounds, queue, self.anchors, options, lease)
         self._warns_of_fp32 = options.warns_of_fp32  # on the coordinator
 
@@ -122,7 +120,7 @@ class RunWriter:
         data = self._records.sign(record)
         self._store.put(keys.layout_key(plan.layout.id), plan.layout.data)
         with self._lease.creating():
-            written = len(plan.layout.data) + create(self._store, record, data, plan.last)
+            create(self._store, record, data, plan.last)
         if plan.last is not None and self._resumer.may_be_grafted(plan.last, version.step):
             logger.warning(
                 "Version %d (step %d) is published in full, and its weights were not compared with version %d (step "
@@ -135,7 +133,7 @@ class RunWriter:
             )
         self.committed.tables = tables
         self.anchors.count(record)
-        return CoordinatorMessage(data, newest=newest, written=written)
+        return CoordinatorMessage(data, newest=newest, written=len(plan.layout.data) + len(data))
 
     # Patches
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,8 +30,6 @@ from pulsesync.quantized.targets import Targets
 from pulsesync.run.follower import RunFollower
 from pulsesync.run.gate import SyncGate
 from pulsesync.run.goals import GoalFinder
-from pulsesync.run.heartbeats import HeartbeatWriter
-from pulsesync.run.reader import location_of
 from pulsesync.run.reporting import SyncEvents, SyncReport
 from pulsesync.state.views import torch_dtype
 from pulsesync.state.weights import Recount
@@ -112,10 +109,9 @@ class QuantizedSubscriber:
         store, keys = open_store(location), trusted(trust)
         folder = arguments.folder("cache", cache) if cache is not None else None
         movers, goals = trusted_for_pointers(trust_pointers, trust), GoalFinder(follow)
-        beats = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
-        self.events = SyncEvents(location_of(store), beats)
-        if beats is not None:
-            weakref.finalize(self, beats.close)
+        self.events = SyncEvents.of(store, heartbeat, follow)
+        if self.events.heartbeat is not None:
+            weakref.finalize(self, self.events.heartbeat.close)
         self._follower = RunFollower(
             store, keys, trust_pointers=movers, cache=folder, undo=kept, goals=goals, events=self.events
         )
@@ -147,7 +143,7 @@ class QuantizedSubscriber:
         verify: bool = False,
         follow_replaced: bool = False,
     ) -> QuantizedReport:
-        """Bring a module's or mapping's tensors to the newest version, or to a given one, in place.
+        """Update a module's or mapping's tensors to the newest version, or to a given one, in place.
 
         Args:
             weights: The worker's tensors: matrices in the recipe's dtype are quantised, and have scale tensors; others
@@ -208,7 +204,7 @@ class QuantizedSubscriber:
 
     def _sync_tensors(self, derived: DerivedWeights, plain: SyncReport) -> QuantizedReport:
         before = self._version
-        prepared, quantize_s, apply_s = self._bring(derived, self._confirm)
+        prepared, quantize_s, apply_s = self._update_tensors(derived, self._confirm)
         if prepared.transition is None:
             self._before.clear()
         elif before is not None and before != self._version:
@@ -238,7 +234,7 @@ class QuantizedSubscriber:
                 undone = self._follower.undo()
                 if undone is None:
                     return None  # the mirror has loaded an anchor, which cannot be undone: the next sync updates it
-            prepared, quantize_s, apply_s = self._bring(self._derived, None)
+            prepared, quantize_s, apply_s = self._update_tensors(self._derived, None)
         if undone is not None:
             changed = prepared.changed
             self.events.synced(
@@ -274,9 +270,8 @@ class QuantizedSubscriber:
 
         Any thread and any signal handler may call this; a running sync releases them when it ends.
         """
-        if self._gate.close() and self.events.heartbeat is not None:
-            self.events.heartbeat.close()
-            self.events.heartbeat.join()
+        if self._gate.close():
+            self.events.close()
 
     def _release(self: "QuantizedSubscriber | None") -> None:
         if self is not None:
@@ -286,7 +281,7 @@ class QuantizedSubscriber:
     def __enter__(self) -> "QuantizedSubscriber":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # The mirror
@@ -314,10 +309,7 @@ class QuantizedSubscriber:
     def _make_mirror(self, weights: Any) -> None:
         """Allocate the mirror for the current run, after checking that the worker's tensors match it."""
         records = self._follower.records()
-        newest = records.newest()
-        if newest is None:
-            raise records.nothing_published()
-        layout = records.layout(newest.layout)
+        layout = records.layout(records.required_newest().layout)
         Targets.match(weights, layout, self.recipe)
         where = device.find(weights) if self._plain == "device" else None
         self._derived = None
@@ -336,8 +328,10 @@ class QuantizedSubscriber:
             self._derived = DerivedWeights(weights, state, self._mirror, self.recipe)
         return self._derived
 
-    def _bring(self, derived: DerivedWeights, confirm: Callable[[], None] | None) -> "_Brought":
-        """Bring the worker's tensors to the version of the mirror."""
+    def _update_tensors(
+        self, derived: DerivedWeights, confirm: Callable[[], None] | None
+    ) -> tuple[PreparedWeights, float, float]:
+        """Update the worker's tensors to the version of the mirror; return how, and the seconds of both steps."""
         began = time.perf_counter()
         prepared = derived.prepare()
         found_at = time.perf_counter()
@@ -350,12 +344,4 @@ class QuantizedSubscriber:
             if not derived.is_made:
                 self._version = None
         self._version = self._follower.version
-        return _Brought(prepared, found_at - began, time.perf_counter() - asked_at)
-
-
-class _Brought(NamedTuple):
-    """The update of the worker's tensors, and its duration."""
-
-    prepared: PreparedWeights
-    quantize_s: float
-    apply_s: float
+        return prepared, found_at - began, time.perf_counter() - asked_at

@@ -110,9 +110,7 @@ def read_fleet(
     max_lag, max_age_s = whole("max_lag", max_lag, what="a number of versions"), seconds("max_age_s", max_age_s)
     store = open_store(location)
     reader = RunReader(store, trusted(trust), trust_pointers=trusted_for_pointers(trust_pointers, trust))
-    newest = reader.newest()
-    if newest is None:
-        raise reader.nothing_published()
+    newest = reader.required_newest()
     found: list[FoundHeartbeat] = []
     pointers: dict[str, int] = {}
     unknown = None

@@ -188,9 +188,7 @@ class SyncAttempt:
         self._follower, self._local, self._integrity = follower, follower.local, follower.integrity
         self._source, self._version, self._follow_replaced = source, version, follow_replaced
         self.meter = SyncMeter()
-        self._recounted: WeightState | None = (
-            None  # the attached state, if it was just recounted and is no known version
-        )
+        self._recounted: WeightState | None = None  # the attached weights, just recounted: they are no known version
         self._avoid: set[str] = set()  # keys of records that failed
         self._refused: dict[str, FormatError] = {}  # of records whose bodies are bad: they were read twice
         self._failure: _Replanned | None = None  # of the first record that failed
@@ -243,7 +241,7 @@ class SyncAttempt:
         Decoding against weights that something else has written can fail in any way, as bad bytes too: before a record
         is blamed, the weights are counted.
         """
-        traceback.clear_frames(error.__traceback__)  # the same of the cause
+        traceback.clear_frames(error.__traceback__)  # frees what was read, as above
         if error is self._damage:
             return True
         if isinstance(error, SupersededError):

@@ -58,10 +58,6 @@ class SyncPlan:
             return cls(anchor=path[0], patches=path[1:])
         return cls(patches=path)
 
-    @property
-    def records(self) -> Sequence[Manifest]:
-        return [self.anchor, *self.patches] if self.anchor else self.patches
-
 
 def accept(position: Position | None, record: Manifest) -> None:
     """Check that a record may follow a position.
@@ -94,7 +90,10 @@ def accept(position: Position | None, record: Manifest) -> None:
         in_place = (record.epoch, record.index) == (position.epoch, position.index + 1)
     if not in_place:
         raise ChainError(
-            f"version {record.version} has the wrong position in its epoch", version=record.version
+            f"version {record.version} has the wrong position in its epoch: it is patch {record.index} of epoch "
+            f"{record.epoch}, and version {position.version} before it is patch {position.index} of epoch "
+            f"{position.epoch}",
+            version=record.version,
         ).advise(CHECK)
 
 
@@ -156,9 +155,8 @@ def check_unchanged(
         )
 
 
-Look = Callable[
-    [str], Manifest | None
-]  # the record under a key, if there is one; always of the kind that the key names
+# The record under a key, if there is one; always of the kind that the key names.
+Look = Callable[[str], Manifest | None]
 
 
 def find_path(position: Position | None, goal: Manifest, look: Look) -> list[Manifest]:

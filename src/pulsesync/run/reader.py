@@ -36,7 +36,7 @@ from pulsesync.store.base import layers
 
 DAMAGED = (
     "Nothing of it was applied. Check the disk or store; pulse verify RUN lists all that is damaged. Then restore the "
-    "object from a backup, or go on publishing: from the next full checkpoint (anchor) on, workers do not need the "
+    "object from a backup, or keep publishing: from the next full checkpoint (anchor) on, workers do not need the "
     "object"
 )
 DIFFERS = "pulse verify RUN, on another machine, shows whether the version is bad or this machine is"
@@ -101,8 +101,8 @@ class RunReader:
         data = self.store.get(key, 0, manifests.MAX_BYTES + 1)
         self.fetched_bytes += len(data)
         record = manifests.parse(data, self.trust, self._epoch_patches)
-        if record.kind != _KINDS[key.partition("/")[0]]:
-            raise FormatError(f"the record is of the kind {record.kind}, which belongs into another folder")
+        if record.kind != (kind := _KINDS[key.partition("/")[0]]):
+            raise FormatError(f"expected a record of the kind {kind}, found one of the kind {record.kind}")
         return record
 
     def key_of(self, record: Manifest) -> str:
@@ -242,6 +242,12 @@ class RunReader:
                     f"; the local weights are version {version} of a run that was there before"
                 )
         planner.check_unchanged(run, version, digest, published, newest, advice)
+
+    def required_newest(self) -> Manifest:
+        """Return the newest version. Raises: NothingPublishedError; others as `newest`."""
+        if (newest := self.newest()) is None:
+            raise self.nothing_published()
+        return newest
 
     def nothing_published(self, more: str = "") -> NothingPublishedError:
         """Return the error for a location without a version."""

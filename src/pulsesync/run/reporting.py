@@ -14,6 +14,8 @@ from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest
 from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.planner import Position
+from pulsesync.run.reader import location_of
+from pulsesync.store import Store
 
 PROGRESS_S = 0.25  # the shortest time between two events on the progress of a transfer
 IDLE_S = 1.0  # the shortest time between two events on syncs that found nothing new, of which a loop can do thousands
@@ -140,6 +142,18 @@ class SyncEvents:
         self.location, self.heartbeat = location, heartbeat
         self.newest: int | None = None  # version that was seen; with a pointer to follow, the one that it names
         self._idle_at = -math.inf  # when a sync that finds nothing new is emitted again
+
+    @classmethod
+    def of(cls, store: Store, heartbeat: str | None, follow: str | None) -> "SyncEvents":
+        """The events of a subscriber of a store, with heartbeats under this name, if one is given."""
+        beats = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
+        return cls(location_of(store), beats)
+
+    def close(self) -> None:
+        """Write the last heartbeat, if there are any; wait for that for 2 s at most."""
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+            self.heartbeat.join()
 
     def synced(self, report: SyncReport) -> None:
         """Log and emit a sync that returned. One that found nothing new is not logged, and emitted once a second."""

@@ -100,10 +100,18 @@ class AnchorSpool:
         self.close()
         lock = self._open_lock()
         self._unlock = weakref.finalize(self, os.close, lock)
-        try:
-            _wait_for(lock, fcntl.LOCK_SH, PATIENCE_S)
-        except BlockingIOError:
-            logger.warning("Another process does not finish removing parts from %s; not waiting for it.", self.folder)
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.01)
+                    continue
+                logger.warning(
+                    "Another process does not finish removing parts from %s; not waiting for it.", self.folder
+                )
+            return
 
     def close(self) -> None:
         """Let other processes remove the parts that were fetched: this one does not read them any more."""
@@ -115,7 +123,7 @@ class AnchorSpool:
 
     @contextmanager
     def _without_disk(self) -> Iterator[None]:
-        """Go on if the disk fails, and log that once."""
+        """Continue if the disk fails, and log that once."""
         try:
             yield
         except TimeoutError:
@@ -152,19 +160,6 @@ def _download(ref: PartRef, store: Store, layout: Layout) -> tuple[bytes, Body]:
         return data, Body.of(data, layout, ref.id)
 
     return read_again(store, keys.part_key(ref.id), fetch)
-
-
-def _wait_for(lock: int, how: int, patience_s: float) -> None:
-    """Lock an open file. Raises: BlockingIOError, if the lock is not free within patience_s."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(lock, how | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
 
 
 def _part_lock(id_: str) -> str:

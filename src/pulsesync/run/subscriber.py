@@ -24,9 +24,7 @@ from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.run.follower import RunFollower
 from pulsesync.run.gate import INTERVAL_S, MAX_INTERVAL_S, SyncGate, pauses
 from pulsesync.run.goals import GoalFinder
-from pulsesync.run.heartbeats import HeartbeatWriter
 from pulsesync.run.planner import Position
-from pulsesync.run.reader import location_of
 from pulsesync.run.reporting import SyncEvents, SyncReport
 from pulsesync.state.claims import SupersededError
 from pulsesync.state.slices import Slices
@@ -106,10 +104,9 @@ class Subscriber:
         store = open_store(location, token=token)
         keys, movers = trusted(trust), trusted_for_pointers(trust_pointers, trust)
         self._goals = GoalFinder(follow, max_staleness)
-        beats = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=follow)
-        self.events = SyncEvents(location_of(store), beats)
-        if beats is not None:
-            weakref.finalize(self, beats.close)
+        self.events = SyncEvents.of(store, heartbeat, follow)
+        if self.events.heartbeat is not None:
+            weakref.finalize(self, self.events.heartbeat.close)
         self._follower = RunFollower(
             store,
             keys,
@@ -136,9 +133,8 @@ class Subscriber:
         Any thread and any signal handler may call this. A sync that is running is completed, and the weights are
         released when it is done. In a process that was forked from the one that syncs, this does nothing.
         """
-        if self._gate.close() and self.events.heartbeat is not None:
-            self.events.heartbeat.close()
-            self.events.heartbeat.join()
+        if self._gate.close():
+            self.events.close()
 
     def __enter__(self) -> "Subscriber":
         return self

@@ -5,9 +5,9 @@
 
 Plain GET and HEAD with ranges, so that any cache or content delivery network can be used in between, and one addition:
 `/?list=` with a prefix lists the objects below it, one JSON object a line; with `&after=` and a key, a page of those
-after that key. Content-addressed objects may be cached
-forever; all others must be requested again each time; that an object is missing is never cached. The one thing that
-clients may write is the heartbeat of a worker: it is kept only in memory, and a relay sends it to its upstream.
+after that key. Content-addressed objects may be cached forever; all others must be requested again each time; that an
+object is missing is never cached. The one thing that clients may write is the heartbeat of a worker: it is kept only in
+memory, and a relay sends it to its upstream.
 
 Memory is bounded: a limited number of requests is answered at a time, each with a few pieces of its object in memory.
 Objects are served unaltered. A relay hashes those that it fetches entirely; readers check everything.

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from pulsesync.core.extras import missing
 from pulsesync.core.text import printable
-from pulsesync.errors import ConflictError, FormatError, LimitError, NotFoundError, PulseError, StoreError
+from pulsesync.errors import ConflictError, FormatError, LimitError, NotFoundError, StoreError
 from pulsesync.run.keys import HEARTBEATS
 from pulsesync.server.board import MAX_BYTES, HeartbeatBoard
 from pulsesync.server.calls import SharedBytes, SharedPlaces, in_thread
@@ -87,7 +88,7 @@ def make_app(store: Store, token: str | None = None, *, open_metrics: bool = Fal
         from starlette.applications import Starlette
         from starlette.routing import Route
     except ModuleNotFoundError as e:
-        raise missing(e) from e
+        raise missing(e, "serve") from e
     service = _Service(store, token, open_metrics)
     return Starlette(
         routes=[
@@ -374,7 +375,3 @@ async def _read_body(receive: "Receive", limit: int) -> bytes:
 
 def _no_token() -> "Response":
     return _words(401, "this server requires a token", {"WWW-Authenticate": "Bearer"})
-
-
-def missing(error: ModuleNotFoundError) -> PulseError:
-    return PulseError(f"{error.name} is not installed: pip install 'pulsesync[serve]'")

@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pulsesync.core.extras import missing
 from pulsesync.core.threads import SignalSafeFlag
 from pulsesync.errors import PulseError
 from pulsesync.server.connections import Connections
-from pulsesync.server.service import make_app, missing
+from pulsesync.server.service import make_app
 from pulsesync.store.base import Store
 from pulsesync.store.transport import is_loopback
 
@@ -74,7 +75,7 @@ def serve(
     try:
         import granian.server.embed  # noqa: F401 - what is not installed is named before anything is opened
     except ModuleNotFoundError as e:
-        raise missing(e) from e
+        raise missing(e, "serve") from e
     port = _free_port(host, port)
     connections = Connections(app)
 

@@ -52,9 +52,15 @@ def match_tensors(
     for name, spec in wanted.items():
         if name not in views:
             continue  # it is tied to one that is there
-        tied_to = layout.ties.get(name)
-        advice = _advice(views[name].spec, spec, tied_to, widen, widens)
-        _check_fits(name, views[name], spec, (tied_to or name) in wide, advice)
+        here, tied_to = views[name].spec, layout.ties.get(name)
+        if (here.dtype, here.shape) != ("F32" if (tied_to or name) in wide else spec.dtype, spec.shape):
+            raise StateError(
+                f"tensor {name!r} is {here.dtype} {here.shape} in this model and {spec.dtype} {spec.shape} in the run; "
+                f"{_advice(here, spec, tied_to, widen, widens)}",
+                tensor=name,
+            )
+        if not views[name].shared:
+            raise StateError(f"tensor {name!r} {NOT_WRITABLE}", tensor=name)
     flats = {name: views[name].flat for name in specs}
     copies: dict[str, list[Flat]] = {}
     for alias, name in layout.ties.items():
@@ -76,18 +82,6 @@ def check_apart(flats: Mapping[str, Flat], copies: Mapping[str, Sequence[Flat]],
                 "or publish the model with both tied",
                 tensor=other,
             )
-
-
-def _check_fits(name: str, view: Any, spec: TensorSpec, wide: bool, advice: str) -> None:
-    """Check that a tensor of the run can be written to a local one; wide: FP32 for BF16. Raises: StateError."""
-    if (view.spec.dtype, view.spec.shape) != ("F32" if wide else spec.dtype, spec.shape):
-        raise StateError(
-            f"tensor {name!r} is {view.spec.dtype} {view.spec.shape} in this model and {spec.dtype} {spec.shape} in "
-            f"the run; {advice}",
-            tensor=name,
-        )
-    if not view.shared:
-        raise StateError(f"tensor {name!r} {NOT_WRITABLE}", tensor=name)
 
 
 def _advice(here: TensorSpec, spec: TensorSpec, tied_to: str | None, widen: bool, widens: bool) -> str:

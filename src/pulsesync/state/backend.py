@@ -86,8 +86,7 @@ class StateBackend(ABC):
     @cached_property
     def tiles(self) -> Mapping[int, Tile]:
         """The local tiles by ordinal; a tile of which only some groups are local has their numbers."""
-        kept = {ordinal: place.tile.kept for ordinal, place in self.places.items() if place.tile is not None}
-        return {n: replace(self.layout.tiles[n], kept=kept.get(n)) for n in self.places}
+        return {n: replace(self.layout.tiles[n], kept=place.tile.kept) for n, place in self.places.items()}
 
     # Tensors
 

@@ -4,7 +4,7 @@ A source (module, state dict or mapping) is read as shards. A DTensor knows whic
 gives it for a plain tensor; everything else is a whole tensor.
 
     mine = shards_of(model, cast={"*": "BF16"})
-    everyones = [windows_from(note) for note in gather(windows_to(mine))]
+    everyones = [windows_from(note)[0] for note in gather(windows_to(mine))]
     layout = layout_of(everyones)                       # cut where any process's part ends
     owner_of(layout, everyones)                         # of each tile: the first process that has all of it
 

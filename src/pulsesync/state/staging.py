@@ -125,8 +125,8 @@ class StagedBlocks:
             yield
         except OSError as e:
             raise StoreError(
-                f"cannot write an anchor's temporary file in {self._folder}: {e.strerror}; make room there, "
-                "or use another disk (cache= of the Subscriber, or TMPDIR)",
+                f"cannot use an anchor's temporary file in {self._folder}: {e.strerror}. If the disk is full, make "
+                "room; else use another one (cache= of the Subscriber, or TMPDIR)",
                 key=str(self._folder),
             ) from e
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from pulsesync.core.types import DTYPES, Bits, TensorSpec, Tile
 from pulsesync.errors import LimitError, StateError
+from pulsesync.format.layout import Layout
 
 if TYPE_CHECKING:
     import torch
@@ -248,11 +249,9 @@ class HostSource:
         whole: the names of their tensors, where each is all of its tensor.
         """
         casts = {self.dtypes.get(name) for name in whole or ()} if self.dtypes else {None}
-        if whole is None or len(casts) > 1 or not self.tensors:
-            return np.concatenate([self.block(piece, 0) for piece in pieces])
-        tensors = [self.tensors[name] for name in whole]
+        tensors = [self.tensors[name] for name in whole or ()] if self.tensors else []
         of_torch = {not issubclass(kind, np.ndarray) for kind in set(map(type, tensors))}
-        if len(of_torch) > 1:
+        if len(casts) > 1 or len(of_torch) != 1:  # also where there are no whole tensors
             return np.concatenate([self.block(piece, 0) for piece in pieces])
         bits, dtype = _joined(tensors, True in of_torch), casts.pop()
         return bits if dtype is None else _cast(bits, dtype, True in of_torch)
@@ -324,7 +323,7 @@ def _cast(bits: Bits, dtype: str, of_torch: bool) -> Bits:
     if of_torch:
         import torch
 
-        cast = torch.from_numpy(bits.view(np.float32)).to(getattr(torch, CASTS[dtype]))
+        cast = torch.from_numpy(bits.view(np.float32)).to(torch_dtype(dtype))
         out: Bits = cast.view(getattr(torch, f"uint{8 * DTYPES[dtype].itemsize}")).numpy()
         return out
     with np.errstate(all="ignore"):  # NaN and overflow are values here
@@ -333,8 +332,15 @@ def _cast(bits: Bits, dtype: str, of_torch: bool) -> Bits:
 
 def new_tensors(specs: Iterable[TensorSpec]) -> dict[str, np.ndarray[Any, Any]]:
     """Zeros in the shapes and dtypes of tensors, as numpy arrays. Raises: LimitError, if there is no memory."""
-    by_dtype = {dtype: label for label, dtype in _NUMPY_NAMES.items()}
-    return {spec.name: zeros(spec, spec.shape, _numpy_dtype(by_dtype[spec.dtype])) for spec in specs}
+    return {spec.name: zeros(spec, spec.shape, _numpy_dtype(dtype_in_torch(spec.dtype))) for spec in specs}
+
+
+def new_torch_tensors(layout: Layout) -> dict[str, Any]:
+    """Zeros for all tensors of a run, as torch tensors, tied ones under each of their names."""
+    import torch
+
+    own = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in layout.tensors}
+    return own | {alias: own[name] for alias, name in layout.ties.items()}
 
 
 def zeros(spec: TensorSpec, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> np.ndarray[Any, Any]:

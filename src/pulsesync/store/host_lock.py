@@ -1,4 +1,4 @@
-"""Turns: of the processes of a host that want to fetch the same object, one does, and the others wait for it.
+"""Locks of the processes of a host: of those that want to fetch the same object, one does, and the others wait.
 
 A process that fetches touches its lock every second. If it is stopped, or its machine hangs, the waiting processes
 notice that and continue without it: no process can block the others forever.

@@ -28,6 +28,7 @@ from verl.workers.rollout import BaseRollout, RolloutReplica
 
 from pulsesync.core.types import Bits
 from pulsesync.testing import mutate, random_bits
+from tests.publishers import kept_bytes
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor
 # The first three have more weights than those that share a tile, so that they go to different trainers.
@@ -165,7 +166,7 @@ class TrainerWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def kept_bytes(self) -> int:
         """What this rank keeps of the last version."""
-        return int(self.checkpoint_engine._publisher.base_bytes)
+        return kept_bytes(self.checkpoint_engine._publisher)
 
 
 class KeepingRollout(BaseRollout):

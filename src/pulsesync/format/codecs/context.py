@@ -183,10 +183,7 @@ def is_checked(tile: Tile) -> bool:
 
 
 def changing(tile: Tile, hot: NDArray[np.int64], cold: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which streams change something: hot: the number of hot changes of each.
-
-    cold: the positions of cold changes in the tile.
-    """
+    """Which streams change something, given the number of hot changes of each, and where the tile's cold ones are."""
     return (hot > 0) | (np.diff(np.searchsorted(cold, tile.borders)) > 0)
 
 

@@ -45,18 +45,6 @@ def _split(block: Bits) -> Sequence[NDArray[np.uint8]]:
     return [np.ascontiguousarray(plane) for plane in rotated.view(np.uint8).reshape(-1, block.itemsize).T]
 
 
-def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]") -> Iterator[Bits]:
-    """Yield the weights of each block of a tile of this many weights.
-
-    Raises:
-        FormatError: the payload is not one of this codec, or has the wrong length.
-    """
-    for planes in open_blocks(payload, size, dtype):
-        out = np.empty(planes[0].size, dtype)
-        decode_block(planes, out)
-        yield out
-
-
 def open_blocks(
     payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
 ) -> Iterator[Sequence[PackedPlane]]:

@@ -140,11 +140,8 @@ def parse_streams_of(payloads: BegunPayloads) -> PayloadStreams:
     heads, words, colds, good, at = _at_once(payloads, sizes, first)
     changes, lanes = heads >> 3, 1 << (heads & 7)
     for i in np.flatnonzero(~good).tolist():
-        reader, tile, mine = (
-            wire.ByteReader(payloads.data[i], "a context payload"),
-            payloads.tiles[i],
-            slice(*first[i : i + 2]),
-        )
+        reader = wire.ByteReader(payloads.data[i], "a context payload")
+        tile, mine = payloads.tiles[i], slice(*first[i : i + 2])
         reader.at = int(payloads.at[i])
         some = np.array(context.parse_streams(reader, tile.stream_sizes), np.int64).reshape(-1, 3)
         changes[mine], lanes[mine], words[mine] = some.T

@@ -13,7 +13,7 @@ SkyRL's folders are read as well: `delta-00000005/`, with a `manifest.json` that
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -348,9 +348,3 @@ def delta_metadata(version: int, encoding: Encoding, algorithm: Checksum) -> dic
         "compression_format": COMPRESSION,
         "checksum_format": algorithm,
     }
-
-
-def choose(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raises: ValueError, if a value is not one of its choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")

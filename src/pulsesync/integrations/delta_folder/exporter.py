@@ -64,8 +64,8 @@ class DeltaExporter:
         checksum: Checksum = "xxh3-128",
         trust: str | Collection[str] | None = None,
     ) -> None:
-        form.choose("encoding", encoding, get_args(Encoding))
-        form.choose("checksum", checksum, get_args(Checksum))
+        arguments.one_of("encoding", encoding, get_args(Encoding))
+        arguments.one_of("checksum", checksum, get_args(Checksum))
         form.checksum(checksum, np.zeros(0, np.uint8))  # raises now if a package is missing
         self.store = open_store(location)
         self.folder, self.trust = arguments.folder("folder", folder), trusted(trust)
@@ -102,9 +102,7 @@ class DeltaExporter:
             unchanged, and the call can be repeated.
         """
         records = RunReader(self.store, self.trust)
-        newest = records.newest()
-        if newest is None:
-            raise records.nothing_published()
+        newest = records.required_newest()
         last = self._last_exported(records, newest)
         number = self._next(records, last)
         if last is None and number > newest.version:

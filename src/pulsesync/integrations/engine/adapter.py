@@ -63,9 +63,8 @@ class EngineAdapter(ABC):
         """Return the live parameters by name."""
         return runtime_tensors(self.model)
 
-    def refresh_packed(self) -> int:
-        """Recompute what the engine has derived from weights and computes with; return the number of layers."""
-        return 0
+    def refresh_packed(self) -> None:  # noqa: B027 - most engines keep nothing derived
+        """Recompute what the engine has derived from weights and computes with."""
 
     def derived(self) -> list[Any]:
         """Return what layers keep in addition to their parameters: packed weights, each an object of its own."""

@@ -18,7 +18,7 @@ from pulsesync.integrations.runtime import HEAD, EngineRank, ModelShape, check_l
 from pulsesync.run.follower import attach
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slices
-from pulsesync.state.views import CASTS, torch_dtype
+from pulsesync.state.views import CASTS, new_torch_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -141,15 +141,12 @@ class MirroredWeights:
     slices: Slices | None = None
 
     def __init__(self, engine: EngineAdapter, layout: Layout) -> None:
-        import torch
-
         engine.check_loader()
         self._engine, self._layout = engine, layout
         for spec in layout.tensors:
             if spec.dtype not in ("F32", *CASTS):
                 raise StateError(f"tensor {spec.name!r} has dtype {spec.dtype}, which a mirror does not support")
-        self._own = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in layout.tensors}
-        self.tensors = self._own | {alias: self._own[name] for alias, name in layout.ties.items()}
+        self.tensors = new_torch_tensors(layout)
         self._loaded = False  # whether the engine has the weights of the mirror
         self._seen: _Fingerprint | None = None  # of the engine's tensors, after they were last loaded
         self._fill()

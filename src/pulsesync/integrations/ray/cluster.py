@@ -4,6 +4,7 @@ import time
 from importlib import import_module
 from typing import Any
 
+from pulsesync.core.extras import missing
 from pulsesync.errors import PulseError
 
 NAMESPACE = "pulsesync"  # of all named actors of this package, so that any job of the cluster finds them
@@ -21,7 +22,7 @@ def ray(part: str = "") -> Any:
         return import_module(f"ray.{part}") if part else whole
     except ModuleNotFoundError as e:
         extra = "rllib" if part.startswith("rllib") else "ray"
-        raise PulseError(f"{e.name} is not installed: pip install 'pulsesync[{extra}]'") from e
+        raise missing(e, extra) from e
 
 
 def check_joined() -> None:

@@ -47,11 +47,8 @@ class Link:
 
     def publisher(self, rank: int = 0, size: int = 1, **options: Any) -> "Publisher | TeamPublisher":
         """Return the publisher of trainer `rank` of `size`; options as for `Publisher` or `ShardedPublisher`."""
-        return (
-            TeamPublisher(self.store(), self.team(rank, size), **options)
-            if size > 1
-            else Publisher(self.store(), **options)
-        )
+        store = self.store()
+        return TeamPublisher(store, self.team(rank, size), **options) if size > 1 else Publisher(store, **options)
 
     def subscriber(self, **options: Any) -> Subscriber:
         """Return the subscriber of a rollout actor; options as for `Subscriber`: slices, trust, cache, undo."""

@@ -25,9 +25,9 @@ from pulsesync.publish.publisher import Publisher
 from pulsesync.run.reader import RunReader
 from pulsesync.run.reporting import SyncReport
 from pulsesync.run.subscriber import Subscriber
+from pulsesync.state.views import CASTS, torch_dtype
 
 KEEP_VERSIONS = 16  # least number of versions of a run in Ray's object store: env-runners lag by one, or start over
-_TORCH = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 
 
 def patched_sync(
@@ -216,15 +216,12 @@ def _stamps(tensors: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 def _in_dtypes_of(subscriber: Subscriber, version: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors themselves if they have the dtype of the run; otherwise copies in that dtype."""
-    import torch
-
     records = RunReader(subscriber.store, subscriber.trust)
     specs = {spec.name: spec for spec in records.layout(records.required_version(version).layout).tensors}
     found = {}
     for name, tensor in tensors.items():
         spec = specs.get(name)
-        label = _TORCH.get(spec.dtype, "") if spec else ""
-        dtype = getattr(torch, label) if label else tensor.dtype
+        dtype = torch_dtype(spec.dtype) if spec and spec.dtype in ("F32", *CASTS) else tensor.dtype
         found[name] = tensor if dtype == tensor.dtype else tensor.to(dtype)
     return found
 

@@ -96,19 +96,18 @@ class VllmEngine(EngineAdapter):
                 finalize(self.model, self.config.model_config)
         return loaded
 
-    def refresh_packed(self) -> int:
-        """Repack weights of which vLLM keeps a packed copy on a CPU; return the number of layers.
+    def refresh_packed(self) -> None:
+        """Repack weights of which vLLM keeps a packed copy on a CPU.
 
         An output matrix that is tied to the embedding is an example: vLLM computes with a packed copy of it, and no
         method of loading weights renews that copy, so that log-probabilities would be those of old weights.
         """
         if not import_module("vllm.platforms").current_platform.is_cpu():
-            return 0
+            return
         pack = import_module("vllm.model_executor.layers.utils").dispatch_cpu_unquantized_gemm
         layers = [layer for layer in self.model.modules() if hasattr(layer, "cpu_linear") and layer.weight.numel()]
         for layer in layers:
             pack(layer, remove_weight=False)
-        return len(layers)
 
     def derived(self) -> list[Any]:
         return [layer.cpu_linear for layer in self.model.modules() if hasattr(layer, "cpu_linear")]
@@ -140,10 +139,7 @@ async def drop_cache(engine: Any) -> None:
         raise PulseError(
             "the engine could not drop its KV cache, which the old weights have computed; update again, or restart it"
         )
-    for name in (
-        "reset_mm_cache",
-        "reset_encoder_cache",
-    ):  # caches of images; the second does not exist in all versions
+    for name in ("reset_mm_cache", "reset_encoder_cache"):  # of images; some versions lack the second
         if hasattr(engine, name):
             await getattr(engine, name)()
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Coroutine, Generator
 from typing import Any, Literal, get_args
 
+from pulsesync.core.arguments import one_of
 from pulsesync.errors import PulseError
 from pulsesync.integrations.engine.follower import EngineLimits, RunOptions, find_version
 from pulsesync.integrations.engine.update import (
@@ -107,8 +108,7 @@ def parse_update(body: Any) -> tuple[dict[str, Any], int | str, KvCache]:
     options = {**body}
     version, kv_cache = options.pop("version", LATEST), options.pop("kv_cache", "drop")
     check_version(version)
-    if kv_cache not in get_args(KvCache):
-        raise ValueError(f"kv_cache must be one of {', '.join(map(repr, get_args(KvCache)))}; got {kv_cache!r}")
+    one_of("kv_cache", kv_cache, get_args(KvCache))
     RunOptions.parse(options)
     return options, version, kv_cache
 

@@ -47,7 +47,7 @@ class VllmServer(EngineServer):
         self._paused_at, self._pause_s = 0.0, 0.0  # when an update has paused it (0 if not), and how long in all
 
     def status(self) -> dict[str, Any]:
-        """Return the server's status: location, version, digest, weight_version, paused.
+        """Return the server's status, as `EngineServer.status`, and weight_version and paused.
 
         Raises:
             StoreError: it does not answer; PulseError: it was not started with the options that updates need.

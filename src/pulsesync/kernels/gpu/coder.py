@@ -7,7 +7,20 @@
 import triton
 import triton.language as tl
 
-from pulsesync.kernels.gpu.words import DIRECT, LOW, PLACES, ROW, TOTAL, P, ballot, popcount
+from pulsesync.kernels.gpu.words import (
+    DIRECT,
+    LOW,
+    NO_TABLE,
+    OTHER_COUNT,
+    PLACES,
+    ROW,
+    STREAM_TOO_LONG,
+    STREAM_TOO_SHORT,
+    TOTAL,
+    P,
+    ballot,
+    popcount,
+)
 
 
 @triton.jit
@@ -304,9 +317,9 @@ def decode(
         d0, d1, d2, d3 = n0, n1, n2, n3
         j = later
     unfinished = (ballot(on & (x != LOW), bit) & group) != 0
-    fault = tl.where(out != out_end, 3, tl.where((at != end) | unfinished, 4, 0))
+    fault = tl.where(out != out_end, OTHER_COUNT, tl.where((at != end) | unfinished, STREAM_TOO_LONG, 0))
     # `at` is also after the end of a stream that is too short.
-    fault = tl.where(lost != 0, 2, tl.where(at > end, 1, fault))
+    fault = tl.where(lost != 0, NO_TABLE, tl.where(at > end, STREAM_TOO_SHORT, fault))
     tl.store(faults + b, fault.to(tl.int32), mask=some & (lane == 0))
 
 

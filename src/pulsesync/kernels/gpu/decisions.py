@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from pulsesync.kernels.gpu.words import CHUNK, DIRECT, PLACES, ROW, ROWS, load_bits, popcount, prefix, step_of
+from pulsesync.kernels.gpu.words import (
+    CHUNK,
+    DIRECT,
+    PLACES,
+    ROW,
+    ROWS,
+    STEP_TOO_LONG,
+    load_bits,
+    popcount,
+    prefix,
+    step_of,
+)
 
 
 # Counts differ in every patch, so kernels are not specialized for them.
@@ -125,4 +136,4 @@ def land(
         tl.store(before + j, old, mask=some)
         tl.store(after + j, new, mask=some)
         if tl.sum((wrong & some).to(tl.int32)) > 0:
-            tl.store(faults + b, 6)
+            tl.store(faults + b, STEP_TOO_LONG)

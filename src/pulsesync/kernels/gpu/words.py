@@ -8,7 +8,7 @@ import triton.language as tl
 from pulsesync.kernels import spec
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # the interpreter has no instructions of a GPU
-CHUNK = tl.constexpr(4096)
+CHUNK = tl.constexpr(spec.GPU_CHUNK)
 ROWS = tl.constexpr(128)  # words of 32 bits in a chunk
 P = tl.constexpr(spec.PROBABILITY_BITS)
 TOTAL = tl.constexpr(1 << spec.PROBABILITY_BITS)
@@ -19,6 +19,11 @@ ROW = tl.constexpr(spec.ROW)
 # Decisions in a block, at most; decoded values are a decision plus PLACES times a symbol.
 PLACES = tl.constexpr(1 << 20)
 CHUNK_BITS = tl.constexpr(spec.CHUNK_BITS)
+STREAM_TOO_SHORT = tl.constexpr(spec.STREAM_TOO_SHORT)
+NO_TABLE = tl.constexpr(spec.NO_TABLE)
+OTHER_COUNT = tl.constexpr(spec.OTHER_COUNT)
+STREAM_TOO_LONG = tl.constexpr(spec.STREAM_TOO_LONG)
+STEP_TOO_LONG = tl.constexpr(spec.STEP_TOO_LONG)
 FIRST_SEED = tl.constexpr(spec.DIGEST_SEEDS[0])
 SECOND_SEED = tl.constexpr(spec.DIGEST_SEEDS[1])
 
