@@ -13,12 +13,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, TensorSpec, Tile, TilePatch
 from pulsesync.kernels import spec
+from pulsesync.kernels.arrays import I64, U8, U32, U64
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _RUN = 1 << 24  # units recounted by one task
@@ -27,7 +27,7 @@ _BYTES = np.zeros((1, 5), np.int64)  # the table of pieces of a tensor of bytes
 
 
 @cache
-def keys() -> NDArray[np.uint32]:
+def keys() -> U32:
     """The keys of the 4,096 places in a chunk, for both sums: the upper halves of splitmix64's output, never 0."""
     out = np.empty((2, 1 << spec.CHUNK_BITS), np.uint32)
     for word, seed in enumerate(spec.PLACE_SEEDS):
@@ -64,12 +64,12 @@ def count_block(tile: Tile, number: int, bits: Bits) -> Sum:
     return _count(bits, number * BLOCK, bits.size, tile.piece_table)
 
 
-def count_bytes(data: NDArray[np.uint8], first: int) -> Sum:
+def count_bytes(data: U8, first: int) -> Sum:
     """Count the digest of some bytes of a tensor of bytes whose offset is 0, from the one numbered first on."""
     return _count(data, first, data.size, _BYTES)
 
 
-def _count(bits: Bits, first: int, count: int, pieces: NDArray[np.int64], in_place: bool = False) -> Sum:
+def _count(bits: Bits, first: int, count: int, pieces: I64, in_place: bool = False) -> Sum:
     count_weights = kernels.active().digest_weights
     return Sum(*map(int, count_weights(_units(bits), first, count, pieces, _units_each(bits), keys(), in_place)))
 
@@ -85,13 +85,13 @@ def moved_by(tile: Tile, change: BlockChange) -> Sum:
     return Sum(int(first), int(second))
 
 
-def moved_in_runs(tile: Tile, change: BlockChange, first: NDArray[np.int64]) -> NDArray[np.uint64]:
+def moved_in_runs(tile: Tile, change: BlockChange, first: I64) -> U64:
     """By how much each of several runs of changes changes the first sum of a tile's digest, given where each begins."""
-    moved: NDArray[np.uint64] = _weigh(tile, change, first)[2]
+    moved: U64 = _weigh(tile, change, first)[2]
     return moved
 
 
-def _weigh(tile: Tile, change: BlockChange, runs: NDArray[np.int64]) -> Any:
+def _weigh(tile: Tile, change: BlockChange, runs: I64) -> Any:
     first, per = change.number * BLOCK, _units_each(change.old)
     weigh = kernels.active().digest_change
     return weigh(change.positions, first, tile.piece_table, per, _units(change.old), _units(change.new), keys(), runs)

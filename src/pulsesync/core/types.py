@@ -9,9 +9,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Bits = NDArray[np.unsignedinteger]  # the bits of weights, as unsigned integers
+from pulsesync.kernels.arrays import I64, U8, U32
+from pulsesync.kernels.arrays import Bits as Bits
+
 BLOCK = 1 << 20  # weights of a tile that are coded together, in row-major order
 
 
@@ -120,7 +121,7 @@ class Tile:
         return list(dict.fromkeys(piece.tensor.name for piece in self.pieces)) if self.pieces else [self.tensor.name]
 
     @cached_property
-    def piece_table(self) -> NDArray[np.int64]:  # (pieces, 5); one row for a tile that is not a bundle
+    def piece_table(self) -> I64:  # (pieces, 5); one row for a tile that is not a bundle
         """What the digest needs of each piece to find the index of a weight of the tile in its own tensor.
 
         Where the piece begins in the tile, the index of its first weight in the tensor, its columns, the distance
@@ -136,7 +137,7 @@ class Tile:
         return table
 
     @cached_property
-    def borders(self) -> NDArray[np.int64]:
+    def borders(self) -> I64:
         """Where the weights that are coded together begin, and the end of the last: groups of a bundle, else blocks."""
         return np.array(self.groups or (*range(0, self.size, BLOCK), self.size), np.int64)
 
@@ -191,12 +192,12 @@ class Tile:
         else:
             flat[self.flat_indices(np.arange(begin, begin + bits.size))] = bits
 
-    def flat_indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def flat_indices(self, positions: I64) -> I64:
         """Turn positions in the tile into flat indices of the tensor."""
         if self.contiguous:
             return positions + self.start
         rows, columns = np.divmod(positions, self.columns)
-        indices: NDArray[np.int64] = rows * self.tensor.columns + (columns + self.start)
+        indices: I64 = rows * self.tensor.columns + (columns + self.start)
         return indices
 
 
@@ -215,11 +216,11 @@ class Codec(IntEnum):
 class Remembered(NamedTuple):
     """The history of a block in its epoch: a byte for each weight below the tile's cut (see `format.history`)."""
 
-    last: NDArray[np.uint8]
-    ranks: NDArray[np.int64]  # where the bytes of what is coded together begin, and the end of the last
+    last: U8
+    ranks: I64  # where the bytes of what is coded together begin, and the end of the last
 
     @classmethod
-    def alone(cls, last: NDArray[np.uint8]) -> "Remembered":
+    def alone(cls, last: U8) -> "Remembered":
         """Of a block that is coded as one."""
         return cls(last, np.array((0, last.size)))
 
@@ -229,7 +230,7 @@ class BlockChange:
     """What changes in one block of a tile; old is kept for the digest and for undoing."""
 
     number: int  # of the block in its tile
-    positions: NDArray[np.uint32]  # (changes,) from the block's start, ascending
+    positions: U32  # (changes,) from the block's start, ascending
     old: Bits  # (changes,)
     new: Bits  # (changes,)
     remembered: Remembered | None = None  # the block's history afterwards, where the codec computed it anyway
@@ -239,7 +240,7 @@ class BlockChange:
         """The change that makes a block of zeros these weights."""
         return cls(number, np.arange(bits.size, dtype=np.uint32), np.zeros_like(bits), bits)
 
-    def tile_positions(self) -> NDArray[np.int64]:
+    def tile_positions(self) -> I64:
         return self.positions.astype(np.int64) + self.number * BLOCK
 
 
@@ -256,7 +257,7 @@ class TilePatch:
     def changed(self) -> int:
         return sum(block.positions.size for block in self.blocks)
 
-    def flat_indices(self, block: BlockChange) -> NDArray[np.int64]:
+    def flat_indices(self, block: BlockChange) -> I64:
         return self.tile.flat_indices(block.tile_positions())
 
 

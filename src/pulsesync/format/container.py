@@ -12,11 +12,11 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync.core.threads import spread
 from pulsesync.errors import ChecksumError, FormatError, LimitError
 from pulsesync.format import versions
+from pulsesync.kernels.arrays import U8
 
 MAGIC = b"\x89PULSE\n\x1a"  # not text, and damaged by programs that convert line ends
 HEADER = struct.Struct("<8sBBH32s")  # magic, version, flags, sections, layout
@@ -28,7 +28,7 @@ ALONE = 1 << 18  # bytes of a part that one thread hashes in the time that anoth
 SHORT = 1 << 13
 
 
-Allocate = Callable[[int], NDArray[np.uint8]]  # allocates this number of bytes
+Allocate = Callable[[int], U8]  # allocates this number of bytes
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PartHeader:
             )
 
 
-def new_bytes(size: int) -> NDArray[np.uint8]:
+def new_bytes(size: int) -> U8:
     return np.empty(size, np.uint8)
 
 
@@ -94,7 +94,7 @@ def build(
     return hashlib.sha256(data[:end].data).hexdigest(), data.data.toreadonly()
 
 
-def _fill(data: NDArray[np.uint8], begin: int, pieces: Sequence[bytes | memoryview]) -> bytes:
+def _fill(data: U8, begin: int, pieces: Sequence[bytes | memoryview]) -> bytes:
     """Copy a section to its place, and hash it while it is in the cache."""
     at, view = begin, data.data
     for piece in pieces:

@@ -6,21 +6,21 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core.threads import spread
 from pulsesync.core.types import Bits, BlockChange, Tile
 from pulsesync.format.weights import Changes, Weights
+from pulsesync.kernels.arrays import I64, U8, U32
 
 
 class BlockSteps(NamedTuple):
     """A block's changes as `context` sees them."""
 
-    symbols: NDArray[np.uint8]
-    extras: NDArray[np.uint32]
-    classes: NDArray[np.uint8]
-    by_class: NDArray[np.int64]
+    symbols: U8
+    extras: U32
+    classes: U8
+    by_class: I64
 
 
 class TileChanges(Protocol):
@@ -35,7 +35,7 @@ class TileChanges(Protocol):
     @property
     def changed(self) -> int: ...
 
-    def positions(self) -> NDArray[np.int64]:
+    def positions(self) -> I64:
         """Positions in the tile, ascending."""
 
     def values(self) -> Bits:
@@ -52,17 +52,17 @@ class Diff:
     tile: Tile
     blocks: tuple[BlockChange, ...]
     steps: tuple[BlockSteps, ...] = ()
-    sampled: NDArray[np.int64] | None = None
+    sampled: I64 | None = None
 
     @cached_property
     def changed(self) -> int:
         return sum(block.positions.size for block in self.blocks)
 
-    def changed_by_class(self) -> NDArray[np.int64]:
+    def changed_by_class(self) -> I64:
         """The number of changes, by the magnitude class of the old weight."""
         return _total([steps.by_class for steps in self.steps])
 
-    def positions(self) -> NDArray[np.int64]:
+    def positions(self) -> I64:
         return np.concatenate([block.tile_positions() for block in self.blocks])
 
     def values(self) -> Bits:
@@ -99,7 +99,7 @@ def from_changes(tiles: Sequence[Tile], old: Weights, changes: Changes, as_steps
 class _FoundBlock(NamedTuple):
     change: BlockChange | None
     steps: BlockSteps | None
-    sampled: NDArray[np.int64] | None
+    sampled: I64 | None
 
 
 def _describe(tile: Tile, change: BlockChange | None, before: Bits, as_steps: bool) -> _FoundBlock:
@@ -124,7 +124,7 @@ def _collect(tiles: Sequence[Tile], block: Callable[[tuple[Tile, int]], _FoundBl
     return out
 
 
-def _total(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+def _total(counts: Sequence[I64]) -> I64:
     """The sum of at least one array; a single one is not copied."""
-    total: NDArray[np.int64] = counts[0] if len(counts) == 1 else np.sum(counts, axis=0)
+    total: I64 = counts[0] if len(counts) == 1 else np.sum(counts, axis=0)
     return total

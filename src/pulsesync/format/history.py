@@ -13,7 +13,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core.digest import count_bytes
@@ -23,6 +22,7 @@ from pulsesync.errors import FormatError
 from pulsesync.format.codecs.context import NO_HISTORY, BlockMemory, KeptGroups, magnitudes
 from pulsesync.format.json_reader import load_json
 from pulsesync.format.weights import Weights, as_weights
+from pulsesync.kernels.arrays import U8, U32
 
 MAX_INDEX = 127  # patches of an epoch, so that an index fits seven bits
 
@@ -149,9 +149,7 @@ def advance_block(
     return _advance(tile, before, memory, cut, positions, new)
 
 
-def _advance(
-    tile: Tile, before: Bits, memory: BlockMemory, cut: int, positions: NDArray[np.uint32], new: Bits
-) -> Remembered:
+def _advance(tile: Tile, before: Bits, memory: BlockMemory, cut: int, positions: U32, new: Bits) -> Remembered:
     """The same where the coder has not found the hot weights of the block."""
     shift = tile.tensor.kind.exponent_shift or 0
     if tile.kept is not None:
@@ -159,9 +157,7 @@ def _advance(
         inside = kept.mask(positions)
         before, positions, new = kept.pick(before), kept.shrink(positions[inside]).astype(np.uint32), new[inside]
     last = memory.remembered.last if memory.remembered else NO_HISTORY
-    out: NDArray[np.uint8] = kernels.active().advance_history(
-        before, shift, memory.cut, cut, last, positions, new, memory.index
-    )
+    out: U8 = kernels.active().advance_history(before, shift, memory.cut, cut, last, positions, new, memory.index)
     if not tile.groups:
         return Remembered.alone(out)
     after = before.copy()

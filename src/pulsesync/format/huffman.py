@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from operator import mul
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync import kernels
+from pulsesync.kernels.arrays import I64, U8, U32
 
 MAX_SYMBOL = 128  # the highest byte that the plain form of a tree can have
 MAX_BITS = 11  # of a code
@@ -22,7 +22,7 @@ _MAGIC = bytes.fromhex("28b52ffd")
 _ONE_SEGMENT = 0xA0  # no window, 4 bytes of content size, no checksum
 
 
-def frame(data: NDArray[np.uint8]) -> list[bytes | memoryview] | None:
+def frame(data: U8) -> list[bytes | memoryview] | None:
     """Code many bytes as one zstd frame, in pieces; None where this is not possible, or not worth it."""
     if data.size < MIN_BYTES or data.size % 8 or int(data[:RUN_BYTES].max()) > MAX_SYMBOL:
         return None
@@ -40,7 +40,7 @@ def frame(data: NDArray[np.uint8]) -> list[bytes | memoryview] | None:
     return None
 
 
-def _estimate(data: NDArray[np.uint8]) -> list[int]:
+def _estimate(data: U8) -> list[int]:
     """Approximate counts of each byte, with small counts for bytes that were not in the sample but are expected.
 
     Each exponent occurs half as often as the next higher one, down to the smallest; zero is separate.
@@ -53,7 +53,7 @@ def _estimate(data: NDArray[np.uint8]) -> list[int]:
     return counted
 
 
-def _count(data: NDArray[np.uint8]) -> list[int]:
+def _count(data: U8) -> list[int]:
     counted: list[int] = np.bincount(data, minlength=256).tolist()
     return counted
 
@@ -95,7 +95,7 @@ def _depths(weights: Sequence[int]) -> list[int]:
     return depths[: len(weights)]
 
 
-def _pair_codes(lengths: Sequence[int]) -> NDArray[np.uint32]:
+def _pair_codes(lengths: Sequence[int]) -> U32:
     """The code of each pair of bytes, by the pair as a 16-bit number: its bits, shifted by 5, and their number."""
     used = [symbol for symbol, length in enumerate(lengths) if length]
     codes, value, before = {}, 0, max(lengths)
@@ -112,7 +112,7 @@ def _pair_codes(lengths: Sequence[int]) -> NDArray[np.uint32]:
 
 
 def _assemble(
-    size: int, lengths: Sequence[int], contents: NDArray[np.int64], sizes: NDArray[np.int64], streams: NDArray[np.uint8]
+    size: int, lengths: Sequence[int], contents: I64, sizes: I64, streams: U8
 ) -> list[bytes | memoryview] | None:
     """Add headers to streams: four per block, of these sizes."""
     if int(sizes.sum()) + 20 * len(sizes) >= size:

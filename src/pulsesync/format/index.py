@@ -11,12 +11,12 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync.core.types import DTYPES, Codec, Sum
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import tables, versions, wire
 from pulsesync.kernels import spec
+from pulsesync.kernels.arrays import I64, U16, U32, U64
 
 MAX_INDEX_BYTES = 1 << 24  # plus 64 for each tile of the layout
 MAX_TABLES = 16
@@ -31,8 +31,8 @@ class FrequencyTable:
 
     dtype: str
     lo: int  # the class of the first row; lower classes use it too
-    frequencies: NDArray[np.int64]  # (classes, ages, symbols)
-    sizes: NDArray[np.uint32] = field(default_factory=lambda: tables.NO_SIZES)  # steps that have their own symbols
+    frequencies: I64  # (classes, ages, symbols)
+    sizes: U32 = field(default_factory=lambda: tables.NO_SIZES)  # steps that have their own symbols
 
     @property
     def highest_cut(self) -> int:
@@ -43,15 +43,15 @@ class FrequencyTable:
         return tables.Contexts(self.lo, *self.frequencies.shape)
 
     @cached_property
-    def cumulative(self) -> NDArray[np.uint16]:
+    def cumulative(self) -> U16:
         return tables.cumulative(self.frequencies)
 
     @cached_property
-    def reciprocals(self) -> NDArray[np.uint32]:
+    def reciprocals(self) -> U32:
         return tables.reciprocals(self.frequencies)
 
     @cached_property
-    def shares(self) -> NDArray[np.uint64]:
+    def shares(self) -> U64:
         return tables.shares(self.frequencies)
 
 
@@ -79,7 +79,7 @@ def build(shared: Sequence[FrequencyTable], entries: Sequence[TileEntry]) -> byt
     return wire.number(len(data)) + wire.plane(data)
 
 
-def _steps(before: int, values: Sequence[int]) -> NDArray[np.int64]:
+def _steps(before: int, values: Sequence[int]) -> I64:
     """The difference of each to the one before it."""
     array = np.array((before, *values), np.int64)
     return array[1:] - array[:-1]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core.threads import spread
@@ -21,6 +20,7 @@ from pulsesync.format.diff import Diff
 from pulsesync.format.history import History
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.weights import Weights
+from pulsesync.kernels.arrays import I64, U32
 from pulsesync.kernels.records import BlockStreams, Decisions, HotChanges
 
 Pieces = Sequence[bytes | memoryview]  # of a payload, one after the other
@@ -51,8 +51,8 @@ class _CodingPlan:
     diff: Diff
     cut: int
     hot: Mapping[int, HotChanges]  # by block
-    cold: NDArray[np.int64]
-    steps: NDArray[np.int64]
+    cold: I64
+    steps: I64
 
 
 def _choose_cuts(diffs: Sequence[Diff], history: History | None) -> list[int]:
@@ -108,7 +108,7 @@ def code_against_old(
     return shared, out
 
 
-def _list_sizes(plans: Sequence[_CodingPlan], ages: int) -> NDArray[np.uint32]:
+def _list_sizes(plans: Sequence[_CodingPlan], ages: int) -> U32:
     """The sizes that the table of these tiles lists; steps of these sizes get their own symbols."""
     blocks = [hot for plan in plans for hot in plan.hot.values()]
     if not blocks:
@@ -137,7 +137,7 @@ def memory_of(history: History | None, tile: Tile, number: int) -> context.Block
 
 
 def _count(
-    plans: Sequence[_CodingPlan], sizes: NDArray[np.uint32], old: Weights, history: History | None
+    plans: Sequence[_CodingPlan], sizes: U32, old: Weights, history: History | None
 ) -> tuple[FrequencyTable, list[tuple[_Decided, Remembered]]]:
     """Make the table of a dtype from its tiles' exact counts; also return the decisions and the history of each job.
 
@@ -152,11 +152,11 @@ def _count(
 
     # Each thread counts into its own table: with ages, tables are too large to have one per block.
     mine = threading.local()
-    everyone: list[NDArray[np.int64]] = []
+    everyone: list[I64] = []
     room = [min(MOST_KEPT, sum(plan.diff.tile.size for plan in plans))]  # bytes of rows
     lock = threading.Lock()
 
-    def count(job: _Job, counts: NDArray[np.int64]) -> tuple[Decisions, Remembered]:
+    def count(job: _Job, counts: I64) -> tuple[Decisions, Remembered]:
         plan, number = job
         tile = plan.diff.tile
         before, memory = old.block(tile, number), memory_of(history, tile, number)
@@ -210,7 +210,7 @@ def _payload(plan: _CodingPlan, table: int, streams: BlockStreams) -> bytes:
     return context.build(context.Payload(heads, streams.words))
 
 
-def _borders(tile: Tile, number: int) -> NDArray[np.int64]:
+def _borders(tile: Tile, number: int) -> I64:
     """Where the streams of a block begin in it, and its end."""
     if tile.block_count == 1:
         return tile.borders

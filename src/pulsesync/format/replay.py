@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core import digest
@@ -25,6 +24,7 @@ from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import DecodeTask, open_tile, payloads, run_task
 from pulsesync.format.weights import Overlay, Weights, compose
+from pulsesync.kernels.arrays import U32
 
 PIECE = 1 << 18  # weights compared at a time
 BATCH = 8 * BLOCK  # weights per thread whose payloads are opened at a time: just enough to keep all threads busy
@@ -158,7 +158,7 @@ class _OneBlock:
         return BlockChange(self._number, positions, old, new) if positions.size else None
 
 
-def _compare(old: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, Bits]:
+def _compare(old: Bits, new: Bits) -> tuple[U32, Bits, Bits]:
     """Where two blocks differ, and how. In pieces, because the kernel keeps memory for the largest input so far."""
     pieces = []
     for begin in range(0, old.size, PIECE):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import Bits, Dtype
 from pulsesync.kernels import spec
+from pulsesync.kernels.arrays import I64, U8, U16, U32, U64
 
 TOTAL = 1 << spec.PROBABILITY_BITS
 NO_SIZES = np.empty(0, np.uint32)
@@ -31,16 +32,14 @@ def most_sizes(width: int) -> int:
     return ((1 << symbols.bit_length()) - 1 - symbols) // 2
 
 
-def long_steps(symbols: NDArray[np.uint8], extras: NDArray[np.uint32]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+def long_steps(symbols: U8, extras: U32) -> tuple[NDArray[np.intp], I64]:
     """Which of these changes have raw bits, and the sizes of their steps."""
     long = np.flatnonzero(symbols > 2 * spec.DIRECT)
     power = (symbols[long].astype(np.int64) - 1 >> 1) - spec.DIRECT + 3
     return long, (np.int64(1) << power) + extras[long]
 
 
-def list_sizes(
-    symbols: NDArray[np.uint8], extras: NDArray[np.uint32], sizes: NDArray[np.uint32], width: int
-) -> NDArray[np.uint8]:
+def list_sizes(symbols: U8, extras: U32, sizes: U32, width: int) -> U8:
     """Return symbols in which steps of these sizes (ascending, at least one) have their own symbols."""
     long, found = long_steps(symbols, extras)
     place = np.minimum(np.searchsorted(sizes, found), sizes.size - 1)
@@ -56,7 +55,7 @@ def listed_class(kind: Dtype) -> int:
     return spec.DIRECT + 8 * kind.itemsize - 3
 
 
-def choose_sizes(sizes: NDArray[np.int64], width: int, ages: int) -> NDArray[np.uint32]:
+def choose_sizes(sizes: I64, width: int, ages: int) -> U32:
     """Return the sizes that a table lists, ascending: those of the long steps of its tiles that pay off."""
     stride = sample_stride(sizes.size)
     sizes = sizes[::stride]
@@ -78,9 +77,7 @@ def least_count(steps: int) -> int:
     return max(8, -(-steps // 256))
 
 
-def choose_from(
-    found: NDArray[np.int64], counts: NDArray[np.int64], by_power: NDArray[np.int64], stride: int, width: int, ages: int
-) -> NDArray[np.uint32]:
+def choose_from(found: I64, counts: I64, by_power: I64, stride: int, width: int, ages: int) -> U32:
     """The same, given candidate sizes, ascending, with their counts; and all long steps by power.
 
     Weights that leave zero move by exactly the learning rate, and in the first step of a run all weights of one
@@ -98,16 +95,16 @@ def choose_from(
     return np.sort(found[worth][best]).astype(np.uint32)
 
 
-def _bit_length(values: NDArray[np.int64]) -> NDArray[np.int64]:
+def _bit_length(values: I64) -> I64:
     return np.frexp(values.astype(np.float64))[1].astype(np.int64)
 
 
-def choose_cut(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> int:
+def choose_cut(changes: I64, sampled: I64) -> int:
     """Return the class below which weights are hot, given changes and sampled weights by class (see `choose_cuts`)."""
     return int(choose_cuts(changes[None], sampled[None])[0])
 
 
-def choose_cuts(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArray[np.int64]:
+def choose_cuts(changes: I64, sampled: I64) -> I64:
     """Return, for each tile (row), the class below which weights are hot, given changes and sampled weights by class.
 
     A cold change costs as much as 1,024 hot decisions: the result is the lowest of the cuts with the least total.
@@ -129,7 +126,7 @@ def choose_cuts(changes: NDArray[np.int64], sampled: NDArray[np.int64]) -> NDArr
 @overload
 def lanes_for(decisions: int) -> int: ...
 @overload
-def lanes_for(decisions: NDArray[np.int64]) -> NDArray[np.int64]: ...
+def lanes_for(decisions: I64) -> I64: ...
 def lanes_for(decisions: Any) -> Any:
     """Return the number of lanes of a block: the largest power of two, up to 32, with 4,096 decisions or more per lane.
 
@@ -138,7 +135,7 @@ def lanes_for(decisions: Any) -> Any:
     return 1 << np.searchsorted(_MORE_LANES, decisions // spec.LANE_DECISIONS, "right")
 
 
-def likely_decisions(lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+def likely_decisions(lanes: I64) -> I64:
     """The most decisions of blocks with these numbers of lanes; with 32 lanes, seldom exceeded."""
     return 2 * lanes * spec.LANE_DECISIONS
 
@@ -160,29 +157,29 @@ class Contexts:
         return self.symbols.bit_length()  # one more than symbols: the end of the last
 
     @cached_property
-    def rows(self) -> NDArray[np.uint32]:
+    def rows(self) -> U32:
         above = np.clip(np.arange(256) - self.lo, 0, self.classes - 1)
         return (above * self.ages << self.bits).astype(np.uint32)
 
-    def empty(self) -> NDArray[np.int64]:
+    def empty(self) -> I64:
         return np.zeros(self.classes * self.ages << self.bits, np.int64)
 
 
-def normalise(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def normalise(counts: I64) -> I64:
     """Scale the counts of each context (last axis) to frequencies that add up to 2^14; no counts stay no frequencies.
 
     Each symbol gets its share rounded down, but at least 1 if it occurs; the remaining difference goes to the most
     common symbol, the first of equals.
     """
     totals = counts.sum(axis=-1, keepdims=True)
-    scaled: NDArray[np.int64] = np.maximum(counts * TOTAL // np.maximum(totals, 1), counts > 0)
+    scaled: I64 = np.maximum(counts * TOTAL // np.maximum(totals, 1), counts > 0)
     commonest = counts.argmax(axis=-1, keepdims=True)
     missing = np.where(totals > 0, TOTAL - scaled.sum(axis=-1, keepdims=True), 0)
     np.put_along_axis(scaled, commonest, np.take_along_axis(scaled, commonest, -1) + missing, -1)
     return scaled
 
 
-def cumulative(frequencies: NDArray[np.int64]) -> NDArray[np.uint16]:
+def cumulative(frequencies: I64) -> U16:
     """Return where each symbol's slots begin, as a flat array, row by row, in the order of `Contexts`."""
     *rows, symbols = frequencies.shape
     out = np.zeros((*rows, 1 << symbols.bit_length()), np.uint16)
@@ -190,7 +187,7 @@ def cumulative(frequencies: NDArray[np.int64]) -> NDArray[np.uint16]:
     return out.reshape(-1)
 
 
-def reciprocals(frequencies: NDArray[np.int64]) -> NDArray[np.uint32]:
+def reciprocals(frequencies: I64) -> U32:
     """Return what an encoder multiplies by instead of dividing: 2^32 - 1 over each frequency, rounded down."""
     *rows, symbols = frequencies.shape
     out = np.zeros((*rows, 1 << symbols.bit_length()), np.uint32)
@@ -198,7 +195,7 @@ def reciprocals(frequencies: NDArray[np.int64]) -> NDArray[np.uint32]:
     return out.reshape(-1)
 
 
-def shares(frequencies: NDArray[np.int64]) -> NDArray[np.uint64]:
+def shares(frequencies: I64) -> U64:
     """Return the fields of a symbol that an encoder on a GPU reads at once, in the order of `cumulative`.
 
     From the lowest bits on: where its slots begin (16 bits), how many it has (16), and the reciprocal of that (32).
@@ -207,16 +204,16 @@ def shares(frequencies: NDArray[np.int64]) -> NDArray[np.uint64]:
     wide = np.zeros((*rows, 1 << symbols.bit_length()), np.uint64)
     wide[..., :symbols] = frequencies
     begins, over = cumulative(frequencies).astype(np.uint64), reciprocals(frequencies).astype(np.uint64)
-    out: NDArray[np.uint64] = begins | wide.reshape(-1) << np.uint64(16) | over << np.uint64(32)
+    out: U64 = begins | wide.reshape(-1) << np.uint64(16) | over << np.uint64(32)
     return out
 
 
-def wrapped_steps(old: Bits, new: Bits) -> NDArray[np.int64]:
+def wrapped_steps(old: Bits, new: Bits) -> I64:
     """How far weights move in the order of their values, the shorter way; half the range counts as downwards."""
     return (_orders(new) - _orders(old)).view(f"<i{old.itemsize}").astype(np.int64)
 
 
-def apply_steps(old: Bits, steps: NDArray[np.int64]) -> Bits:
+def apply_steps(old: Bits, steps: I64) -> Bits:
     """Move weights by signed steps in the order of their values."""
     ordered = _orders(old)
     ordered += steps.astype(old.dtype)  # both modulo the range

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync.core.types import Bits, BlockChange, Tile, TilePatch
+from pulsesync.kernels.arrays import U32
 
 
 class Weights(Protocol):
@@ -69,12 +69,12 @@ def compose(first: BlockChange | None, then: BlockChange | None) -> BlockChange 
     return _differing(first.number, positions, old, new)
 
 
-def _union(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
+def _union(a: U32, b: U32) -> U32:
     """Merge two ascending arrays. numpy's union1d hashes them first, at a hundred times the cost."""
     both = np.concatenate((a, b))
     both.sort(kind="stable")  # finds the two runs, and merges them
     new = np.append(True, both[1:] != both[:-1])
-    merged: NDArray[np.uint32] = both[new]
+    merged: U32 = both[new]
     return merged
 
 
@@ -83,7 +83,7 @@ def rebase(change: BlockChange | None, onto: BlockChange | None) -> BlockChange 
     return compose(inverse(onto) if onto else None, change)
 
 
-def _differing(number: int, positions: NDArray[np.uint32], old: Bits, new: Bits) -> BlockChange | None:
+def _differing(number: int, positions: U32, old: Bits, new: Bits) -> BlockChange | None:
     differ = old != new
     if not differ.all():
         positions, old, new = positions[differ], old[differ], new[differ]

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pulsesync.core.threads import default_threads
 from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import huffman, versions
+from pulsesync.kernels.arrays import I64, U8
 
 RAW, ZSTD = 0, 1
 FEW = 64  # up to this number of numbers, a loop is faster than numpy
@@ -79,7 +80,7 @@ class ByteReader:
         self.at = at + 1
         return value
 
-    def numbers(self, count: int, limit: int) -> NDArray[np.int64]:
+    def numbers(self, count: int, limit: int) -> I64:
         """`count` LEB128 numbers, each at most limit (below 2^63)."""
         if count > len(self.data) - self.at:
             raise FormatError(
@@ -143,7 +144,7 @@ class PackedPlane(NamedTuple):
         """The bytes of the plane. Raises: FormatError, if its frame is damaged or has another size."""
         return self.data if self.kind == RAW else memoryview(_unzstd(self.data, self.size, self.what))
 
-    def unpack_into(self, room: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def unpack_into(self, room: U8) -> U8:
         """The same, in the given memory, unless the bytes are stored as they are in the payload.
 
         New memory for a plane of a megabyte costs half as much time as unpacking it.
@@ -180,7 +181,7 @@ def _unzstd(frame: memoryview, size: int, what: str) -> bytes:
     return data
 
 
-def _unzstd_into(frame: memoryview, out: NDArray[np.uint8], what: str) -> None:
+def _unzstd_into(frame: memoryview, out: U8, what: str) -> None:
     with _checked_frame(frame, out.size, what):
         if _frame_end(frame) != len(frame):  # a stream reader does not check what follows a frame
             raise FormatError(f"{what} contains a zstd frame that ends too early or too late")
@@ -235,21 +236,21 @@ def few_numbers(values: Iterable[int]) -> bytes:
     return bytes(out)
 
 
-def numbers(values: NDArray[np.int64]) -> bytes:
+def numbers(values: I64) -> bytes:
     """Write many LEB128 numbers (each in 0..2^63-1)."""
     if values.size <= FEW:
         return few_numbers(values.tolist())
     return _written(values)[0].tobytes()
 
 
-def runs(values: NDArray[np.int64], counts: NDArray[np.int64]) -> list[bytes]:
+def runs(values: I64, counts: I64) -> list[bytes]:
     """Write many LEB128 numbers, and split them into runs, of `counts` each."""
     out, borders = _written(values)
     data = out.tobytes()
     return [data[begin:end] for begin, end in pairwise([0, *borders[np.cumsum(counts)].tolist()])]
 
 
-def _written(values: NDArray[np.integer]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _written(values: NDArray[np.integer]) -> tuple[U8, I64]:
     """The bytes of numbers, where each begins, and where the last ends."""
     largest = int(values.max()) if values.size else 0
     if largest < 0x80:
@@ -318,12 +319,12 @@ def planes(values: NDArray[np.unsignedinteger], width: int) -> bytes:
     return b"".join(plane(column.tobytes()) for column in columns.T)
 
 
-def width(values: NDArray[np.int64]) -> int:
+def width(values: I64) -> int:
     """The bytes that the largest of these integers, none of them negative, needs; at least one."""
     return max(1, (int(values.max()).bit_length() + 7) // 8)
 
 
-def weights_plane(data: NDArray[np.uint8]) -> list[bytes | memoryview]:
+def weights_plane(data: U8) -> list[bytes | memoryview]:
     """Write one byte of each of many weights as `plane` does, in pieces.
 
     Bytes that are noise by a sample are stored as they are.
@@ -338,7 +339,7 @@ def weights_plane(data: NDArray[np.uint8]) -> list[bytes | memoryview]:
     return [bytes([RAW]), data.data]
 
 
-def _is_noise(data: NDArray[np.uint8]) -> bool:
+def _is_noise(data: U8) -> bool:
     """Whether bytes do not compress, judged by a sample."""
     step = data.size // SAMPLES
     if step < 4 * SAMPLE_BYTES:

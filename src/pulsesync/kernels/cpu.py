@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pulsesync.kernels import reference, spec
-from pulsesync.kernels.coder import count_blocks, decode_blocks, encode_blocks
+from pulsesync.kernels.coder import count_blocks, decode_blocks, encode_blocks  # noqa: F401 - of this set of kernels
 from pulsesync.kernels.jit import (
     ONE,
     U,
@@ -27,32 +27,7 @@ from pulsesync.kernels.jit import (
     store_word,
     trailing_zeros,
 )
-from pulsesync.kernels.rounds import add_at, advance, describe, find_visible, move
-
-__all__ = [
-    "add_at",
-    "advance",
-    "advance_history",
-    "changed",
-    "count_blocks",
-    "decode_blocks",
-    "describe",
-    "digest_change",
-    "digest_weights",
-    "encode_blocks",
-    "find_visible",
-    "gather_runs",
-    "huffman_streams",
-    "join_planes",
-    "move",
-    "pick",
-    "sample_classes",
-    "scatter",
-    "scatter_to_runs",
-    "split",
-    "split_planes",
-    "steps",
-]
+from pulsesync.kernels.rounds import add_at, advance, describe, find_visible, move  # noqa: F401 - the same
 
 _scratch = threading.local()
 _CHUNK_BITS = spec.CHUNK_BITS

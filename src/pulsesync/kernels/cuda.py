@@ -12,6 +12,9 @@ The kernels of a LoCo round (`gpu.rounds`) compute in FP32; all others work on b
 ITEM is the size of a weight in bytes, SHIFT where its exponent begins. Bits of weights are unsigned integers.
 """
 
+# ruff: noqa: F401 - the kernels of all files are here
+# mypy: implicit-reexport
+
 from pulsesync.kernels.gpu.coder import decode, encode, pack
 from pulsesync.kernels.gpu.decisions import count_rows, decide, land
 from pulsesync.kernels.gpu.digest import (
@@ -49,41 +52,4 @@ from pulsesync.kernels.gpu.rounds import (
 )
 from pulsesync.kernels.gpu.tables import read_table, table_starts, write_table
 
-__all__ = [
-    "add_at",
-    "advance",
-    "apply",
-    "apply_pieces",
-    "collect",
-    "compare",
-    "count_classes",
-    "count_hot_changes",
-    "count_marks",
-    "count_rows",
-    "decide",
-    "decode",
-    "describe",
-    "digest_bytes",
-    "digest_change",
-    "divide",
-    "encode",
-    "flag_visible",
-    "gather",
-    "gather_pieces",
-    "land",
-    "list_hot",
-    "list_visible",
-    "mark_later",
-    "measure",
-    "move",
-    "pack",
-    "read_old",
-    "read_table",
-    "recount",
-    "recount_any",
-    "remember",
-    "scatter_pieces",
-    "step_momentum",
-    "table_starts",
-    "write_table",
-]
+__all__ = sorted(name for name in globals() if not name.startswith("_"))

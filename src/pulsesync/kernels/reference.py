@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync.kernels import spec
+from pulsesync.kernels.arrays import F32, I64, U8, U16, U32, U64, Bits
 from pulsesync.kernels.records import (
-    Bits,
     BlockStreams,
     CodedSpan,
     ColdSteps,
@@ -31,14 +31,14 @@ def _magnitudes(bits: Bits) -> Bits:
     return bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
 
 
-def _ordered(bits: Bits) -> NDArray[np.int64]:
+def _ordered(bits: Bits) -> I64:
     """Map bit patterns to the order of their values, -0.0 just below +0.0: neighbours differ by one."""
     sign = 1 << (8 * bits.itemsize - 1)
     wide = bits.astype(np.int64)
     return np.where(wide & sign, (2 * sign - 1) ^ wide, wide | sign)
 
 
-def _moved(bits: Bits, steps: NDArray[np.int64]) -> Bits:
+def _moved(bits: Bits, steps: I64) -> Bits:
     """Weights after their steps, in the circle of all values."""
     sign = 1 << (8 * bits.itemsize - 1)
     ordered = _ordered(bits) + steps & 2 * sign - 1
@@ -52,27 +52,25 @@ def _went_down(old: Bits, new: Bits) -> NDArray[np.bool_]:
     return down
 
 
-def changed(old: Bits, new: Bits) -> tuple[NDArray[np.uint32], Bits, Bits]:
+def changed(old: Bits, new: Bits) -> tuple[U32, Bits, Bits]:
     positions = np.flatnonzero(old != new).astype(np.uint32)
     return positions, old[positions], new[positions]
 
 
-def pick(bits: Bits, positions: NDArray[np.uint32]) -> Bits:
+def pick(bits: Bits, positions: U32) -> Bits:
     return bits[positions]
 
 
-def scatter(bits: Bits, positions: NDArray[np.uint32], new: Bits) -> None:
+def scatter(bits: Bits, positions: U32, new: Bits) -> None:
     bits[positions] = new
 
 
-def gather_runs(addresses: NDArray[np.uint64], starts: NDArray[np.int64], out: Bits) -> None:
+def gather_runs(addresses: U64, starts: I64, out: Bits) -> None:
     for address, (begin, end) in zip(addresses.tolist(), pairwise(starts.tolist()), strict=True):
         out[begin:end] = _run_at(address, end - begin, out.dtype)
 
 
-def scatter_to_runs(
-    addresses: NDArray[np.uint64], starts: NDArray[np.int64], positions: NDArray[np.uint32], new: Bits
-) -> None:
+def scatter_to_runs(addresses: U64, starts: I64, positions: U32, new: Bits) -> None:
     borders = np.searchsorted(positions, starts)
     for n in np.flatnonzero(np.diff(borders)).tolist():
         some = slice(borders[n], borders[n + 1])
@@ -86,18 +84,16 @@ def _run_at(address: int, size: int, dtype: np.dtype[np.unsignedinteger]) -> Bit
     return np.frombuffer(memoryview(memory).cast("B"), dtype)
 
 
-def split_planes(weights: Bits, low: NDArray[np.uint8], high: NDArray[np.uint8]) -> None:
+def split_planes(weights: Bits, low: U8, high: U8) -> None:
     low[:], high[:] = weights << 1 | weights >> 15, weights >> 7
 
 
-def join_planes(low: NDArray[np.uint8], high: NDArray[np.uint8], out: Bits) -> None:
+def join_planes(low: U8, high: U8, out: Bits) -> None:
     rotated = low + (high.astype(np.uint16) << 8)
     out[:] = rotated >> 1 | rotated << 15
 
 
-def huffman_streams(
-    pairs: NDArray[np.uint16], borders: NDArray[np.int64], codes: NDArray[np.uint32], out: NDArray[np.uint8]
-) -> NDArray[np.int64]:
+def huffman_streams(pairs: U16, borders: I64, codes: U32, out: U8) -> I64:
     sizes = np.empty((borders.size - 1, 4), np.int64)
     if not codes[pairs].all():
         return sizes[:0]
@@ -114,14 +110,12 @@ def huffman_streams(
     return sizes
 
 
-def sample_classes(old: Bits, shift: int) -> NDArray[np.int64]:
+def sample_classes(old: Bits, shift: int) -> I64:
     looked_at = np.arange(old.size) % spec.SAMPLE_PERIOD < spec.SAMPLE_RUN
     return np.bincount(_magnitudes(old[looked_at]) >> shift, minlength=256)
 
 
-def steps(
-    old: Bits, new: Bits, shift: int
-) -> tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint8], NDArray[np.int64]]:
+def steps(old: Bits, new: Bits, shift: int) -> tuple[U8, U32, U8, I64]:
     half = 1 << (8 * old.itemsize - 1)
     moved = _ordered(new) - _ordered(old)
     moved = np.where(moved > half, moved - 2 * half, np.where(moved < -half, moved + 2 * half, moved))
@@ -138,23 +132,8 @@ def steps(
 
 
 def split(
-    positions: NDArray[np.uint32],
-    new: Bits,
-    symbols: NDArray[np.uint8],
-    extras: NDArray[np.uint32],
-    classes: NDArray[np.uint8],
-    shift: int,
-    cut: int,
-) -> tuple[
-    NDArray[np.uint32],
-    Bits,
-    NDArray[np.uint8],
-    NDArray[np.uint32],
-    NDArray[np.int64],
-    NDArray[np.int64],
-    NDArray[np.uint32],
-    NDArray[np.uint8],
-]:
+    positions: U32, new: Bits, symbols: U8, extras: U32, classes: U8, shift: int, cut: int
+) -> tuple[U32, Bits, U8, U32, I64, I64, U32, U8]:
     hot = classes.astype(np.int64) < cut
     size_class = (symbols[~hot].astype(np.int64) - 1) >> 1
     power = np.int64(1) << np.maximum(size_class - spec.DIRECT + 3, 0)
@@ -209,7 +188,7 @@ def _fits(span: CodedSpan, history: SpanHistory) -> bool:
     return bool(np.count_nonzero(_magnitudes(span.old) < history.cut << span.shift) == history.last.size)
 
 
-def _decide(span: CodedSpan, history: SpanHistory) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
+def _decide(span: CodedSpan, history: SpanHistory) -> tuple[NDArray[np.intp], I64, I64]:
     """The hot weights in order: position, row of the tables, and whether each moved down when it last changed."""
     sizes = _magnitudes(span.old)
     hot = np.flatnonzero(sizes < span.cut << span.shift)
@@ -219,7 +198,7 @@ def _decide(span: CodedSpan, history: SpanHistory) -> tuple[NDArray[np.intp], ND
     return hot, found, ages >> 7
 
 
-def _count_block(span: CodedSpan, history: SpanHistory, hot: HotChanges, counts: NDArray[np.int64]) -> Decisions:
+def _count_block(span: CodedSpan, history: SpanHistory, hot: HotChanges, counts: I64) -> Decisions:
     at, begins, down = _decide(span, history)
     decided = np.zeros(at.size, np.int64)
     where = np.searchsorted(at, hot.positions)
@@ -229,9 +208,7 @@ def _count_block(span: CodedSpan, history: SpanHistory, hot: HotChanges, counts:
     return Decisions(np.array([at.size]), rows, where.astype(np.uint32), decided[where].astype(np.uint8))
 
 
-def _encode_block(
-    decisions: Decisions, extras: NDArray[np.uint32], table: EncoderTable, lanes: int
-) -> NDArray[np.uint16]:
+def _encode_block(decisions: Decisions, extras: U32, table: EncoderTable, lanes: int) -> U16:
     cumulative, rows = table.cumulative.tolist(), decisions.rows
     changed = zip(decisions.symbols.tolist(), extras.tolist(), strict=True)
     changes = dict(zip(decisions.changed.tolist(), changed, strict=True))
@@ -264,13 +241,7 @@ def _encode_block(
 
 
 def _read_changes(
-    frequencies: NDArray[np.uint16],
-    begins: NDArray[np.int64],
-    table: DecoderTable,
-    width: int,
-    lanes: int,
-    stream: NDArray[np.uint16],
-    count: int,
+    frequencies: U16, begins: I64, table: DecoderTable, width: int, lanes: int, stream: U16, count: int
 ) -> tuple[list[tuple[int, int, int]], int]:
     """The decisions of a stream that are changes (which, symbol, raw bits) up to a fault, and that or 0.
 
@@ -317,8 +288,8 @@ def _read_changes(
 
 
 def _decode_block(
-    span: CodedSpan, history: SpanHistory, table: DecoderTable, lanes: int, stream: NDArray[np.uint16], count: int
-) -> tuple[NDArray[np.uint32], Bits, int]:
+    span: CodedSpan, history: SpanHistory, table: DecoderTable, lanes: int, stream: U16, count: int
+) -> tuple[U32, Bits, int]:
     """Positions and new bits of the changes of a block, and 0 or the fault."""
     nothing = np.empty(0, np.uint32), span.old[:0]
     if not _fits(span, history):
@@ -342,23 +313,21 @@ def _decode_block(
     return positions.astype(np.uint32), _moved(old[positions], np.where(goes_down, -size, size)), 0
 
 
-def _joined(parts: list[NDArray[np.uint8]], blocks: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _joined(parts: list[U8], blocks: int) -> tuple[U8, I64]:
     """The histories of the first blocks one after the other, and where each block begins."""
     ranks = np.zeros(blocks + 1, np.int64)
     ranks[1 : len(parts) + 1] = np.cumsum([part.size for part in parts])
     return np.concatenate([np.empty(0, np.uint8), *parts]), ranks
 
 
-def _carries_over(history: SpanHistory, cut: int, entering: NDArray[np.uint8]) -> bool:
+def _carries_over(history: SpanHistory, cut: int, entering: U8) -> bool:
     """Whether the history of a block without hot changes stays as it is, and is not compared with its weights."""
     return history.patch_index == 0 or (history.cut == cut and entering.size == 0)
 
 
-def count_blocks(
-    span: CodedSpan, history: SpanHistory, hot: HotChanges, counts: NDArray[np.int64]
-) -> tuple[Decisions, NDArray[np.uint8], NDArray[np.int64]]:
+def count_blocks(span: CodedSpan, history: SpanHistory, hot: HotChanges, counts: I64) -> tuple[Decisions, U8, I64]:
     numbers = np.zeros(span.borders.size - 1, np.int64)
-    histories: list[NDArray[np.uint8]] = []
+    histories: list[U8] = []
     found = [Decisions(numbers[:0], np.empty(0, np.uint16), np.empty(0, np.uint32), np.empty(0, np.uint8))]
     for b, block in enumerate(_blocks(span, history)):
         here = block.hot(hot)
@@ -374,9 +343,7 @@ def count_blocks(
     return Decisions(numbers, *joined), *_joined(histories, numbers.size)
 
 
-def encode_blocks(
-    decisions: Decisions, extras: NDArray[np.uint32], table: EncoderTable, lanes: NDArray[np.int64]
-) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+def encode_blocks(decisions: Decisions, extras: U32, table: EncoderTable, lanes: I64) -> tuple[U16, I64]:
     streams = [np.empty(0, np.uint16)]
     borders = pairwise(np.cumsum([0, *decisions.counts]).tolist())
     for (begin, end), count in zip(borders, lanes.tolist(), strict=True):
@@ -393,14 +360,14 @@ def encode_blocks(
 
 def decode_blocks(
     span: CodedSpan, history: SpanHistory, table: DecoderTable, streams: BlockStreams, cold: ColdSteps
-) -> tuple[NDArray[np.uint32], Bits, Bits, NDArray[np.uint8], NDArray[np.int64], int]:
+) -> tuple[U32, Bits, Bits, U8, I64, int]:
     moved, fault = _move_cold(span, cold)
     enters = _magnitudes(moved) < span.cut << span.shift
     entering_at = cold.positions[enters].astype(np.uint32)
     entering = np.where(cold.steps[enters] < 0, 0x80, 0).astype(np.uint8)
     ends = np.cumsum([0, *streams.sizes])
     found, after = [cold.positions.astype(np.uint32)], [moved]
-    histories: list[NDArray[np.uint8]] = []
+    histories: list[U8] = []
     nothing = np.empty(0, np.uint32), span.old[:0], np.empty(0, np.uint8), np.empty(0, np.uint32)
     for b, block in enumerate(_blocks(span, history) if not fault else []):
         here = block.hot(HotChanges(*nothing, entering_at, entering))
@@ -430,7 +397,7 @@ def _move_cold(span: CodedSpan, cold: ColdSteps) -> tuple[Bits, int]:
     return _moved(bits, cold.steps), next((fault for fault in wrong.tolist() if fault), 0)
 
 
-def _remembered(span: CodedSpan, history: SpanHistory, hot: HotChanges) -> NDArray[np.uint8]:
+def _remembered(span: CodedSpan, history: SpanHistory, hot: HotChanges) -> U8:
     """The history after a patch, from its changes of hot weights and the cold ones that become hot."""
     old, index = span.old, history.patch_index
     if index == 0:
@@ -449,15 +416,8 @@ def _remembered(span: CodedSpan, history: SpanHistory, hot: HotChanges) -> NDArr
 
 
 def advance_history(
-    old: Bits,
-    shift: int,
-    tracked: int,
-    cut: int,
-    last: NDArray[np.uint8],
-    positions: NDArray[np.uint32],
-    new: Bits,
-    index: int,
-) -> NDArray[np.uint8]:
+    old: Bits, shift: int, tracked: int, cut: int, last: U8, positions: U32, new: Bits, index: int
+) -> U8:
     """Return a block's history after a patch: one byte for each weight whose new class is below the cut.
 
     A byte is the index in the epoch of the patch that last changed the weight, 0 for none, with the top bit set if it
@@ -472,7 +432,7 @@ def advance_history(
     return history[sizes < cut << shift]
 
 
-def _chunk_keys(chunks: NDArray[np.uint64], word: int) -> NDArray[np.uint64]:
+def _chunk_keys(chunks: U64, word: int) -> U64:
     u = np.uint64
     z = chunks * u(0x9E3779B97F4A7C15) + u(spec.DIGEST_SEEDS[word])
     z = (z ^ (z >> u(30))) * u(0xBF58476D1CE4E5B9)
@@ -480,9 +440,7 @@ def _chunk_keys(chunks: NDArray[np.uint64], word: int) -> NDArray[np.uint64]:
     return (z ^ (z >> u(31))) | u(1)
 
 
-def _weigh(
-    indices: NDArray[np.uint64], offsets: NDArray[np.uint64], values: NDArray[np.uint64], keys: NDArray[np.uint32]
-) -> tuple[int, int]:
+def _weigh(indices: U64, offsets: U64, values: U64, keys: U32) -> tuple[int, int]:
     """Sum values * key(index, offset), modulo 2^64, under both keys."""
     place = indices & np.uint64((1 << spec.CHUNK_BITS) - 1)
     chunks = offsets + (indices >> np.uint64(spec.CHUNK_BITS))
@@ -490,7 +448,7 @@ def _weigh(
     return first, second
 
 
-def _weigh_run(values: Bits, index: int, offset: int, keys: NDArray[np.uint32]) -> tuple[int, int]:
+def _weigh_run(values: Bits, index: int, offset: int, keys: U32) -> tuple[int, int]:
     """The same for consecutive units of a tensor, from this index on: a row for each chunk, which shares a key."""
     chunk, place = divmod(index, 1 << spec.CHUNK_BITS)
     by_chunk = np.zeros((-(-(place + values.size) >> spec.CHUNK_BITS), 1 << spec.CHUNK_BITS), np.uint64)
@@ -501,9 +459,7 @@ def _weigh_run(values: Bits, index: int, offset: int, keys: NDArray[np.uint32]) 
     return first, second
 
 
-def _indices(
-    positions: NDArray[np.int64], pieces: NDArray[np.int64], per: int
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def _indices(positions: I64, pieces: I64, per: int) -> tuple[U64, U64]:
     """For each unit of the weights at some positions of a tile: its index in its tensor, and the tensor's offset."""
     begin, start, columns, stride, offset = pieces[np.searchsorted(pieces[:, 0], positions, "right") - 1].T
     inside = positions - begin
@@ -514,7 +470,7 @@ def _indices(
 
 
 def digest_weights(
-    units: Bits, first: int, count: int, pieces: NDArray[np.int64], per: int, keys: NDArray[np.uint32], in_place: bool
+    units: Bits, first: int, count: int, pieces: I64, per: int, keys: U32, in_place: bool
 ) -> tuple[int, int]:
     total = second = 0
     ends = [*pieces[1:, 0].tolist(), first + count]
@@ -535,15 +491,8 @@ def digest_weights(
 
 
 def digest_change(
-    positions: NDArray[np.uint32],
-    first: int,
-    pieces: NDArray[np.int64],
-    per: int,
-    old: Bits,
-    new: Bits,
-    keys: NDArray[np.uint32],
-    runs: NDArray[np.int64],
-) -> tuple[int, int, NDArray[np.uint64]]:
+    positions: U32, first: int, pieces: I64, per: int, old: Bits, new: Bits, keys: U32, runs: I64
+) -> tuple[int, int, U64]:
     indices, offsets = _indices(positions.astype(np.int64) + first, pieces, per)
     by = new.astype(np.uint64) - old.astype(np.uint64)
     borders = (np.append(runs, positions.size) * per).tolist()
@@ -553,15 +502,13 @@ def digest_change(
 
 # The rounds of LoCo. The caller detects values that are not finite, by the returned sizes.
 
-F32 = NDArray[np.float32]
 
-
-def _sizes(x: F32) -> NDArray[np.uint32]:
+def _sizes(x: F32) -> U32:
     """The bits of numbers without their signs."""
     return x.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
-def bf16(x: F32) -> NDArray[np.uint32]:
+def bf16(x: F32) -> U32:
     """The BF16 bits of finite numbers: to the nearest, ties to even."""
     bits = x.view(np.uint32)
     return (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
@@ -585,14 +532,14 @@ def advance(
         s[:] = residual + lr * by
 
 
-def find_visible(theta: F32, s: F32, reach: np.float32, positions: NDArray[np.uint32], values: F32) -> tuple[int, int]:
+def find_visible(theta: F32, s: F32, reach: np.float32, positions: U32, values: F32) -> tuple[int, int]:
     with np.errstate(over="ignore", invalid="ignore"):
         found = np.flatnonzero((bf16(theta - reach * s) != bf16(theta)) & (s != 0))
     positions[: found.size], values[: found.size] = found, s[found]
     return found.size, int(_sizes(s).max(initial=0))
 
 
-def describe(theta: F32, trend: F32 | NDArray[np.int8], out: NDArray[np.uint16]) -> None:
+def describe(theta: F32, trend: F32 | NDArray[np.int8], out: U16) -> None:
     middle = bf16(theta) << np.uint32(16)
     inner = np.where(middle & np.uint32(0x7FFFFFFF), middle - np.uint32(0x8000), middle ^ np.uint32(0x80008000))
     with np.errstate(over="ignore", invalid="ignore"):  # above the largest BF16 value there is no border
@@ -616,6 +563,6 @@ def move(theta: F32, total: F32, trainers: np.float32, trend: NDArray[np.int8]) 
     return int(np.count_nonzero(sizes)), int(sizes.max(initial=0)), int(_sizes(total).max(initial=0))
 
 
-def add_at(total: F32, positions: NDArray[np.int64], values: F32) -> None:
+def add_at(total: F32, positions: I64, values: F32) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         total[positions] += values

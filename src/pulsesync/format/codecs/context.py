@@ -22,6 +22,7 @@ from pulsesync.format.codecs.gap import build_gaps, parse_gaps
 from pulsesync.format.codecs.step import build_steps, parse_steps
 from pulsesync.format.index import FrequencyTable
 from pulsesync.kernels import spec
+from pulsesync.kernels.arrays import I64, U16, U32
 from pulsesync.kernels.records import (
     BlockStreams,
     CodedSpan,
@@ -54,27 +55,27 @@ class BlockMemory:
         return SpanHistory(last, ranks, self.cut, self.index)
 
 
-def borders_of(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def borders_of(sizes: I64) -> I64:
     """Where each of some runs begins if they are concatenated, and where the last one ends."""
     out = np.zeros(sizes.size + 1, np.int64)
     np.cumsum(sizes, out=out[1:])
     return out
 
 
-def magnitudes(bits: Bits, shift: int) -> NDArray[np.int64]:
+def magnitudes(bits: Bits, shift: int) -> I64:
     """The magnitude class of each weight: for floats, the exponent."""
     return ((bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)) >> bits.dtype.type(shift)).astype(np.int64)
 
 
 def count(
     old: Bits,
-    borders: NDArray[np.int64],
+    borders: I64,
     kind: Dtype,
     cut: int,
     memory: BlockMemory,
     hot: HotChanges,
     contexts: tables.Contexts,
-    counts: NDArray[np.int64],
+    counts: I64,
 ) -> tuple[Decisions, Remembered]:
     """Add a block's decisions to counts; return them, and the block's history afterwards."""
     span = CodedSpan(old, borders, kind.exponent_shift or 0, cut, contexts.rows, contexts.bits)
@@ -83,7 +84,7 @@ def count(
     return decisions, Remembered(last, ranks)
 
 
-def encode_block(decisions: Decisions, extras: NDArray[np.uint32], table: FrequencyTable) -> BlockStreams:
+def encode_block(decisions: Decisions, extras: U32, table: FrequencyTable) -> BlockStreams:
     """Return the streams of a block; extras are those of its hot changes."""
     lanes, width = tables.lanes_for(decisions.counts), 8 * DTYPES[table.dtype].itemsize
     frequencies = EncoderTable(table.cumulative, table.reciprocals, table.contexts.bits, width)
@@ -99,19 +100,19 @@ class Heads(NamedTuple):
 
     table: int
     cut: int
-    changes: NDArray[np.int64]
-    lanes: NDArray[np.int64]  # powers of two; for a stream without changes neither lanes nor words are written
-    words: NDArray[np.int64]  # how many it has
-    cold: NDArray[np.int64]  # positions in the tile
-    steps: NDArray[np.int64]
-    checks: NDArray[np.uint32] = NO_CHECKS  # of a bundle: for each group that changes, how its digest changes
+    changes: I64
+    lanes: I64  # powers of two; for a stream without changes neither lanes nor words are written
+    words: I64  # how many it has
+    cold: I64  # positions in the tile
+    steps: I64
+    checks: U32 = NO_CHECKS  # of a bundle: for each group that changes, how its digest changes
 
 
 class Payload(NamedTuple):
     """A tile as `context` or `history` wrote it."""
 
     heads: Heads
-    words: NDArray[np.uint16]  # of all streams, one after the other
+    words: U16  # of all streams, one after the other
 
 
 def build(payload: Payload) -> bytes:
@@ -132,7 +133,7 @@ def build_heads(heads: Heads) -> bytes:
     return bytes((heads.table,)) + wire.few_numbers(numbers) + cold + heads.checks.astype("<u4", copy=False).tobytes()
 
 
-def build_cold(cold: NDArray[np.int64], steps: NDArray[np.int64]) -> bytes:
+def build_cold(cold: I64, steps: I64) -> bytes:
     """Write cold changes at ascending positions: a few as pairs of numbers, more as gaps and steps in planes."""
     if cold.size > FEW_COLD:
         return build_gaps(cold) + build_steps(steps)
@@ -182,7 +183,7 @@ def is_checked(tile: Tile) -> bool:
     return len(tile.groups) > 2
 
 
-def changing(tile: Tile, hot: NDArray[np.int64], cold: NDArray[np.int64]) -> NDArray[np.bool_]:
+def changing(tile: Tile, hot: I64, cold: I64) -> NDArray[np.bool_]:
     """Which streams change something, given the number of hot changes of each, and where the tile's cold ones are."""
     return (hot > 0) | (np.diff(np.searchsorted(cold, tile.borders)) > 0)
 
@@ -204,9 +205,7 @@ def parse_streams(reader: wire.ByteReader, sizes: Sequence[int]) -> list[int]:
     return out
 
 
-def parse_cold(
-    reader: wire.ByteReader, count: int, size: int, itemsize: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def parse_cold(reader: wire.ByteReader, count: int, size: int, itemsize: int) -> tuple[I64, I64]:
     """Read this many cold changes of a tile: positions and steps. Raises: FormatError, LimitError."""
     if count > FEW_COLD:
         return parse_gaps(reader, count, size), parse_steps(reader, count, itemsize)
@@ -264,7 +263,7 @@ class _BlockView(NamedTuple):
     """The fields of a payload for a block, or for the concatenated local groups of a bundle."""
 
     old: Bits
-    borders: NDArray[np.int64]
+    borders: I64
     streams: BlockStreams
     cold: ColdSteps
     kept: "KeptGroups | None" = None
@@ -297,9 +296,9 @@ def _block_view(payload: Payload, tile: Tile, number: int, old: Bits) -> _BlockV
 class KeptGroups(NamedTuple):
     """The local groups of a bundle, concatenated."""
 
-    begins: NDArray[np.int64]  # in the bundle
-    ends: NDArray[np.int64]
-    borders: NDArray[np.int64]  # in the concatenation
+    begins: I64  # in the bundle
+    ends: I64
+    borders: I64  # in the concatenation
 
     @classmethod
     def of(cls, tile: Tile) -> "KeptGroups":
@@ -317,12 +316,12 @@ class KeptGroups(NamedTuple):
         inside: NDArray[np.bool_] = (group >= 0) & (positions < np.append(self.ends, 0)[group])
         return inside
 
-    def shrink(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+    def shrink(self, positions: NDArray[np.integer]) -> I64:
         """From positions in the bundle, all in local groups, to positions in the concatenation."""
         group = np.searchsorted(self.begins, positions, "right") - 1
         return positions.astype(np.int64) - (self.begins - self.borders[:-1])[group]
 
-    def expand(self, positions: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    def expand(self, positions: U32) -> U32:
         """The reverse of `shrink`."""
         group = np.searchsorted(self.borders, positions, "right") - 1
         return (positions + (self.begins - self.borders[:-1])[group]).astype(np.uint32)

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core.types import BLOCK, Bits
 from pulsesync.format import wire
 from pulsesync.format.wire import PackedPlane
+from pulsesync.kernels.arrays import U8
 
 MAX_RATIO = 1 << 15  # of weights to payload, in bytes: a zstd block of 128 KiB has at least 4 bytes
 _mine = threading.local()
@@ -34,7 +34,7 @@ def encode_block(block: Bits) -> list[bytes | memoryview]:
     return [piece for plane in planes for piece in wire.weights_plane(plane)]
 
 
-def _split(block: Bits) -> Sequence[NDArray[np.uint8]]:
+def _split(block: Bits) -> Sequence[U8]:
     if block.itemsize == 1:
         return [block.view(np.uint8)]
     if block.itemsize == 2:
@@ -69,9 +69,9 @@ def decode_block(planes: Sequence[PackedPlane], out: Bits) -> None:
         out[:] = out >> 1 | out << (8 * out.itemsize - 1)
 
 
-def _room(planes: int) -> NDArray[np.uint8]:
+def _room(planes: int) -> U8:
     """Memory of this thread in which the planes of a block are unpacked: new memory costs a fault for every page."""
     if not hasattr(_mine, "room") or len(_mine.room) < planes:
         _mine.room = np.empty((planes, BLOCK), np.uint8)
-    room: NDArray[np.uint8] = _mine.room
+    room: U8 = _mine.room
     return room[:planes]

@@ -5,19 +5,19 @@ values, lowest first. Planes are zstd frames where that is shorter. Needs no old
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync.core.types import Bits
 from pulsesync.errors import FormatError
 from pulsesync.format import wire
+from pulsesync.kernels.arrays import I64
 
 
-def encode(positions: NDArray[np.int64], values: Bits) -> bytes:
+def encode(positions: I64, values: Bits) -> bytes:
     """Write changes at ascending positions of a tile; at least one."""
     return wire.number(positions.size) + build_gaps(positions) + wire.planes(values, values.itemsize)
 
 
-def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]") -> tuple[NDArray[np.int64], Bits]:
+def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]") -> tuple[I64, Bits]:
     """Return positions and values of a tile of this many weights.
 
     Raises:
@@ -31,7 +31,7 @@ def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]"
     return positions, values
 
 
-def build_gaps(positions: NDArray[np.int64]) -> bytes:
+def build_gaps(positions: I64) -> bytes:
     """Write ascending positions, at least one: bytes per gap, and the planes of the gaps."""
     gaps = positions.copy()
     gaps[1:] -= positions[:-1] + 1
@@ -39,7 +39,7 @@ def build_gaps(positions: NDArray[np.int64]) -> bytes:
     return bytes([width]) + wire.planes(gaps.astype("<u8"), width)
 
 
-def parse_gaps(reader: wire.ByteReader, count: int, size: int) -> NDArray[np.int64]:
+def parse_gaps(reader: wire.ByteReader, count: int, size: int) -> I64:
     """Read positions in a tile of this many weights.
 
     Raises: FormatError, if one is beyond the end, or there are none.

@@ -15,17 +15,12 @@ from pulsesync.errors import FormatError, LimitError
 from pulsesync.format import wire
 from pulsesync.format.codecs import context, planes
 from pulsesync.kernels import spec
+from pulsesync.kernels.arrays import I64, U32
 
 _MOST_CUT = {name: 1 << (8 * kind.itemsize - 1 - (kind.exponent_shift or 0)) for name, kind in DTYPES.items()}
 
 
-def build_many(
-    table: int,
-    cuts: NDArray[np.int64],
-    first_block: NDArray[np.int64],
-    blocks: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
-    colds: NDArray[np.int64],
-) -> list[bytes]:
+def build_many(table: int, cuts: I64, first_block: I64, blocks: tuple[I64, I64, I64], colds: I64) -> list[bytes]:
     """`context.build_heads` of tiles that use one table, up to the cold changes, given their number in each.
 
     blocks: changes, lanes and words of the blocks of all tiles, those of tile i from first_block[i] to first_block[i +
@@ -45,7 +40,7 @@ def build_many(
     return [bytes((table,)) + run for run in wire.runs(values, counts)]
 
 
-def build_cold(first: NDArray[np.int64], cold: NDArray[np.int64], steps: NDArray[np.int64]) -> list[bytes]:
+def build_cold(first: I64, cold: I64, steps: I64) -> list[bytes]:
     """The cold changes of tiles, those of tile i from first[i] to first[i + 1]: positions in the tile, and steps."""
     counts = np.diff(first)
     gaps = cold.copy()
@@ -70,9 +65,9 @@ class BegunPayloads:
 
     tiles: Sequence[Tile]
     data: Sequence[memoryview]
-    tables: NDArray[np.int64]
-    cuts: NDArray[np.int64]
-    at: NDArray[np.int64]  # offset of the rest in each
+    tables: I64
+    cuts: I64
+    at: I64  # offset of the rest in each
 
     def part(self, chosen: NDArray[np.intp]) -> "BegunPayloads":
         """Some of the payloads."""
@@ -96,7 +91,7 @@ def begin(data: Sequence[memoryview], tiles: Sequence[Tile]) -> BegunPayloads:
     return BegunPayloads(tiles, data, tables, cuts, 2 + long)
 
 
-def _begin_each(data: Sequence[memoryview], tiles: Sequence[Tile], most: NDArray[np.int64]) -> BegunPayloads:
+def _begin_each(data: Sequence[memoryview], tiles: Sequence[Tile], most: I64) -> BegunPayloads:
     """The same one by one, which raises the precise error."""
     found = []
     for one, limit in zip(data, most.tolist(), strict=True):
@@ -109,22 +104,22 @@ def _begin_each(data: Sequence[memoryview], tiles: Sequence[Tile], most: NDArray
 class PayloadStreams:
     """The fields of the streams of all payloads, one after the other: of blocks, or of groups of bundles."""
 
-    first: NDArray[np.int64]  # where the streams of each payload begin, and where those of the last end
-    changes: NDArray[np.int64]
-    lanes: NDArray[np.int64]
-    words: NDArray[np.int64]
-    colds: NDArray[np.int64]  # of each payload: the number of cold changes
-    at: NDArray[np.int64]  # and their offset
+    first: I64  # where the streams of each payload begin, and where those of the last end
+    changes: I64
+    lanes: I64
+    words: I64
+    colds: I64  # of each payload: the number of cold changes
+    at: I64  # and their offset
 
 
 @dataclass(frozen=True)
 class ColdChanges:
     """The cold changes of all payloads, one after the other."""
 
-    positions: NDArray[np.int64]  # in the tile
-    steps: NDArray[np.int64]
+    positions: I64  # in the tile
+    steps: I64
     checked: NDArray[np.bool_]  # for all streams, whether the payload has a check
-    checks: NDArray[np.uint32]  # the checks: 0 where nothing changes
+    checks: U32  # the checks: 0 where nothing changes
 
 
 def parse_streams_of(payloads: BegunPayloads) -> PayloadStreams:
@@ -136,7 +131,7 @@ def parse_streams_of(payloads: BegunPayloads) -> PayloadStreams:
     counts = np.array([some.size for some in borders], np.int64) - 1
     first = context.borders_of(counts)
     from_tile_to_tile = first[1:-1] + np.arange(counts.size - 1)
-    sizes: NDArray[np.int64] = np.delete(np.diff(np.concatenate(borders)), from_tile_to_tile)
+    sizes: I64 = np.delete(np.diff(np.concatenate(borders)), from_tile_to_tile)
     heads, words, colds, good, at = _at_once(payloads, sizes, first)
     changes, lanes = heads >> 3, 1 << (heads & 7)
     for i in np.flatnonzero(~good).tolist():
@@ -149,9 +144,7 @@ def parse_streams_of(payloads: BegunPayloads) -> PayloadStreams:
     return PayloadStreams(first, changes, lanes, words, colds, at)
 
 
-def _at_once(
-    payloads: BegunPayloads, sizes: NDArray[np.int64], first: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
+def _at_once(payloads: BegunPayloads, sizes: I64, first: I64) -> tuple[I64, I64, I64, NDArray[np.bool_], I64]:
     """Two numbers per stream and one more per payload; which payloads have this form; and where the rest begins.
 
     sizes: the number of weights of each stream; first: where the streams of each payload begin, and the end.
@@ -219,12 +212,7 @@ def parse_cold(payloads: BegunPayloads, blocks: PayloadStreams, streams: Sequenc
 
 
 def _many_cold(
-    many: NDArray[np.intp],
-    payloads: BegunPayloads,
-    first: NDArray[np.int64],
-    written: list[memoryview],
-    positions: NDArray[np.int64],
-    steps: NDArray[np.int64],
+    many: NDArray[np.intp], payloads: BegunPayloads, first: I64, written: list[memoryview], positions: I64, steps: I64
 ) -> None:
     """Read the cold changes of payloads that have many, which are planes, and remove them from `written`.
 
@@ -257,12 +245,8 @@ def _end_of(data: memoryview, count: int) -> int:
 
 
 def _checks(
-    tiles: Sequence[Tile],
-    blocks: PayloadStreams,
-    cold: NDArray[np.int64],
-    first: NDArray[np.int64],
-    written: Mapping[int, memoryview],
-) -> tuple[NDArray[np.bool_], NDArray[np.uint32]]:
+    tiles: Sequence[Tile], blocks: PayloadStreams, cold: I64, first: I64, written: Mapping[int, memoryview]
+) -> tuple[NDArray[np.bool_], U32]:
     """For all streams, whether the payload has a check, and the check.
 
     cold: positions of cold changes, those of payload i from first[i] on; written: the checks, by payload, of those that
@@ -279,9 +263,7 @@ def _checks(
     return checked, checks
 
 
-def _few_cold(
-    runs: Sequence[memoryview], counts: NDArray[np.int64], tiles: Sequence[Tile]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _few_cold(runs: Sequence[memoryview], counts: I64, tiles: Sequence[Tile]) -> tuple[I64, I64]:
     """Positions and steps of cold changes that are pairs of numbers: `counts` per run, filling its bytes exactly."""
     values = _numbers(runs, 2 * counts)
     gaps, codes = values[::2], values[1::2]
@@ -300,7 +282,7 @@ def _few_cold(
     return past[1:] - 1 - np.repeat(past[first], counts), (codes >> 1) ^ -(codes & 1)
 
 
-def _numbers(runs: Sequence[memoryview], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _numbers(runs: Sequence[memoryview], counts: I64) -> I64:
     """LEB128 numbers that fill runs of bytes exactly: `counts` per run."""
     data = np.frombuffer(b"".join(runs), np.uint8)
     borders = np.cumsum([len(run) for run in runs])

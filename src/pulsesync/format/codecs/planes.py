@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulsesync.format import wire
+from pulsesync.kernels.arrays import I64, U8
 
 MOST_GAP_BYTES = 4  # of gaps that are read together: their sums do not overflow 64 bits
 _ENDS = 1 << 8 * np.arange(1, 8)  # first numbers that do not fit one byte, two, ...
@@ -18,7 +19,7 @@ _MAGIC = np.frombuffer(b"\x28\xb5\x2f\xfd", np.uint8)
 _HEAD = 12  # bytes of a plain frame, at most, before the content of its block
 
 
-def build(gaps: NDArray[np.int64], codes: NDArray[np.int64], counts: NDArray[np.int64]) -> list[bytes]:
+def build(gaps: I64, codes: I64, counts: I64) -> list[bytes]:
     """Write the gaps of tiles and the codes of their steps, `counts` per tile (more than 16), tile after tile."""
     first = np.cumsum(counts) - counts
     both = gaps, codes
@@ -37,7 +38,7 @@ def build(gaps: NDArray[np.int64], codes: NDArray[np.int64], counts: NDArray[np.
     return out
 
 
-def _columns(values: NDArray[np.int64], width: int) -> list[bytes]:
+def _columns(values: I64, width: int) -> list[bytes]:
     """The lowest bytes of integers, the next ones, and so on."""
     bytes_of = values.astype("<i8", copy=False).view(np.uint8).reshape(-1, 8)
     return [bytes_of[:, k].tobytes() for k in range(width)]
@@ -47,14 +48,12 @@ class ParsedPlanes(NamedTuple):
     """What was read of good tiles; the others are left to a reader that raises the precise error."""
 
     good: NDArray[np.bool_]
-    used: NDArray[np.int64]  # bytes
-    positions: NDArray[np.int64]  # of the good tiles, one after the other
-    steps: NDArray[np.int64]
+    used: I64  # bytes
+    positions: I64  # of the good tiles, one after the other
+    steps: I64
 
 
-def parse(
-    written: Sequence[memoryview], counts: NDArray[np.int64], sizes: NDArray[np.int64], itemsizes: NDArray[np.int64]
-) -> ParsedPlanes:
+def parse(written: Sequence[memoryview], counts: I64, sizes: I64, itemsizes: I64) -> ParsedPlanes:
     """Read gaps and steps of tiles, given the changes (at least one), weights and bytes per weight of each.
 
     Every tile that is reported as good would also be read by `gap.parse_gaps` and `step.parse_steps`. Of these, all
@@ -85,9 +84,7 @@ def parse(
     return ParsedPlanes(good, at - (ends - lengths), positions, steps)
 
 
-def _positions(
-    gaps: NDArray[np.unsignedinteger], counts: NDArray[np.int64], sizes: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _positions(gaps: NDArray[np.unsignedinteger], counts: I64, sizes: I64) -> tuple[I64, NDArray[np.bool_]]:
     """Positions in tiles of these sizes, and which tiles contain all of theirs."""
     past = np.zeros(gaps.size + 1, np.int64)
     np.cumsum(gaps, out=past[1:])
@@ -102,25 +99,20 @@ class _Bytes(NamedTuple):
     """The bytes of all tiles, padded so that every read is inside."""
 
     view: memoryview
-    array: NDArray[np.uint8]
+    array: U8
 
 
 class _Planes(NamedTuple):
     """Where the k-th planes of tiles are, for tiles that have one."""
 
     tiles: NDArray[np.intp]
-    begins: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    begins: I64
+    sizes: I64
     packed: NDArray[np.bool_]
 
 
 def _find(
-    bytes_: _Bytes,
-    at: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    widest: NDArray[np.int64] | np.int64,
-    good: NDArray[np.bool_],
+    bytes_: _Bytes, at: I64, ends: I64, counts: I64, widest: I64 | np.int64, good: NDArray[np.bool_]
 ) -> list[_Planes]:
     """Find the planes of numbers, by the byte that gives their width; move `at` past them.
 
@@ -147,9 +139,7 @@ def _find(
     return out
 
 
-def _are_plain(
-    data: NDArray[np.uint8], begins: NDArray[np.int64], sizes: NDArray[np.int64], counts: NDArray[np.int64]
-) -> NDArray[np.bool_]:
+def _are_plain(data: U8, begins: I64, sizes: I64, counts: I64) -> NDArray[np.bool_]:
     """Which zstd frames state these sizes, ask for no more memory, and consist of one block."""
     head = data[np.minimum(begins, data.size - _HEAD)[:, None] + np.arange(_HEAD)].astype(np.int64)
     kind = np.minimum(head[:, 4] >> 6, 2)  # of the content size: 1, 2 (minus 256) or 4 bytes; 8 are never needed
@@ -166,7 +156,7 @@ def _are_plain(
 
 
 def _unpack(
-    bytes_: _Bytes, found: Sequence[Sequence[_Planes]], counts: NDArray[np.int64], good: NDArray[np.bool_]
+    bytes_: _Bytes, found: Sequence[Sequence[_Planes]], counts: I64, good: NDArray[np.bool_]
 ) -> tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]] | None:
     """The numbers whose planes were found, of good tiles; None if a frame is damaged."""
     pieces: list[list[memoryview]] = []
@@ -196,7 +186,7 @@ def _unpack(
 
 
 def _numbers(
-    columns: Sequence[bytes], planes: Sequence[_Planes], counts: NDArray[np.int64], good: NDArray[np.bool_]
+    columns: Sequence[bytes], planes: Sequence[_Planes], counts: I64, good: NDArray[np.bool_]
 ) -> NDArray[np.unsignedinteger]:
     """Integers of good tiles from their bytes: the lowest of all tiles, then the next of the tiles that have it."""
     width = 1 << max(len(columns) - 1, 0).bit_length()

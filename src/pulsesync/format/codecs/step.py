@@ -5,20 +5,20 @@ those of `context`, and most are short: one plane, which compresses well. Needs 
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync.core.types import Bits
 from pulsesync.errors import FormatError
 from pulsesync.format import tables, wire
 from pulsesync.format.codecs.gap import build_gaps, parse_gaps
+from pulsesync.kernels.arrays import I64
 
 
-def encode(positions: NDArray[np.int64], old: Bits, new: Bits) -> bytes:
+def encode(positions: I64, old: Bits, new: Bits) -> bytes:
     """Write changes at ascending positions of a tile; at least one, and each must be a change."""
     return wire.number(positions.size) + build_gaps(positions) + build_steps(tables.wrapped_steps(old, new))
 
 
-def decode(payload: memoryview, size: int, itemsize: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def decode(payload: memoryview, size: int, itemsize: int) -> tuple[I64, I64]:
     """Return positions and steps of a tile of this many weights, of `itemsize` bytes each.
 
     Raises:
@@ -37,14 +37,14 @@ def decode(payload: memoryview, size: int, itemsize: int) -> tuple[NDArray[np.in
     return positions, steps
 
 
-def build_steps(steps: NDArray[np.int64]) -> bytes:
+def build_steps(steps: I64) -> bytes:
     """Write steps, none of them 0: bytes per step, and the planes of the steps."""
     codes = ((steps << 1) ^ (steps >> 63)) - 1
     width = wire.width(codes)
     return bytes([width]) + wire.planes(codes.astype("<u8"), width)
 
 
-def parse_steps(reader: wire.ByteReader, count: int, itemsize: int) -> NDArray[np.int64]:
+def parse_steps(reader: wire.ByteReader, count: int, itemsize: int) -> I64:
     """Read steps of weights of this size: none is 0, none is longer than half the range. Raises: FormatError."""
     width = reader.byte()
     if not 1 <= width <= itemsize:
