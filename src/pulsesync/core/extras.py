@@ -13,10 +13,7 @@ def missing(error: ImportError, extra: str) -> PulseError:
 
 @contextmanager
 def needed_for(use: str) -> Iterator[None]:
-    """Import inside this what a plain installation has, and a small one may have left out.
-
-    Raises: PulseError, which names the package, if it is not installed.
-    """
+    """Import inside this what a small installation may lack. Raises: PulseError, which names the package."""
     try:
         yield
     except ModuleNotFoundError as e:

@@ -166,8 +166,7 @@ def _parse_server(scheme: str, authority: str, text: str) -> str:
 def parse_path(text: str) -> Path:
     """Return the path of a text. A `~` at its beginning is the home folder of this user.
 
-    Raises:
-        ValueError: something else than a path of this machine was meant; the message contains no secret.
+    Raises: ValueError, if something else than a path of this machine was meant; the message contains no secret.
     """
     if not text:
         raise ValueError("a location must not be empty; write . for the current folder")

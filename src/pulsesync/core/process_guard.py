@@ -43,11 +43,7 @@ class ProcessGuard:
             raise ClosedError(f"this {self._name} {self._if_closed}")
 
     def claim(self) -> None:
-        """Have the object belong to this process, if it is open and belongs to no other.
-
-        Raises:
-            ClosedError: otherwise.
-        """
+        """Have the object belong to this process. Raises: ClosedError, if it is closed or belongs to another."""
         self.check_process()
         self.check_open()
         self.process = os.getpid()

@@ -28,9 +28,6 @@ def make_private(folder: Path) -> None:
     """Create a folder, and those above it that are missing, for this user alone. A folder that exists is not changed.
 
     What is in it may be readable by all: nobody else can get there. To share it with other users, create it first.
-
-    Raises:
-        OSError: it cannot be created.
     """
     if not folder.is_dir():
         make_private(folder.parent)
@@ -86,12 +83,8 @@ def _make(where: Path) -> tuple[Path, int | None]:
         except BlockingIOError:  # a sweeping process has opened the file before it was locked, and may remove it
             mine = False
         except OSError as e:
-            logger.info(
-                "The file system of %s has no locks (%s): %s is not removed if this process is killed.",
-                where,
-                e.strerror,
-                path,
-            )
+            said = "The file system of %s has no locks (%s): %s is not removed if this process is killed."
+            logger.info(said, where, e.strerror, path)
             _lock_of(path).unlink(missing_ok=True)
             os.close(lock)
             path.mkdir(mode=0o700)

@@ -215,8 +215,7 @@ def submit(executor: Executor, work: Callable[..., Result], *args: Any) -> "Futu
     When the main thread has ended, a ThreadPoolExecutor accepts nothing more, although its threads and all others that
     are not daemons finish what they do, and may need it. The interpreter waits for this thread as it does for those.
 
-    Raises:
-        RuntimeError: no thread can be started either; the work is not run.
+    Raises: RuntimeError, if no thread can be started either; the work is not run.
     """
     future: Future[Result] = Future()
     # Acquired by the first that runs the work: an executor that cannot start a thread has already queued it.
@@ -247,8 +246,7 @@ def submit(executor: Executor, work: Callable[..., Result], *args: Any) -> "Futu
 def start(work: Callable[[], object]) -> None:
     """Run work in a thread of its own, for which the interpreter waits. What it raises is not reported.
 
-    Raises:
-        RuntimeError: no thread can be started.
+    Raises: RuntimeError, if no thread can be started.
     """
 
     def run() -> None:

@@ -116,6 +116,10 @@ class Tile:
         return self.rows * self.columns
 
     @property
+    def size_bytes(self) -> int:
+        return self.size * self.tensor.kind.itemsize
+
+    @property
     def names(self) -> list[str]:
         """The tensors of the model whose weights are in it."""
         return list(dict.fromkeys(piece.tensor.name for piece in self.pieces)) if self.pieces else [self.tensor.name]

@@ -45,7 +45,9 @@ def _settle_all(
 
     def is_settled(diff: TileChanges) -> bool:
         found = coded.get(diff.tile.ordinal)
-        return found is not None and (codec != "auto" or not _is_doubtful(diff, found))
+        if found is None or codec != "auto":
+            return found is not None
+        return not (_is_poor(diff, found) or _is_near_dense(diff, found) or _has_mostly_changed(diff))
 
     todo = [diff for diff in diffs if not is_settled(diff)]
     is_short = codec not in ("dense", "xor") and sum(diff.changed for diff in todo) < MANY
@@ -67,7 +69,7 @@ def _settle(diff: TileChanges, old: Weights, coded: CodedTile | None, codec: str
         return _dense_after(diff, old) if codec == "dense" else _xor(diff, old)
     if codec == "step" and diff.tile.tensor.kind.exponent_shift is not None:
         stepped = _step(diff)
-        return _smaller(stepped, _dense_after(diff, old)) if _exceeds_weights(diff, stepped) else stepped
+        return _smaller(stepped, _dense_after(diff, old)) if stepped.size > diff.tile.size_bytes else stepped
     if codec != "auto":
         return coded or _gap(diff)
     best = coded or _sparse(diff)
@@ -80,20 +82,12 @@ def _settle(diff: TileChanges, old: Weights, coded: CodedTile | None, codec: str
     return best
 
 
-def _is_doubtful(diff: TileChanges, coded: CodedTile) -> bool:
-    return _is_poor(diff, coded) or _is_near_dense(diff, coded) or _has_mostly_changed(diff)
-
-
 def _is_poor(diff: TileChanges, coded: CodedTile) -> bool:
     return 8 * coded.size > POOR_BITS * diff.changed
 
 
 def _is_near_dense(diff: TileChanges, coded: CodedTile) -> bool:
-    return 2 * coded.size > diff.tile.size * diff.tile.tensor.kind.itemsize
-
-
-def _exceeds_weights(diff: TileChanges, coded: CodedTile) -> bool:
-    return coded.size > diff.tile.size * diff.tile.tensor.kind.itemsize
+    return 2 * coded.size > diff.tile.size_bytes
 
 
 def _has_mostly_changed(diff: TileChanges) -> bool:
@@ -152,7 +146,7 @@ def _xor_if_smaller(diff: TileChanges, old: Weights, best: CodedTile) -> CodedTi
 def dense_or_raw(tile: Tile, pieces: Pieces, weights: Weights) -> CodedTile:
     """A tile whole, from its pieces as `dense`; as `raw` where those are not smaller."""
     packed = CodedTile(Codec.DENSE, pieces)
-    if packed.size < tile.size * tile.tensor.kind.itemsize:
+    if packed.size < tile.size_bytes:
         return packed
     return CodedTile(Codec.RAW, [p for n in range(tile.block_count) for p in raw.encode_block(weights.block(tile, n))])
 
@@ -161,8 +155,7 @@ def _without_tables_if_smaller(
     diffs: Sequence[TileChanges], shared: list[FrequencyTable], chosen: list[CodedTile]
 ) -> tuple[list[FrequencyTable], list[CodedTile]]:
     """Tables do not pay off in tiny patches: leave them out where that makes the part smaller."""
-    plain = []
-    for diff, best in zip(diffs, chosen, strict=True):
-        plain.append(_sparse(diff) if best.codec in PREDICTING else best)
+    both = zip(diffs, chosen, strict=True)
+    plain = [_sparse(diff) if best.codec in PREDICTING else best for diff, best in both]
     size = sum(c.size for c in chosen) + len(index.build(shared, []))
     return ([], plain) if sum(c.size for c in plain) < size else (shared, chosen)

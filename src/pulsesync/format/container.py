@@ -54,13 +54,9 @@ class PartHeader:
 
     def check_section(self, section: int, data: bytes | memoryview) -> None:
         """Raises: ChecksumError, if these bytes do not match the hash in the header."""
-        size, digest = self.sections[section]
-        if len(data) != size or hashlib.sha256(data).digest() != digest:
-            raise ChecksumError(
-                f"section {section} of part {self.id[:12]} is damaged: its bytes do not match its hash",
-                part=self.id,
-                section=section,
-            )
+        if (len(data), hashlib.sha256(data).digest()) != self.sections[section]:
+            damaged = f"section {section} of part {self.id[:12]} is damaged: its bytes do not match its hash"
+            raise ChecksumError(damaged, part=self.id, section=section)
 
 
 def new_bytes(size: int) -> U8:
@@ -70,12 +66,9 @@ def new_bytes(size: int) -> U8:
 def build(
     layout: str, sections: Sequence[Sequence[bytes | memoryview]], allocate: Allocate = new_bytes
 ) -> tuple[str, memoryview]:
-    """Return the id and the bytes of a part, whose sections are given in pieces (of bytes).
+    """Return the id and the bytes of a part, whose sections are given in pieces (of bytes). Raises: LimitError.
 
     Every piece is copied once, into memory that is allocated for the whole file; the returned view is read-only.
-
-    Raises:
-        LimitError: it has more sections than a reader accepts.
     """
     if len(sections) > MAX_SECTIONS:
         raise LimitError(
@@ -112,10 +105,7 @@ def _threads_for(size: int) -> int | None:
 
 
 def header_size(data: bytes | memoryview) -> int:
-    """The length of a header, from its first bytes, which are not checked.
-
-    Raises: FormatError, if there are too few.
-    """
+    """The length of a header, from its first bytes, unchecked. Raises: FormatError, if there are too few."""
     if len(data) < HEADER.size:
         raise FormatError(f"a part must have at least {HEADER.size} bytes; this has {len(data)}")
     return HEADER.size + ENTRY.size * int(HEADER.unpack_from(data)[3])
@@ -151,8 +141,7 @@ def parse_header(data: bytes | memoryview, expected_id: str | None = None) -> Pa
 def open_part(data: bytes | memoryview, expected_id: str | None = None) -> tuple[PartHeader, list[memoryview]]:
     """Check a whole file and return its sections.
 
-    Raises:
-        as `parse_header`; FormatError: the file is shorter or longer than its sections; ChecksumError: one is damaged.
+    Raises: as `parse_header`; FormatError, if the file has another length; ChecksumError, if a section is damaged.
     """
     header = parse_header(data, expected_id)
     if len(data) != header.file_size:

@@ -111,16 +111,14 @@ def _describe(tile: Tile, change: BlockChange | None, before: Bits, as_steps: bo
 
 
 def _collect(tiles: Sequence[Tile], block: Callable[[tuple[Tile, int]], _FoundBlock]) -> list[Diff]:
-    jobs = [(tile, number) for tile in tiles for number in range(tile.block_count)]
-    done = iter(spread(block, jobs))
+    done = iter(spread(block, [(tile, number) for tile in tiles for number in range(tile.block_count)]))
     out = []
     for tile in tiles:
         found = [next(done) for _ in range(tile.block_count)]
-        blocks = tuple(change for change, _, _ in found if change is not None)
-        some = tuple(steps for _, steps, _ in found if steps is not None)
-        samples = [sampled for _, _, sampled in found if sampled is not None]
-        if blocks:
-            out.append(Diff(tile, blocks, some, _total(samples) if some else None))
+        if blocks := tuple(one.change for one in found if one.change is not None):
+            steps = tuple(one.steps for one in found if one.steps is not None)
+            samples = [one.sampled for one in found if one.sampled is not None]
+            out.append(Diff(tile, blocks, steps, _total(samples) if steps else None))
     return out
 
 

@@ -57,10 +57,9 @@ class History:
 
     def of(self, tile: int, block: int) -> BlockMemory:
         """The history of one block."""
+        index = self.index + 1
         known = self.tiles.get(tile)
-        return (
-            BlockMemory(known.cut, known.blocks[block], self.index + 1) if known else BlockMemory(index=self.index + 1)
-        )
+        return BlockMemory(known.cut, known.blocks[block], index) if known else BlockMemory(index=index)
 
     def cut(self, tile: int) -> int:
         return self.tiles[tile].cut if tile in self.tiles else 0
@@ -73,8 +72,7 @@ class History:
         weights = as_weights(old)
         cuts = {}
         for patch in patches:
-            known = self.cut(patch.tile.ordinal)
-            if cut := max(known, patch.cut if patch.codec == Codec.HISTORY else 0):
+            if cut := max(self.cut(patch.tile.ordinal), patch.cut if patch.codec == Codec.HISTORY else 0):
                 cuts[patch] = cut
         changes = {(patch, block.number): block for patch in cuts for block in patch.blocks}
         jobs = [(patch, number) for patch in cuts for number in range(patch.tile.block_count)]
@@ -85,11 +83,11 @@ class History:
             return advance_block(before, patch.tile, number, changes.get(job), cuts[patch], weights)
 
         done = iter(spread(block, jobs))
-        changed = {}
-        for patch, cut in cuts.items():
-            blocks = tuple(next(done) for _ in range(patch.tile.block_count))
-            changed[patch.tile.ordinal] = TileHistory(cut, blocks)
-        return self.replaced(self.index + 1, changed)
+        tiles = {
+            patch.tile.ordinal: TileHistory(cut, tuple(next(done) for _ in range(patch.tile.block_count)))
+            for patch, cut in cuts.items()
+        }
+        return self.replaced(self.index + 1, tiles)
 
     def replaced(
         self, index: int, tiles: Mapping[int, TileHistory], counted: "Mapping[int, TileHistorySummary] | None" = None
@@ -133,6 +131,11 @@ class History:
             return cls(int(head["index"]), tiles)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as e:
             raise FormatError("these bytes are not a saved history") from e
+
+
+def memory_of(history: History | None, tile: Tile, number: int) -> BlockMemory:
+    """The history of a block; an empty one if none is kept."""
+    return BlockMemory() if history is None else history.of(tile.ordinal, number)
 
 
 def advance_block(

@@ -4,7 +4,7 @@ Everything that a reader needs before it decodes is here, so one fetch of header
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -70,19 +70,11 @@ def build(shared: Sequence[FrequencyTable], entries: Sequence[TileEntry]) -> byt
     out = [wire.number(len(shared)), *map(_table, shared), wire.number(len(entries))]
     if entries:
         tiles, codecs, sections, sizes, sums = zip(*entries, strict=True)
-        out.append(wire.numbers(_steps(-1, tiles) - 1))
-        out.append(bytes(codecs))
-        out.append(wire.numbers(_steps(1, sections)))
-        out.append(wire.numbers(np.array(sizes, np.int64)))
+        out += [wire.numbers(np.diff((-1, *tiles)) - 1), bytes(codecs)]
+        out += [wire.numbers(np.diff((1, *sections))), wire.numbers(np.array(sizes, np.int64))]
         out.append(struct.pack(f"<{2 * len(sums)}Q", *chain.from_iterable(sums)))
     data = b"".join(out)
     return wire.number(len(data)) + wire.plane(data)
-
-
-def _steps(before: int, values: Sequence[int]) -> I64:
-    """The difference of each to the one before it."""
-    array = np.array((before, *values), np.int64)
-    return array[1:] - array[:-1]
 
 
 def parse(
@@ -104,7 +96,7 @@ def parse(
     codecs = reader.take(count)
     places = 1 + np.cumsum(reader.numbers(count, len(sections)))
     sizes = reader.numbers(count, max(sections))
-    sums = reader.take(16 * count)
+    sums = np.frombuffer(reader.take(16 * count), "<u8").reshape(-1, 2).tolist()
     reader.end()
     if count and (ordinals[-1] >= tiles or places[-1] >= len(sections)):
         raise FormatError("the index lists a tile or a section that does not exist")
@@ -113,12 +105,9 @@ def parse(
         raise FormatError("the payloads that the index lists do not fill their sections")
     if added := set(codecs) - _CODECS.keys():
         raise versions.unknown(f"the index names the codec {min(added)}")
-    fields = ordinals.tolist(), map(_CODECS.__getitem__, codecs), places.tolist(), sizes.tolist(), _sums(sums)
-    return shared, list(map(TileEntry._make, zip(*fields, strict=True)))
-
-
-def _sums(data: memoryview) -> Iterable[Sum]:
-    return map(Sum._make, np.frombuffer(data, "<u8").reshape(-1, 2).tolist())
+    named = map(_CODECS.__getitem__, codecs)
+    fields = zip(ordinals.tolist(), named, places.tolist(), sizes.tolist(), map(Sum._make, sums), strict=True)
+    return shared, list(map(TileEntry._make, fields))
 
 
 def _table(table: FrequencyTable) -> bytes:
@@ -131,10 +120,8 @@ def _table(table: FrequencyTable) -> bytes:
     where, symbols = np.nonzero(used)
     first = np.r_[True, where[1:] != where[:-1]] if where.size else np.empty(0, bool)
     before = np.where(first, -1, np.r_[0, symbols[:-1]]) if where.size else symbols
-    out.append(wire.numbers(used.sum(axis=1).astype(np.int64)))
-    out.append(wire.numbers((symbols - before - 1).astype(np.int64)))
-    out.append(wire.numbers(rows[used] - 1))
-    return b"".join(out)
+    counts = (used.sum(axis=1), symbols - before - 1, rows[used] - 1)
+    return b"".join((*out, *(wire.numbers(some.astype(np.int64)) for some in counts)))
 
 
 def _parse_table(reader: wire.ByteReader) -> FrequencyTable:

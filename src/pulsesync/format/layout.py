@@ -166,8 +166,7 @@ def most_pieces(layout: Layout) -> int:
 def make(tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -> Layout:
     """Sort tensors and check them as a reader does.
 
-    Raises:
-        FormatError: a name twice, a tie to nothing, cuts that do not ascend; LimitError, UnsupportedError.
+    Raises: FormatError, for a name twice, a tie to nothing, cuts that do not ascend; LimitError, UnsupportedError.
     """
     layout = Layout(tuple(sorted(tensors, key=lambda s: s.name.encode())), dict(ties or {}))
     _check(layout)
@@ -183,8 +182,7 @@ def bundle(layout: Layout, owners: Mapping[int, int] | None = None) -> Layout:
     groups: dict[tuple[Any, ...], list[Tile]] = {}
     for piece in layout.pieces:
         if 0 < piece.size < SMALL:
-            spec = piece.tensor
-            owner = owners.get(piece.ordinal, 0) if owners else 0
+            spec, owner = piece.tensor, (owners or {}).get(piece.ordinal, 0)
             groups.setdefault((part_of_model(spec.name), spec.dtype, owner, _cell(piece)), []).append(piece)
     packed: dict[tuple[Any, ...], list[list[list[int]]]] = {}
     room: dict[tuple[Any, ...], int] = {}  # of the last bundle of each dtype, owner and cell
@@ -203,10 +201,8 @@ def bundle(layout: Layout, owners: Mapping[int, int] | None = None) -> Layout:
                 begun = True
             bundles[-1][-1].append(piece.ordinal)
             room[kind] -= piece.size
-    found = [
-        tuple(map(tuple, bundle)) for bundles in packed.values() for bundle in bundles if sum(map(len, bundle)) > 1
-    ]
-    return replace(layout, bundles=tuple(sorted(found)))
+    found = (bundle for bundles in packed.values() for bundle in bundles if sum(map(len, bundle)) > 1)
+    return replace(layout, bundles=tuple(sorted(tuple(map(tuple, bundle)) for bundle in found)))
 
 
 def _cell(piece: Tile) -> tuple[int, int, int, int]:
@@ -271,16 +267,20 @@ def parse(data: bytes, expected_id: str | None = None) -> Layout:
     if len(data) > MAX_BYTES:
         raise LimitError(f"a layout can have {MAX_BYTES} bytes at most; this has {len(data)}", value=len(data))
     if expected_id is not None and hashlib.sha256(data).hexdigest() != expected_id:
-        raise ChecksumError(
-            f"layout {expected_id[:12]} is damaged: its bytes do not match its hash", expected=expected_id
-        )
+        damaged = f"layout {expected_id[:12]} is damaged: its bytes do not match its hash"
+        raise ChecksumError(damaged, expected=expected_id)
     table = load_json(data, "the layout")
     versions.check_name(table.get("format"), FORMAT, "the layout")
     _check_fields(table, {"bundles", "format", "tensors", "ties"}, set(), "the layout")
     if not isinstance(table["tensors"], list):
         raise FormatError("the tensors of a layout must be a list")
-    specs = tuple(_spec(entry) for entry in table["tensors"])
-    layout = Layout(specs, _ties(table["ties"]), _bundles(table["bundles"]))
+    ties, bundles = table["ties"], table["bundles"]
+    specs = tuple(map(_spec, table["tensors"]))
+    if not isinstance(ties, dict) or not all(isinstance(name, str) for name in ties.values()):
+        raise FormatError("the ties of a layout must map names to names")
+    if not isinstance(bundles, list) or not all(isinstance(bundle, list) for bundle in bundles):
+        raise FormatError("the bundles of a layout must be lists of groups, which are lists of pieces")
+    layout = Layout(specs, ties, tuple(tuple(map(_integers, bundle)) for bundle in bundles))
     _check(layout)
     if layout.data != data:
         raise FormatError("the layout is not in canonical form")
@@ -312,18 +312,6 @@ def _integers(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _bundles(value: Any) -> tuple[Bundle, ...]:
-    if not isinstance(value, list) or not all(isinstance(bundle, list) for bundle in value):
-        raise FormatError("the bundles of a layout must be lists of groups, which are lists of pieces")
-    return tuple(tuple(_integers(group) for group in bundle) for bundle in value)
-
-
-def _ties(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
-        raise FormatError("the ties of a layout must map names to names")
-    return value
-
-
 def _check(layout: Layout) -> None:
     names = [spec.name for spec in layout.tensors]
     if len(names) > MAX_TENSORS or len(layout.ties) > MAX_TENSORS:
@@ -335,8 +323,7 @@ def _check(layout: Layout) -> None:
             raise FormatError("a tensor's name is not valid Unicode") from None
         if not 0 < size <= MAX_NAME_BYTES:
             raise LimitError(f"a tensor's name must have 1 to {MAX_NAME_BYTES} bytes; this has {size}", value=size)
-    encoded = [name.encode() for name in names]
-    if any(a >= b for a, b in pairwise(encoded)):
+    if not _ascend([name.encode() for name in names]):
         raise FormatError("the tensors of a layout must be in the order of their names, each once")
     known = set(names)
     for alias, canonical in layout.ties.items():
@@ -362,7 +349,7 @@ def _check_bundles(layout: Layout) -> None:
     count = layout.piece_count
     for bundle in layout.bundles:
         pieces = [number for group in bundle for number in group]
-        if len(pieces) < 2 or not all(bundle) or not all(a < b for group in bundle for a, b in pairwise(group)):
+        if len(pieces) < 2 or not all(bundle) or not all(map(_ascend, bundle)):
             raise FormatError("a bundle must have two pieces at least, in groups of ascending pieces")
         if max(pieces) >= count or not seen.isdisjoint(pieces) or len(set(pieces)) < len(pieces):
             raise FormatError(
@@ -370,18 +357,21 @@ def _check_bundles(layout: Layout) -> None:
             )
         seen.update(pieces)
         tiles = [layout.piece(number) for number in pieces]
-        size = sum(tile.size for tile in tiles)
-        if len({tile.tensor.dtype for tile in tiles}) > 1 or not all(tile.size for tile in tiles) or size > BLOCK:
+        sizes = [tile.size for tile in tiles]
+        if len({tile.tensor.dtype for tile in tiles}) > 1 or not all(sizes) or sum(sizes) > BLOCK:
             raise FormatError(
                 f"a bundle must have pieces of one dtype, none of them empty, with {BLOCK} weights at most"
             )
-    if any(a >= b for a, b in pairwise(layout.bundles)) or any(
-        a >= b for bundle in layout.bundles for a, b in pairwise(bundle)
-    ):
+    if not _ascend(layout.bundles) or not all(map(_ascend, layout.bundles)):
         raise FormatError("the bundles of a layout, and the groups of a bundle, must be in ascending order")
     names = {_bundle_name(n, layout.piece(bundle[0][0]).tensor.name) for n, bundle in enumerate(layout.bundles)}
     if not names.isdisjoint(spec.name for spec in layout.tensors):
         raise FormatError("the layout has a tensor with the name of a bundle")
+
+
+def _ascend(values: Sequence[Any]) -> bool:
+    """Whether each value is above the one before it."""
+    return all(a < b for a, b in pairwise(values))
 
 
 def _bundle_name(number: int, first: str) -> str:
@@ -399,5 +389,5 @@ def _check_spec(spec: TensorSpec) -> None:
     if len(spec.shape) > MAX_DIMENSIONS or math.prod(max(n, 1) for n in spec.shape) > MAX_ELEMENTS:
         raise LimitError(f"tensor {spec.name!r} has shape {spec.shape}, which is above the limit", tensor=spec.name)
     for cuts, end in ((spec.row_cuts, spec.rows), (spec.column_cuts, spec.columns)):
-        if any(a >= b for a, b in zip((0, *cuts), (*cuts, end), strict=True)) and cuts:
+        if cuts and not _ascend((0, *cuts, end)):
             raise FormatError(f"the cuts of tensor {spec.name!r} must ascend inside it", tensor=spec.name)

@@ -140,43 +140,24 @@ class Manifest:
         return epochs.next_patch(self.epoch, self.index, self.epoch_patches)
 
     def build(self) -> bytes:
-        """Write the record, without a signature.
-
-        Raises:
-            FormatError: the name of a file is not valid. Its other fields are those of the library's own making.
-        """
+        """Write the record, without a signature. Raises: FormatError, if the name of a file is not valid."""
         check_file_names([file.name for file in self.files])
-        extensions = self._build_extensions()
-        flags = (_BASE if self.base else 0) | (_HISTORY if self.history else 0) | (_EXTENSIONS if extensions else 0)
-        fields = b"".join(
-            (
-                bytes([flags]),
-                wire.few_numbers((self.version, self.step, self.epoch, self.index, self.created)),
-                wire.number(0 if self.anchor is None else self.anchor + 1),
-                bytes.fromhex(self.digest + self.layout),
-                self._build_base(),
-                bytes.fromhex(self.history or ""),
-                wire.number(len(self.parts)),
-                *map(_build_part, self.parts),
-                wire.number(len(self.files)),
-                *map(_build_file, self.files),
-                extensions,
-            )
-        )
+        base = extensions = b""
+        if self.base is not None:
+            base = wire.number(self.version - self.base.version) + bytes.fromhex(self.base.digest)
+        if self.rewound_at is not None and self.kind == RecordKind.VERSION:
+            content = wire.number(self.rewound_at)
+            extensions = wire.few_numbers((1, _REWOUND_AT, len(content))) + content
+        flags = (_BASE if base else 0) | (_HISTORY if self.history else 0) | (_EXTENSIONS if extensions else 0)
+        anchor = 0 if self.anchor is None else self.anchor + 1
+        fields = bytes([flags])
+        fields += wire.few_numbers((self.version, self.step, self.epoch, self.index, self.created, anchor))
+        fields += bytes.fromhex(self.digest + self.layout) + base + bytes.fromhex(self.history or "")
+        fields += b"".join((wire.number(len(self.parts)), *map(_build_part, self.parts)))
+        fields += b"".join((wire.number(len(self.files)), *map(_build_file, self.files))) + extensions
         front = MAGIC + bytes([versions.VERSION, _KINDS.index(self.kind)]) + bytes.fromhex(self.run)
         record = front + wire.number(len(fields)) + fields
         return record + _checksum(record)
-
-    def _build_base(self) -> bytes:
-        if self.base is None:
-            return b""
-        return wire.number(self.version - self.base.version) + bytes.fromhex(self.base.digest)
-
-    def _build_extensions(self) -> bytes:
-        if self.rewound_at is None or self.kind != RecordKind.VERSION:
-            return b""
-        content = wire.number(self.rewound_at)
-        return wire.few_numbers((1, _REWOUND_AT, len(content))) + content
 
 
 def _build_part(part: PartRef) -> bytes:
@@ -247,7 +228,9 @@ def _squashed_run(record: bytes) -> str | None:
 
 def _read(reader: ByteReader, epoch_patches: int, signed_by: str | None) -> Manifest:
     reader.take(len(MAGIC) + 1)
-    kind, run = _read_kind(reader), reader.take(RUN_BYTES).hex()
+    if (code := reader.byte()) >= len(_KINDS):
+        raise versions.unknown(f"the record is of kind {code}")
+    kind, run = _KINDS[code], reader.take(RUN_BYTES).hex()
     reader.number(MAX_BYTES)
     flags = reader.byte()
     if flags & ~(_BASE | _HISTORY | _EXTENSIONS):
@@ -301,10 +284,7 @@ def _read_extensions(reader: ByteReader) -> dict[int, bytes]:
 
 
 def _read_rewound_at(content: bytes, version: int) -> int | None:
-    """Return the version that the extension names; None for other content.
-
-    That is not refused: a reader that ignores the extension reads the same records.
-    """
+    """Return the version that the extension names; None for other content, which readers may ignore."""
     reader = ByteReader(content, "the extension")
     try:
         value = reader.number(version)
@@ -312,12 +292,6 @@ def _read_rewound_at(content: bytes, version: int) -> int | None:
     except FormatError:
         return None
     return value
-
-
-def _read_kind(reader: ByteReader) -> RecordKind:
-    if (kind := reader.byte()) >= len(_KINDS):
-        raise versions.unknown(f"the record is of kind {kind}")
-    return _KINDS[kind]
 
 
 def _read_hash(reader: ByteReader) -> str:
@@ -375,23 +349,23 @@ def check_file_names(names: Collection[str]) -> None:
 
 
 def _check(manifest: Manifest) -> None:
-    root = manifest.kind == RecordKind.VERSION and manifest.base is None
-    if (not manifest.parts) != root:
-        raise FormatError(
-            f"a root must have no parts, and other records 1 to {MAX_PARTS}; this has {len(manifest.parts)}"
-        )
+    base, kind, parts = manifest.base, manifest.kind, len(manifest.parts)
+    is_version = kind == RecordKind.VERSION
+    root = is_version and base is None
+    if (not parts) != root:
+        raise FormatError(f"a root must have no parts, and other records 1 to {MAX_PARTS}; this has {parts}")
     check_file_names([file.name for file in manifest.files])
-    if manifest.kind == RecordKind.VERSION and (manifest.index == 0) != (manifest.base is None):
+    if is_version and (manifest.index == 0) != (base is None):
         raise FormatError("a version must have a base and an index in its epoch, or neither")
-    if manifest.kind == RecordKind.ANCHOR and manifest.base is not None:
+    if kind == RecordKind.ANCHOR and base is not None:
         raise FormatError("an anchor must have no base")
-    if manifest.kind == RecordKind.SQUASH and manifest.base is None:
+    if kind == RecordKind.SQUASH and base is None:
         raise FormatError("a squashed patch must have a base")
-    if manifest.kind != RecordKind.VERSION and manifest.history is not None:
+    if not is_version and manifest.history is not None:
         raise FormatError("anchors and squashed patches must lead to the start of an epoch, where the history is empty")
     if root and manifest.history is not None:
         raise FormatError("a root must have no history")
-    if manifest.base is not None and not 0 <= manifest.base.version < manifest.version:
+    if base is not None and not 0 <= base.version < manifest.version:
         raise FormatError("a version's base must be an earlier version")
-    if manifest.kind == RecordKind.VERSION and manifest.base and manifest.base.version != manifest.version - 1:
+    if is_version and base and base.version != manifest.version - 1:
         raise FormatError("the base of a version must be the version before it")

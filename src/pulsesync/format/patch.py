@@ -21,11 +21,11 @@ from pulsesync.format import container, index, tables
 from pulsesync.format.choice import choose, dense_or_raw
 from pulsesync.format.codecs import context, dense, gap, heads, raw, step
 from pulsesync.format.diff import Diff, TileChanges, find_changes, from_changes
-from pulsesync.format.history import MAX_INDEX, History
+from pulsesync.format.history import MAX_INDEX, History, memory_of
 from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout, count_pieces
-from pulsesync.format.predict import PREDICTING, CodedTile, code_against_old, memory_of
-from pulsesync.format.weights import Changes, Weights, as_weights
+from pulsesync.format.predict import PREDICTING, CodedTile, code_against_old
+from pulsesync.format.weights import Changes, Weights, as_weights, differing
 
 CodecName = Literal["auto", "gap", "step", "context", "history", "dense", "xor"]
 WHOLE = (Codec.DENSE, Codec.XOR, Codec.RAW)  # codecs that write every weight of a tile, changed or not
@@ -160,11 +160,10 @@ def encode_whole(
     jobs = [(tile, number) for tile in written for number in range(tile.block_count)]
     encode_block = dense.encode_block if codec == "dense" else raw.encode_block
     blocks = iter(spread(lambda job: encode_block(weights.block(*job)), jobs))
-    pieces = ([piece for _ in range(tile.block_count) for piece in next(blocks)] for tile in written)
-    coded = [
-        dense_or_raw(tile, of_tile, weights) if codec == "dense" else CodedTile(Codec.RAW, of_tile)
-        for tile, of_tile in zip(written, pieces, strict=True)
-    ]
+    coded = []
+    for tile in written:
+        pieces = [piece for _ in range(tile.block_count) for piece in next(blocks)]
+        coded.append(dense_or_raw(tile, pieces, weights) if codec == "dense" else CodedTile(Codec.RAW, pieces))
     after = {tile.ordinal: sums[tile.ordinal] for tile in written}
     return EncodedPart(*_assemble(layout.id, [], written, coded, after), (), after)
 
@@ -186,8 +185,7 @@ def _assemble(
 ) -> tuple[str, memoryview]:
     """Distribute payloads over sections, at least one and no more than a reader accepts; add index and header."""
     sections: list[list[bytes | memoryview]] = [[]]
-    filled = 0
-    entries = []
+    entries, filled = [], 0
     sizes = [payload.size for payload in coded]
     full = max(SECTION_BYTES, sum(sizes) // (container.MAX_SECTIONS - 2) + 1)
     for tile, payload, size in zip(tiles, coded, sizes, strict=True):
@@ -210,8 +208,7 @@ def decode(
 ) -> DecodedPart:
     """Check a part and decode all of it against its base state. Nothing is changed.
 
-    Raises:
-        FormatError: or a subclass, for bad bytes.
+    Raises: FormatError and subclasses, for bad bytes.
     """
     header, sections = container.open_part(data, expected_id)
     opened = open_index(header, sections[0], layout)
@@ -252,31 +249,29 @@ def decode_tiles(
 ) -> DecodedPart:
     """Decode a part, or the wanted tiles of it, from sections whose hashes have been checked.
 
-    A wanted tile may specify which of its groups are wanted.
-
-    Raises:
-        FormatError: or a subclass, for bad bytes.
+    A wanted tile may specify which of its groups are wanted. Raises: FormatError and subclasses, for bad bytes.
     """
     weights = as_weights(old)
     jobs: list[list[DecodeTask]] = []  # of each tile
-    entries = []
+    sums: dict[int, Sum] = {}
     tiles = layout.tiles if wanted is None else wanted
     for entry, body in payloads(opened, sections, wanted):
         jobs.append(open_tile(entry, tiles[entry.tile], body, opened.tables, history))
-        entries.append(entry)
-    is_short = all(entry.codec in (Codec.GAP, Codec.STEP) for entry in entries)  # numpy calls, which threads slow down
+        sums[entry.tile] = entry.sum
+
+    def run(job: DecodeTask) -> list[BlockChange]:
+        memory = memory_of(history if job.codec == Codec.HISTORY else None, job.tile, job.number)
+        return run_task(job, weights, memory, opened.tables)
+
     flat = [job for some in jobs for job in some]
-    done = iter(
-        spread(lambda job: run_task(job, weights, _memory(job, history), opened.tables), flat, 1 if is_short else None)
-    )
+    is_short = all(job.codec in (Codec.GAP, Codec.STEP) for job in flat)  # numpy calls, which threads slow down
+    done = iter(spread(run, flat, 1 if is_short else None))
     patches = []
-    for some in jobs:
-        codec, payload = some[0].codec, some[0].payload
-        blocks = tuple(change for _ in some for change in next(done))
-        patches.append(
-            TilePatch(some[0].tile, codec, blocks, payload.heads.cut if payload and codec == Codec.HISTORY else 0)
-        )
-    return DecodedPart(tuple(patches), {e.tile: e.sum for e in entries})
+    for first, *others in jobs:
+        blocks = tuple(change for _ in (first, *others) for change in next(done))
+        cut = first.payload.heads.cut if first.payload and first.codec == Codec.HISTORY else 0
+        patches.append(TilePatch(first.tile, first.codec, blocks, cut))
+    return DecodedPart(tuple(patches), sums)
 
 
 def payloads(
@@ -312,8 +307,7 @@ def open_tile(
 ) -> list[DecodeTask]:
     """Read and check the header of a tile's payload; return the remaining tasks, in the order of its blocks.
 
-    Raises:
-        FormatError: or a subclass, for bad bytes.
+    Raises: FormatError and subclasses, for bad bytes.
     """
     check_tile(entry, tile)
     if entry.codec not in PREDICTING:
@@ -373,32 +367,25 @@ def check_heads_of(
             seen.add(alike)
 
 
-def _memory(job: DecodeTask, history: History | None) -> context.BlockMemory:
-    return memory_of(history if job.codec == Codec.HISTORY else None, job.tile, job.number)
-
-
 def run_task(
     job: DecodeTask, old: Weights, memory: context.BlockMemory, shared: Sequence[FrequencyTable]
 ) -> list[BlockChange]:
     """Decode a task against the old weights and the history of its block.
 
-    Raises:
-        FormatError: or a subclass, for bad bytes; VerificationError: the weights do not match the history.
+    Raises: FormatError and subclasses, for bad bytes; VerificationError, if the weights do not match the history.
     """
-    tile = job.tile
-    if job.payload is None:
-        return _run_plain(job, old)
-    if not context.has_changes(job.payload.heads, tile, job.number):
+    tile, payload = job.tile, job.payload
+    if payload is None:
+        return _run_whole(job, old) if job.codec in WHOLE else _run_sparse(job, old)
+    if not context.has_changes(payload.heads, tile, job.number):
         return []
-    before, table = old.block(tile, job.number), shared[job.payload.heads.table]
-    change = context.decode_block(job.payload, tile, job.number, before, table, memory)
+    before, table = old.block(tile, job.number), shared[payload.heads.table]
+    change = context.decode_block(payload, tile, job.number, before, table, memory)
     return [change] if change else []
 
 
-def _run_plain(job: DecodeTask, old: Weights) -> list[BlockChange]:
-    """Decode a tile that is not predicted, and compare it with the old weights: only differences are changes."""
-    if job.codec in WHOLE:
-        return _run_whole(job, old)
+def _run_sparse(job: DecodeTask, old: Weights) -> list[BlockChange]:
+    """Decode a tile of `gap` or `step`, and compare it with the old weights: only differences are changes."""
     tile, kind = job.tile, job.tile.tensor.kind
     if job.codec == Codec.GAP:
         positions, values = gap.decode(job.body, tile.size, kind.bits)
@@ -411,11 +398,8 @@ def _run_plain(job: DecodeTask, old: Weights) -> list[BlockChange]:
             here = positions[first:last] - number * BLOCK
             before = old.block(tile, number)[here]
             after = values[first:last] if job.codec == Codec.GAP else tables.apply_steps(before, steps[first:last])
-            differ = before != after
-            if not differ.all():
-                here, before, after = here[differ], before[differ], after[differ]
-            if here.size:
-                out.append(BlockChange(number, here.astype(np.uint32), before, after))
+            if change := differing(number, here.astype(np.uint32), before, after):
+                out.append(change)
     return out
 
 
@@ -433,10 +417,7 @@ def _run_whole(job: DecodeTask, old: Weights) -> list[BlockChange]:
 def check_fits(layout: Layout, size_bytes: int) -> None:
     """Check that the parts of an anchor, of this total size, can contain all weights that a layout describes.
 
-    For readers that allocate memory for a state by its layout. No valid anchor is refused.
-
-    Raises:
-        LimitError: they cannot.
+    For readers that allocate memory for a state by its layout. No valid anchor is refused. Raises: LimitError.
     """
     tiles = layout.tile_count - sum(count_pieces(spec) for spec in layout.tensors if not spec.size)
     if layout.size_bytes > dense.MAX_RATIO * size_bytes or raw.MIN_BYTES * tiles > size_bytes:
@@ -461,11 +442,7 @@ class WholeBlock:
         return min(BLOCK, self.tile.size - self.number * BLOCK)
 
     def decode(self, out: Bits | None = None) -> Bits:
-        """Its weights, in new memory or in the given contiguous memory.
-
-        Raises:
-            FormatError; StoreError, if it is read from disk.
-        """
+        """Its weights, in new memory or in the given contiguous memory. Raises: as `decode_into`."""
         if out is None:
             out = np.empty(self.size, self.tile.tensor.kind.bits)
         self.decode_into(out)
@@ -474,28 +451,15 @@ class WholeBlock:
 
 def whole_blocks(codec: Codec, tile: Tile, body: memoryview) -> Iterable[WholeBlock]:
     """The blocks of a tile that is stored as `dense` or `raw`. Raises: FormatError, if the length is wrong."""
-    decoders = _raw_blocks(tile, body) if codec == Codec.RAW else _dense_blocks(tile, body)
-    return (WholeBlock(tile, number, decode) for number, decode in enumerate(decoders))
-
-
-def _raw_blocks(tile: Tile, body: memoryview) -> Iterable[Callable[[Bits], None]]:
-    opened = raw.open_blocks(body, tile.size, tile.tensor.kind.bits)
-    return (partial(raw.decode_block, content) for content in opened)
-
-
-def _dense_blocks(tile: Tile, body: memoryview) -> Iterable[Callable[[Bits], None]]:
-    opened = dense.open_blocks(body, tile.size, tile.tensor.kind.bits)
-    return (partial(dense.decode_block, planes) for planes in opened)
+    kind = raw if codec == Codec.RAW else dense
+    opened = kind.open_blocks(body, tile.size, tile.tensor.kind.bits)
+    return (WholeBlock(tile, number, partial(kind.decode_block, block)) for number, block in enumerate(opened))
 
 
 def anchor_blocks(
     opened: OpenedIndex, sections: Mapping[int, memoryview], layout: Layout, wanted: Collection[int] | None = None
 ) -> Iterable[WholeBlock]:
-    """Yield the blocks of a part of an anchor, which is all `dense` or `raw`, not decoded yet.
-
-    Raises:
-        FormatError: a payload has another codec or the wrong length.
-    """
+    """Yield the blocks of a part of an anchor, which is all `dense` or `raw`, not decoded yet. Raises: FormatError."""
     for entry, body in payloads(opened, sections, wanted):
         tile = layout.tiles[entry.tile]
         if entry.codec not in (Codec.DENSE, Codec.RAW) or tile.size == 0:

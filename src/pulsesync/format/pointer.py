@@ -39,15 +39,7 @@ class Pointer:
     @property
     def table(self) -> dict[str, str | int]:
         """The fields as they are written."""
-        return {
-            "created": self.created,
-            "digest": self.digest,
-            "format": FORMAT,
-            "name": self.name,
-            "number": self.number,
-            "run": self.run,
-            "version": self.version,
-        }
+        return {"format": FORMAT} | {name: value for name, value in vars(self).items() if name != "signed_by"}
 
     def build(self) -> bytes:
         """Write the line, without a signature."""
@@ -73,8 +65,9 @@ def parse(data: bytes, trust: Collection[str] | None = None) -> Pointer:
     """
     if len(data) > MAX_BYTES:
         raise LimitError(f"a pointer can have {MAX_BYTES} bytes at most; this has {len(data)}", value=len(data))
-    line, block = _split(data)
-    signed = signature.parse(block)
+    if not (end := data.find(b"\n") + 1):
+        raise FormatError("a move of a pointer must end with a newline; this one is cut off")
+    line, signed = data[:end], signature.parse(data[end:])
     if trust is not None:
         signature.check_move(line, signed, trust)
     table = load_json(line, "the pointer")
@@ -109,14 +102,6 @@ def _read_optional(table: Mapping[str, Any], known: Collection[str]) -> dict[str
 
 def _write(table: Mapping[str, str | int]) -> bytes:
     return json.dumps(table, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-
-
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    """The line, with its newline, and the signature, which may be empty."""
-    end = data.find(b"\n") + 1
-    if not end:
-        raise FormatError("a move of a pointer must end with a newline; this one is cut off")
-    return data[:end], data[end:]
 
 
 def _read_whole(value: Any) -> int:

@@ -17,7 +17,7 @@ from pulsesync.core.types import BLOCK, Codec, Remembered, Tile
 from pulsesync.format import tables
 from pulsesync.format.codecs import context
 from pulsesync.format.diff import Diff
-from pulsesync.format.history import History
+from pulsesync.format.history import History, memory_of
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.weights import Weights
 from pulsesync.kernels.arrays import I64, U32
@@ -132,10 +132,6 @@ def _jobs(plans: Sequence[_CodingPlan]) -> list[_Job]:
     return [(plan, number) for plan in plans for number in sorted(plan.hot)]
 
 
-def memory_of(history: History | None, tile: Tile, number: int) -> context.BlockMemory:
-    return history.of(tile.ordinal, number) if history is not None else context.BlockMemory()
-
-
 def _count(
     plans: Sequence[_CodingPlan], sizes: U32, old: Weights, history: History | None
 ) -> tuple[FrequencyTable, list[tuple[_Decided, Remembered]]]:
@@ -160,8 +156,7 @@ def _count(
         plan, number = job
         tile = plan.diff.tile
         before, memory = old.block(tile, number), memory_of(history, tile, number)
-        borders = _borders(tile, number)
-        return context.count(before, borders, kind, plan.cut, memory, plan.hot[number], contexts, counts)
+        return context.count(before, _borders(tile, number), kind, plan.cut, memory, plan.hot[number], contexts, counts)
 
     def block(job: _Job) -> tuple[_Decided, Remembered]:
         if not hasattr(mine, "counts"):

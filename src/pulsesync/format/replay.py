@@ -6,7 +6,7 @@ Memory is O(combined changes), plus for each thread a copy of one block and its 
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Remembered, Su
 from pulsesync.errors import PulseError
 from pulsesync.format.body import Body
 from pulsesync.format.codecs.context import NO_HISTORY, BlockMemory
-from pulsesync.format.history import History, TileHistory, TileHistorySummary, advance_block, digest_of
+from pulsesync.format.history import History, TileHistory, TileHistorySummary, advance_block, digest_of, memory_of
 from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import DecodeTask, open_tile, payloads, run_task
@@ -69,7 +69,9 @@ def replay(
     """
     run = _Run(patches, layout, live, changes, history, wanted, keep)
     for tiles in run.batches():
-        run.go_through(tiles)
+        jobs = [job for tile in tiles for job in run.open(tile)]
+        for job, passage in zip(jobs, spread(run.apply, jobs), strict=True):
+            run.take(job, passage)
     return run.finish()
 
 
@@ -150,12 +152,12 @@ class _OneBlock:
         else:
             kernels.active().scatter(self.block(tile, self._number), change.positions, change.new)
 
-    def changes(self) -> BlockChange | None:
+    def changes(self) -> list[BlockChange]:
         """The changes from the live block to this one."""
         if self._own is None:
-            return self._first
+            return [self._first] if self._first else []
         positions, old, new = _compare(self._live, self._own)
-        return BlockChange(self._number, positions, old, new) if positions.size else None
+        return [BlockChange(self._number, positions, old, new)] if positions.size else []
 
 
 def _compare(old: Bits, new: Bits) -> tuple[U32, Bits, Bits]:
@@ -174,16 +176,18 @@ class _WholeTile:
     """All blocks of a tile as patches change them: O(changed) memory, but each change is composed with the last."""
 
     def __init__(self, live: Weights, changes: dict[tuple[int, int], BlockChange]) -> None:
-        self.changes = changes  # the changes from the live blocks to these
-        self._live = live
+        self._live, self._changes = live, changes  # from the live blocks to these
 
     def block(self, tile: Tile, number: int) -> Bits:
-        return Overlay(self._live, self.changes).block(tile, number)
+        return Overlay(self._live, self._changes).block(tile, number)
 
     def change(self, tile: Tile, change: BlockChange) -> None:
         key = (tile.ordinal, change.number)
-        if both := compose(self.changes.pop(key, None), change):
-            self.changes[key] = both
+        if both := compose(self._changes.pop(key, None), change):
+            self._changes[key] = both
+
+    def changes(self) -> Iterable[BlockChange]:
+        return self._changes.values()
 
 
 class _Run:
@@ -231,13 +235,7 @@ class _Run:
         if some:
             yield some
 
-    def go_through(self, tiles: Sequence[Tile]) -> None:
-        """Apply all patches to a batch of tiles."""
-        jobs = [job for tile in tiles for job in self._open(tile)]
-        for job, passage in zip(jobs, spread(self._pass, jobs), strict=True):
-            self._take(job, passage)
-
-    def _open(self, tile: Tile) -> list[_Job]:
+    def open(self, tile: Tile) -> list[_Job]:
         """The jobs of a tile: one per block, if all patches code blocks separately."""
         steps: list[_TileStep] = []
         cut = self.history.cut(tile.ordinal) if self.history else 0
@@ -265,47 +263,22 @@ class _Run:
             for n in range(count)
         ]
 
-    def _pass(self, job: _Job) -> _Passage:
+    def apply(self, job: _Job) -> _Passage:
         """Apply all patches to the blocks of a job."""
-        return self._pass_block(job) if len(job.numbers) == 1 else self._pass_tile(job)
-
-    def _pass_block(self, job: _Job) -> _Passage:
-        tile, (number,) = job.tile, job.numbers
-        key = (tile.ordinal, number)
-        weights = _OneBlock(self.live.block(tile, number), number, self.changes.pop(key, None), self._copy)
-        memory = self._memory(tile, number)
+        tile, first = job.tile, job.numbers[0]
+        keys = [(tile.ordinal, n) for n in job.numbers]
+        earlier = {key: self.changes.pop(key) for key in keys if key in self.changes}
+        weights: _OneBlock | _WholeTile
+        if len(keys) == 1:
+            weights = _OneBlock(self.live.block(tile, first), first, earlier.get(keys[0]), self._copy)
+        else:
+            weights = _WholeTile(self.live, earlier)
+        known = {n: memory_of(self.history, tile, n) for n in job.numbers}
         moves: list[Sum] = []
-        histories: list[Remembered | None] = []
+        histories: dict[int, list[Remembered | None]] = {n: [] for n in job.numbers}
         fault = None
         for step in job.steps:
-            memory = BlockMemory(memory.cut, memory.remembered, step.patch_index)
-            try:
-                found = self._decode(step.tasks[0], weights, memory, step)
-            except PulseError as e:
-                fault = e
-                break
-            change = found[0] if found else None
-            moves.append(digest.moved_by(tile, change) if change else Sum(0, 0))
-            if step.cut:
-                memory = BlockMemory(step.cut, advance_block(memory, tile, number, change, step.cut, weights))
-            histories.append(memory.remembered)
-            if change:
-                weights.change(tile, change)
-        job.tally.add(number, histories)
-        if change := weights.changes():
-            self.changes[key] = change
-        return _Passage(moves, fault)
-
-    def _pass_tile(self, job: _Job) -> _Passage:
-        tile, numbers = job.tile, job.numbers
-        keys = [(tile.ordinal, n) for n in numbers]
-        weights = _WholeTile(self.live, {key: self.changes.pop(key) for key in keys if key in self.changes})
-        known = [self._memory(tile, n) for n in numbers]
-        moves: list[Sum] = []
-        histories: list[list[Remembered | None]] = [[] for _ in numbers]
-        fault = None
-        for step in job.steps:
-            known = [BlockMemory(memory.cut, memory.remembered, step.patch_index) for memory in known]
+            known = {n: BlockMemory(memory.cut, memory.remembered, step.patch_index) for n, memory in known.items()}
             try:
                 found = [c for task in step.tasks for c in self._decode(task, weights, known[task.number], step)]
             except PulseError as e:
@@ -313,20 +286,17 @@ class _Run:
                 break
             moves.append(digest.sum_up(digest.moved_by(tile, change) for change in found))
             by_number = {change.number: change for change in found}
-            for n, memory in enumerate(known):
+            for n, memory in known.items():
                 if step.cut:
                     after = advance_block(memory, tile, n, by_number.get(n), step.cut, weights)
                     known[n] = BlockMemory(step.cut, after)
                 histories[n].append(known[n].remembered)
             for change in found:
                 weights.change(tile, change)
-        for n, remembered in enumerate(histories):
+        for n, remembered in histories.items():
             job.tally.add(n, remembered)
-        self.changes.update(weights.changes)
+        self.changes.update(((tile.ordinal, change.number), change) for change in weights.changes())
         return _Passage(moves, fault)
-
-    def _memory(self, tile: Tile, number: int) -> BlockMemory:
-        return NO_MEMORY if self.history is None else self.history.of(tile.ordinal, number)
 
     def _decode(self, task: DecodeTask, weights: Weights, memory: BlockMemory, step: _TileStep) -> list[BlockChange]:
         found = run_task(task, weights, memory if step.codec == Codec.HISTORY else NO_MEMORY, step.tables)
@@ -342,15 +312,14 @@ class _Run:
         np.copyto(copy, bits)
         return copy
 
-    def _take(self, job: _Job, passage: _Passage) -> None:
-        ordinal = job.tile.ordinal
+    def take(self, job: _Job, passage: _Passage) -> None:
+        ordinal, tally = job.tile.ordinal, job.tally
         for step, move in zip(job.steps, passage.digest_changes, strict=False):
             moves = self.digest_changes[step.patch]
             moves[ordinal] = moves[ordinal] + move if ordinal in moves else move
         if passage.fault is not None:
             self._fail(job.steps[len(passage.digest_changes)].patch, passage.fault)
         if job.numbers[-1] + 1 == job.tile.block_count:  # the last of the tile's jobs
-            tally = job.tally
             for step, size, total in zip(job.steps, tally.sizes, tally.sums, strict=True):
                 if step.cut:
                     self.counted[step.patch][ordinal] = TileHistorySummary(step.cut, size, total)

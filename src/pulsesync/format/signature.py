@@ -21,6 +21,7 @@ from pulsesync.format import versions
 
 if TYPE_CHECKING:
     from _typeshed import StrPath
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 DELEGATION = "pulse-delegation/1"
 PAIR_BYTES = 32 + 64  # of a public key and a signature; a block is one pair, or two with a delegation
@@ -73,11 +74,7 @@ class SigningKey:
 
     @classmethod
     def from_file(cls, file: "StrPath", delegation: Delegation | None = None) -> "SigningKey":
-        """Read the key in a file that `pulse keygen` wrote.
-
-        Raises:
-            OSError: the file cannot be read; ValueError: it does not contain a signing key.
-        """
+        """Read the key in a file that `pulse keygen` wrote. Raises: OSError; ValueError, if it has no signing key."""
         if _KEY.fullmatch(str(file)):
             raise ValueError("a file with a signing key is needed here, and this is a key: pass it to SigningKey()")
         with open(file, "rb") as opened:
@@ -92,16 +89,16 @@ class SigningKey:
     @property
     def public(self) -> str:
         """The public key, for `trust` of readers: 64 hexadecimal digits."""
-        with needed_for("signatures"):
-            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.secret)).public_key().public_bytes_raw().hex()
+        return self._private().public_key().public_bytes_raw().hex()
 
     def sign(self, message: bytes) -> str:
+        return self._private().sign(message).hex()
+
+    def _private(self) -> "Ed25519PrivateKey":
         with needed_for("signatures"):
             from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.secret)).sign(message).hex()
+        return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.secret))
 
     def delegate(self, run: str, public: str) -> Delegation:
         """Let a key squash a run: its owner passes the result to SigningKey as delegation.
@@ -190,28 +187,23 @@ class Signature:
 def sign(record: bytes, key: SigningKey) -> bytes:
     """Return a record, or a move of a pointer, followed by its signature."""
     said = key.delegation
-    block = key.public + key.sign(record) + (said.by + said.signature if said else "")
-    return record + bytes.fromhex(block)
+    return record + bytes.fromhex(key.public + key.sign(record) + (said.by + said.signature if said else ""))
 
 
 def parse(block: bytes) -> Signature | None:
     """Parse a block, without checking the signature; None for an empty block.
 
-    Raises:
-        UnsupportedError: it is longer than any that this release knows; FormatError: it has another length.
+    Raises: UnsupportedError, if it is longer than any that this release knows; FormatError, for another length.
     """
     if not block:
         return None
-    if len(block) > 2 * PAIR_BYTES:
+    size, both = PAIR_BYTES, 2 * PAIR_BYTES
+    if len(block) > both:
         raise versions.unknown(f"{len(block)} bytes follow the record: a signature of a kind")
-    if len(block) not in (PAIR_BYTES, 2 * PAIR_BYTES):
-        raise FormatError(
-            f"a signature must have {PAIR_BYTES} bytes, or {2 * PAIR_BYTES} from a delegate; this has {len(block)}"
-        )
-    (key, signature), *others = (
-        (block[at : at + 32].hex(), block[at + 32 : at + PAIR_BYTES].hex()) for at in range(0, len(block), PAIR_BYTES)
-    )
-    return Signature(key, signature, Delegation(*others[0]) if others else None)
+    if len(block) not in (size, both):
+        raise FormatError(f"a signature must have {size} bytes, or {both} from a delegate; this has {len(block)}")
+    pairs = [(block[at : at + 32].hex(), block[at + 32 : at + size].hex()) for at in range(0, len(block), size)]
+    return Signature(*pairs[0], *(Delegation(*pair) for pair in pairs[1:]))
 
 
 def check(record: bytes, found: Signature | None, trust: Collection[str], squashed_run: str | None = None) -> None:

@@ -66,7 +66,7 @@ def compose(first: BlockChange | None, then: BlockChange | None) -> BlockChange 
     earlier, later = np.searchsorted(positions, first.positions), np.searchsorted(positions, then.positions)
     old[later], new[earlier] = then.old, first.new
     old[earlier], new[later] = first.old, then.new
-    return _differing(first.number, positions, old, new)
+    return differing(first.number, positions, old, new)
 
 
 def _union(a: U32, b: U32) -> U32:
@@ -83,7 +83,8 @@ def rebase(change: BlockChange | None, onto: BlockChange | None) -> BlockChange 
     return compose(inverse(onto) if onto else None, change)
 
 
-def _differing(number: int, positions: U32, old: Bits, new: Bits) -> BlockChange | None:
+def differing(number: int, positions: U32, old: Bits, new: Bits) -> BlockChange | None:
+    """The change of a block at those of these positions where old and new differ; None if there are none."""
     differ = old != new
     if not differ.all():
         positions, old, new = positions[differ], old[differ], new[differ]

@@ -109,15 +109,12 @@ class ReadOnlyStore:
     """The methods that write, for a store that is read-only: each raises the error that `_read_only` returns."""
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Refuse. Raises: StoreError."""
         raise self._read_only(key)
 
     def create(self, key: str, data: bytes) -> None:
-        """Refuse. Raises: StoreError."""
         raise self._read_only(key)
 
     def delete(self, key: str) -> None:
-        """Refuse. Raises: StoreError."""
         raise self._read_only(key)
 
     def _read_only(self, key: str) -> StoreError:
@@ -170,8 +167,7 @@ def forget(store: Store, key: str) -> None:
 def pass_on(store: Store, key: str, data: bytes) -> None:
     """Send the heartbeat of a worker to the upstream of a relay. Only stores of relays have this method.
 
-    Raises:
-        StoreError: the upstream does not accept it.
+    Raises: StoreError, if the upstream does not accept it.
     """
     send = getattr(store, "pass_on", None)
     if send is not None:

@@ -152,11 +152,7 @@ class HttpStore(ReadOnlyStore):
             return _read_whole(response, key) if end is None else read(response, end - begin, key)
 
     def size(self, key: str) -> int:
-        """Return the size of an object in bytes: as an earlier answer stated it, or by a HEAD request.
-
-        Raises:
-            NotFoundError, StoreError: as for get.
-        """
+        """Return the size of an object in bytes: as an earlier answer stated it, or by a HEAD request. Raises: as get."""
         check_key(key)
         if (known := self._sizes.get(key)) is not None:
             return known

@@ -214,8 +214,7 @@ async def _entries(store: "_AnyStore", prefix: str, url: str) -> list[ObjectEntr
 def _end_within(seconds: float, work: Coroutine[Any, Any, T], prefix: str, url: str) -> T:
     """Run a coroutine in a thread of its own, and give it up after some time: a blocking call of obstore cannot be.
 
-    Raises:
-        LimitError: it did not end in time. What else it raises.
+    Raises: LimitError, if it did not end in time; what else it raises.
     """
     import asyncio
 

@@ -17,8 +17,7 @@ IN_CLEAR = "PULSE_TOKEN_IN_CLEAR"
 def find_token(at: ParsedLocation) -> str | None:
     """Return the token that the environment has for a server, or None.
 
-    Raises:
-        ValueError: the variable is empty or malformed, or has two tokens for one server; the message shows no token.
+    Raises: ValueError, if the variable is malformed, or has two tokens for one server; the message shows no token.
     """
     tokens: dict[str, str] = {}
     for number, entry in enumerate((read_variable(SEND_TOKENS) or "").split(), 1):

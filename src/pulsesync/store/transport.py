@@ -25,8 +25,7 @@ ENDLESS_TIMEOUTS = 10  # the time limit of an answer that may be endless, as a m
 def clean_token(token: str, what: str = "token") -> str:
     """Return a token without the white space around it, such as the newline at the end of a file or of a secret.
 
-    Raises:
-        TypeError, ValueError: it cannot be sent as a bearer token; the error does not show it.
+    Raises: TypeError, ValueError, if it cannot be sent as a bearer token; the error does not show it.
     """
     if not isinstance(token, str):
         raise TypeError(f"the {what} must be a text; got a value of type {type(token).__name__}")
@@ -169,8 +168,7 @@ def skip(response: http.client.HTTPResponse, count: int, key: str) -> int:
 def read(response: http.client.HTTPResponse, limit: int, key: str, exactly: bool = False) -> bytes:
     """Read an answer to its end or to a limit, whichever is first. exactly: it must reach the limit.
 
-    Raises:
-        StoreError: the connection was closed early; retryable.
+    Raises: StoreError, which is retryable, if the connection was closed early.
     """
     data = io.BytesIO()  # returns its bytes without a copy
     while piece := _piece(response, limit - data.tell(), key):

@@ -145,11 +145,7 @@ def build_cold(cold: I64, steps: I64) -> bytes:
 
 
 def parse(data: memoryview, tile: Tile) -> Payload:
-    """Read the payload of a tile, except the contents of its streams.
-
-    Raises:
-        FormatError: cut off or too long, or more changes than weights; LimitError.
-    """
+    """Read the payload of a tile, except the contents of its streams. Raises: FormatError, LimitError."""
     heads, begin = parse_heads(data, tile)
     return Payload(heads, np.frombuffer(data[begin:], "<u2").astype(np.uint16))
 
@@ -157,10 +153,7 @@ def parse(data: memoryview, tile: Tile) -> Payload:
 def parse_heads(data: memoryview, tile: Tile) -> tuple[Heads, int]:
     """Read the payload of a tile, except its streams; also return the offset at which those begin.
 
-    The streams fill the rest exactly: stream s has words[s] words of 16 bits, low byte first.
-
-    Raises:
-        as `parse`.
+    The streams fill the rest exactly: stream s has words[s] words of 16 bits, low byte first. Raises: as `parse`.
     """
     reader = wire.ByteReader(data, "a context payload")
     table = reader.byte()

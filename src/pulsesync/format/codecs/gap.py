@@ -18,11 +18,7 @@ def encode(positions: I64, values: Bits) -> bytes:
 
 
 def decode(payload: memoryview, size: int, dtype: "np.dtype[np.unsignedinteger]") -> tuple[I64, Bits]:
-    """Return positions and values of a tile of this many weights.
-
-    Raises:
-        FormatError: positions are beyond the end of the tile, or the payload is not one of this codec.
-    """
+    """Return positions and values of a tile of this many weights. Raises: FormatError."""
     reader = wire.ByteReader(payload, "a gap payload")
     count = reader.number(size)
     positions = parse_gaps(reader, count, size)
@@ -40,10 +36,7 @@ def build_gaps(positions: I64) -> bytes:
 
 
 def parse_gaps(reader: wire.ByteReader, count: int, size: int) -> I64:
-    """Read positions in a tile of this many weights.
-
-    Raises: FormatError, if one is beyond the end, or there are none.
-    """
+    """Read positions in a tile of this many weights. Raises: FormatError, if one is beyond its end, or there are none."""
     width = reader.byte()
     if not 1 <= width <= 6:
         raise FormatError(f"gaps must have 1 to 6 bytes; these have {width}")

@@ -19,12 +19,7 @@ def encode(positions: I64, old: Bits, new: Bits) -> bytes:
 
 
 def decode(payload: memoryview, size: int, itemsize: int) -> tuple[I64, I64]:
-    """Return positions and steps of a tile of this many weights, of `itemsize` bytes each.
-
-    Raises:
-        FormatError: positions are beyond the end of the tile, a step has another form than `encode` writes, or the
-            payload is not one of this codec.
-    """
+    """Return positions and steps of a tile of this many weights, of `itemsize` bytes each. Raises: FormatError."""
     reader = wire.ByteReader(payload, "a step payload")
     count = reader.number(size)
     positions = parse_gaps(reader, count, size)
