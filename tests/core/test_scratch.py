@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_what_a_killed_trainer_left_is_removed_by_the_next_process_and_a_worker_
     with Started(fleet, load, temporary) as started:
         before = names(temporary)
         assert {name.rpartition("-")[0] for name in before} == {"pulse-spool"}
-        with ScratchFolder():
+        with closing(ScratchFolder()):
             assert before < names(temporary)  # it is in use
         started.program.kill()
         assert before == names(temporary)
@@ -120,7 +121,7 @@ def test_what_is_removed_is_logged(temporary: Path, fleet: Fleet, caplog: pytest
         (left,) = temporary.glob("pulse-spool-*[!k]")
         (left / "file").write_bytes(b"x")
         started.program.kill()
-    with caplog.at_level(logging.INFO, "pulsesync"), ScratchFolder():
+    with caplog.at_level(logging.INFO, "pulsesync"), closing(ScratchFolder()):
         assert [record.getMessage() for record in caplog.records] == [
             f"Removed {left}, which was left by a process that has ended."
         ]
@@ -161,7 +162,7 @@ def test_a_folder_is_removed_when_its_object_is(temporary: Path) -> None:
 
 def test_a_folder_without_a_lock_is_left_alone(temporary: Path) -> None:
     (temporary / "pulse-spool-abcdefgh").mkdir()
-    with ScratchFolder():
+    with closing(ScratchFolder()):
         pass
     assert names(temporary) == {"pulse-spool-abcdefgh"}
 
@@ -199,9 +200,9 @@ def test_a_lock_that_a_sweeping_process_has_first_is_made_anew(
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", quicker)
-    with ScratchFolder() as folder:
+    with closing(ScratchFolder()) as folder:
         os.close(met[0])
-        assert names(temporary) == {folder.name, f"{folder.name}.lock"}
+        assert names(temporary) == {folder.path.name, f"{folder.path.name}.lock"}
 
 
 def left_behind(temporary: Path, name: str, line: bytes = LINE) -> Path:
@@ -214,7 +215,7 @@ def left_behind(temporary: Path, name: str, line: bytes = LINE) -> Path:
 
 def test_what_a_process_left_behind_is_known_by_its_name_and_the_line_in_its_lock(temporary: Path) -> None:
     left = left_behind(temporary, OURS)
-    with ScratchFolder():
+    with closing(ScratchFolder()):
         assert not left.exists()
     assert names(temporary) == set()
 
@@ -232,7 +233,7 @@ def test_what_a_process_left_behind_is_known_by_its_name_and_the_line_in_its_loc
 )
 def test_a_folder_that_this_library_did_not_make_is_left_alone(temporary: Path, name: str, line: bytes) -> None:
     folder = left_behind(temporary, name, line)
-    with ScratchFolder():
+    with closing(ScratchFolder()):
         pass
     assert names(folder) == {"file"}
     assert names(temporary) == {name, f"{name}.lock"}
@@ -241,7 +242,7 @@ def test_a_folder_that_this_library_did_not_make_is_left_alone(temporary: Path, 
 def test_what_another_user_owns_is_left_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left_behind(temporary, OURS)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with ScratchFolder():
+    with closing(ScratchFolder()):
         pass
     assert names(temporary) == {OURS, f"{OURS}.lock"}
 
@@ -253,7 +254,7 @@ def test_a_lock_that_is_a_link_is_not_followed(temporary: Path, tmp_path_factory
     (temporary / f"{OURS}.lock").symlink_to(elsewhere / "file")
     (temporary / OTHER).symlink_to(elsewhere)
     (temporary / f"{OTHER}.lock").write_bytes(LINE)
-    with ScratchFolder():
+    with closing(ScratchFolder()):
         pass
     assert names(elsewhere) == {"file"}
 

@@ -128,16 +128,11 @@ class ParsedLocation:
 
 def _check_characters(rest: str, text: str) -> None:
     """Raises: ValueError, for what parsers of URLs remove, decode, resolve, or take for something else than a name."""
+    instead = f"got {redacted(text)}: pass token= or the store's keywords, or set environment variables"
     if "@" in rest.partition("/")[0]:
-        raise ValueError(
-            f"a location must not contain a user or a password; got {redacted(text)}: pass token= or the store's "
-            "keywords, or set environment variables"
-        )
+        raise ValueError(f"a location must not contain a user or a password; {instead}")
     if "?" in rest or "#" in rest:
-        raise ValueError(
-            f"a location must not contain settings, so no '?' and no '#'; got {redacted(text)}: pass token= or the "
-            "store's keywords, or set environment variables"
-        )
+        raise ValueError(f"a location must not contain settings, so no '?' and no '#'; {instead}")
     if not rest.isprintable() or rest != rest.strip() or not _FORBIDDEN.isdisjoint(_normal(rest)):
         raise ValueError(
             "a URL of a run must not contain control characters, '%', '\\', or spaces at its ends; got "

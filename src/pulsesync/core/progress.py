@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from pulsesync.core.events import Event, TransferProgress, listen
 
@@ -48,7 +48,7 @@ class ProgressBars:
     def report(self, done: int, of: int | None, what: str) -> None:
         """Show how much of some work is done, counted in pieces. The bar is removed when all of it is."""
         amount = f"{done:,} of {of:,}" if of is not None else f"{done:,}" if done else ""
-        self._show(what, done, of, amount, delay_s=_DELAY_S if of is not None else 0.0)
+        self._show(what, done, of, amount, _DELAY_S if of is not None else 0.0)
 
     def note(self, event: Event) -> None:
         """Show a transfer that an event is about."""
@@ -56,13 +56,8 @@ class ProgressBars:
             done, of = event.done_bytes, event.total_bytes
             took_s = time.monotonic() - self._began.get(event.what, time.monotonic())
             speed = f", {_bytes(done / took_s)}/s" if took_s > 0.5 else ""
-            self._show(
-                event.what,
-                done,
-                of,
-                f"{_bytes(done)} of {_bytes(of)}{speed}",
-                delay_s=0.0 if of >= _LONG_BYTES else _DELAY_S,
-            )
+            delay_s = 0.0 if of >= _LONG_BYTES else _DELAY_S
+            self._show(event.what, done, of, f"{_bytes(done)} of {_bytes(of)}{speed}", delay_s)
 
     def hide(self) -> None:
         """Erase the bars, so that something else can be printed; the next report shows them again."""
@@ -136,18 +131,12 @@ def _new_bars() -> "Progress":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns: list[Any] = [
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[amount]}", markup=False),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(compact=True),
-    ]
+    what, amount = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[amount]}", markup=False)
+    times = TimeElapsedColumn(), TimeRemainingColumn(compact=True)
     # What is printed must go where it was meant to go: to a pipe, if stdout is one. So nothing is redirected.
-    return Progress(
-        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
-    )
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), what, BarColumn(bar_width=24), amount, *times
+    return Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
 
 
 def _bytes(count: float) -> str:

@@ -37,9 +37,8 @@ def make_private(folder: Path) -> None:
 class ScratchFolder:
     """A new, empty folder in the system's temporary folder, for this process alone.
 
-    It is removed by `close`, at the end of a `with` block, when the object is collected, or when the process exits; if
-    the process is killed, by the next process that makes one. A forked child never removes its parent's folder, but
-    keeps it in use for as long as the child runs.
+    It is removed by `close`, when the object is collected, or when the process exits; if the process is killed, by the
+    next process that makes one. A forked child never removes its parent's folder, but keeps it in use while it runs.
 
     Raises:
         OSError: the temporary folder cannot be written.
@@ -54,12 +53,6 @@ class ScratchFolder:
     def close(self) -> None:
         """Remove the folder and its contents; does nothing if that was already done."""
         self._end()
-
-    def __enter__(self) -> Path:
-        return self.path
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def sweep(where: Path) -> None:
@@ -76,24 +69,23 @@ def _make(where: Path) -> tuple[Path, int | None]:
     while True:
         path = where / f"pulse-spool-{secrets.token_hex(8)}"
         lock = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        mine, has_locks = False, True
         try:
             os.write(lock, _LINE)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mine = _is_open_as(_lock_of(path), lock)
-        except BlockingIOError:  # a sweeping process has opened the file before it was locked, and may remove it
-            mine = False
+        except BlockingIOError:
+            pass  # a sweeping process has opened the file before it was locked, and may remove it
         except OSError as e:
+            has_locks = False
             said = "The file system of %s has no locks (%s): %s is not removed if this process is killed."
             logger.info(said, where, e.strerror, path)
+        if not mine:
             _lock_of(path).unlink(missing_ok=True)
             os.close(lock)
+        if mine or not has_locks:
             path.mkdir(mode=0o700)
-            return path, None
-        if mine:
-            path.mkdir(mode=0o700)
-            return path, lock
-        _lock_of(path).unlink(missing_ok=True)
-        os.close(lock)
+            return path, lock if mine else None
 
 
 def _remove_own(process: int, path: Path, lock: int | None) -> None:

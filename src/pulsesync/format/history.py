@@ -21,7 +21,7 @@ from pulsesync.core.types import Bits, BlockChange, Codec, Remembered, Sum, Tile
 from pulsesync.errors import FormatError
 from pulsesync.format.codecs.context import NO_HISTORY, BlockMemory, KeptGroups, magnitudes
 from pulsesync.format.json_reader import load_json
-from pulsesync.format.weights import Weights, as_weights
+from pulsesync.format.weights import State, Weights, as_weights
 from pulsesync.kernels.arrays import U8, U32
 
 MAX_INDEX = 127  # patches of an epoch, so that an index fits seven bits
@@ -64,7 +64,7 @@ class History:
     def cut(self, tile: int) -> int:
         return self.tiles[tile].cut if tile in self.tiles else 0
 
-    def after(self, patches: Iterable[TilePatch], old: "Mapping[str, Bits] | Weights") -> "History":
+    def after(self, patches: Iterable[TilePatch], old: State) -> "History":
         """Return the history after a patch, given the weights before it. This one is unchanged.
 
         Changes of a tracked tile are tracked, whatever codec they were written with.

@@ -25,7 +25,7 @@ from pulsesync.format.history import MAX_INDEX, History, memory_of
 from pulsesync.format.index import FrequencyTable, TileEntry
 from pulsesync.format.layout import Layout, count_pieces
 from pulsesync.format.predict import PREDICTING, CodedTile, code_against_old
-from pulsesync.format.weights import Changes, Weights, as_weights, differing
+from pulsesync.format.weights import Changes, State, Weights, as_weights, differing
 
 CodecName = Literal["auto", "gap", "step", "context", "history", "dense", "xor"]
 WHOLE = (Codec.DENSE, Codec.XOR, Codec.RAW)  # codecs that write every weight of a tile, changed or not
@@ -52,12 +52,7 @@ class DecodedPart:
     sums: Mapping[int, Sum]
 
 
-def find_diff(
-    tiles: Sequence[Tile],
-    old: "Mapping[str, Bits] | Weights",
-    new: "Mapping[str, Bits] | Weights",
-    codec: CodecName = "auto",
-) -> list[Diff]:
+def find_diff(tiles: Sequence[Tile], old: State, new: State, codec: CodecName = "auto") -> list[Diff]:
     """The changes of these tiles from old to new, ready to be encoded. Keeps nothing of new except the differences."""
     return find_changes(tiles, as_weights(old), as_weights(new), _against_old(codec))
 
@@ -74,8 +69,8 @@ def _against_old(codec: CodecName) -> bool:
 def encode(
     layout: Layout,
     tiles: Sequence[Tile],
-    old: "Mapping[str, Bits] | Weights",
-    new: "Mapping[str, Bits] | Weights",
+    old: State,
+    new: State,
     sums: Mapping[int, Sum],
     *,
     codec: CodecName = "auto",
@@ -89,7 +84,7 @@ def encode(
 def encode_diff(
     layout: Layout,
     diffs: Sequence[Diff],
-    old: "Mapping[str, Bits] | Weights",
+    old: State,
     sums: Mapping[int, Sum],
     *,
     codec: CodecName = "auto",
@@ -145,11 +140,7 @@ def finish(
 
 
 def encode_whole(
-    layout: Layout,
-    tiles: Sequence[Tile],
-    state: "Mapping[str, Bits] | Weights",
-    sums: Mapping[int, Sum],
-    codec: AnchorCodec = "dense",
+    layout: Layout, tiles: Sequence[Tile], state: State, sums: Mapping[int, Sum], codec: AnchorCodec = "dense"
 ) -> EncodedPart:
     """Encode these tiles whole, as a part of an anchor. The part has no patches, because there is no base.
 
@@ -201,7 +192,7 @@ def _assemble(
 def decode(
     data: bytes | memoryview,
     layout: Layout,
-    old: "Mapping[str, Bits] | Weights",
+    old: State,
     *,
     expected_id: str | None = None,
     history: History | None = None,
@@ -242,7 +233,7 @@ def decode_tiles(
     opened: OpenedIndex,
     sections: Mapping[int, memoryview],
     layout: Layout,
-    old: "Mapping[str, Bits] | Weights",
+    old: State,
     *,
     wanted: Mapping[int, Tile] | None = None,
     history: History | None = None,

@@ -21,7 +21,7 @@ from pulsesync.format.history import History, memory_of
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.weights import Weights
 from pulsesync.kernels.arrays import I64, U32
-from pulsesync.kernels.records import BlockStreams, Decisions, HotChanges
+from pulsesync.kernels.records import BlockStreams, CodedSpan, Decisions, HotChanges
 
 Pieces = Sequence[bytes | memoryview]  # of a payload, one after the other
 # Codecs that read all old weights of a tile; others read only those that change.
@@ -155,8 +155,9 @@ def _count(
     def count(job: _Job, counts: I64) -> tuple[Decisions, Remembered]:
         plan, number = job
         tile = plan.diff.tile
-        before, memory = old.block(tile, number), memory_of(history, tile, number)
-        return context.count(before, _borders(tile, number), kind, plan.cut, memory, plan.hot[number], contexts, counts)
+        before, shift = old.block(tile, number), kind.exponent_shift or 0
+        span = CodedSpan(before, _borders(tile, number), shift, plan.cut, contexts.rows, contexts.bits)
+        return context.count(span, memory_of(history, tile, number), plan.hot[number], counts)
 
     def block(job: _Job) -> tuple[_Decided, Remembered]:
         if not hasattr(mine, "counts"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,9 @@ class Weights(Protocol):
     """A state that can be read block by block. The result must not be written; it may be a view."""
 
     def block(self, tile: Tile, number: int) -> Bits: ...
+
+
+State: TypeAlias = Mapping[str, Bits] | Weights  # flat tensors by name, or as blocks
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Overlay:
         return bits
 
 
-def as_weights(state: "Mapping[str, Bits] | Weights") -> Weights:
+def as_weights(state: State) -> Weights:
     """Plain arrays as `Weights`."""
     return FlatWeights(state) if isinstance(state, Mapping) else state
 

@@ -37,7 +37,6 @@ _WITHOUT_MATCHES = zstandard.ZstdCompressionParameters(
     write_content_size=True,
     write_checksum=False,
 )
-_mine = threading.local()
 
 
 class ByteReader:
@@ -157,8 +156,8 @@ class PackedPlane(NamedTuple):
         return out
 
 
-class _Zstd:
-    """One per thread: these objects must not be shared, and making one takes as long as a small plane."""
+class _Zstd(threading.local):
+    """Of each thread its own: these objects must not be shared, and making one takes as long as a small plane."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=1, write_checksum=False)
@@ -166,16 +165,12 @@ class _Zstd:
         self.decompressor = zstandard.ZstdDecompressor()
 
 
-def _zstd() -> _Zstd:
-    if not hasattr(_mine, "zstd"):
-        _mine.zstd = _Zstd()
-    found: _Zstd = _mine.zstd
-    return found
+_zstd = _Zstd()
 
 
 def _unzstd(frame: memoryview, size: int, what: str) -> bytes:
     with _checked_frame(frame, size, what):
-        data: bytes = _zstd().decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
+        data: bytes = _zstd.decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     if len(data) != size:
         raise FormatError(f"{what} contains a zstd frame that does not decode to {size} bytes")
     return data
@@ -185,7 +180,7 @@ def _unzstd_into(frame: memoryview, out: U8, what: str) -> None:
     with _checked_frame(frame, out.size, what):
         if _frame_end(frame) != len(frame):  # a stream reader does not check what follows a frame
             raise FormatError(f"{what} contains a zstd frame that ends too early or too late")
-        with _zstd().decompressor.stream_reader(frame) as reader:
+        with _zstd.decompressor.stream_reader(frame) as reader:
             if reader.readinto(out.data) != out.size:
                 raise FormatError(f"{what} contains a zstd frame that does not decode to {out.size} bytes")
 
@@ -275,7 +270,7 @@ def _written(values: NDArray[np.integer]) -> tuple[U8, I64]:
 def plane(data: bytes) -> bytes:
     """Write bytes as one zstd frame with its length in front, or as they are if that is not longer."""
     if len(data) > 16:
-        frame: bytes = _zstd().compressor.compress(data)
+        frame: bytes = _zstd.compressor.compress(data)
         if len(frame) + 4 < len(data):
             return bytes([ZSTD]) + number(len(frame)) + frame
     return bytes([RAW]) + data
@@ -291,7 +286,7 @@ def pack_planes(some: Sequence[bytes]) -> list[bytes]:
 
 
 def _compress_each(some: Sequence[bytes]) -> Any:
-    compressor = _zstd().compressor
+    compressor = _zstd.compressor
     if not some or "multi_compress_to_buffer" not in zstandard.backend_features:
         return map(compressor.compress, some)
     return compressor.multi_compress_to_buffer([*some], threads=_plane_threads(len(some)))
@@ -303,7 +298,7 @@ def _plane_threads(count: int) -> int:
 
 def unpack_frames(frames: Sequence[memoryview], sizes: Sequence[int]) -> Any:
     """The contents, made without the GIL, of many small zstd frames that state these sizes; None if one is damaged."""
-    decompressor = _zstd().decompressor
+    decompressor = _zstd.decompressor
     try:
         if not frames or "multi_decompress_to_buffer" not in zstandard.backend_features:
             return [decompressor.decompress(frame, max_output_size=n) for frame, n in zip(frames, sizes, strict=True)]
@@ -331,7 +326,7 @@ def weights_plane(data: U8) -> list[bytes | memoryview]:
     """
     frame = huffman.frame(data)
     if frame is None and data.size > 16 and not _is_noise(data):
-        frame = [_zstd().entropy_coder.compress(data.data)]
+        frame = [_zstd.entropy_coder.compress(data.data)]
     if frame is not None:
         size = sum(map(len, frame))
         if size + 4 < data.size:
@@ -345,4 +340,4 @@ def _is_noise(data: U8) -> bool:
     if step < 4 * SAMPLE_BYTES:
         return False
     sample = data[: SAMPLES * step].reshape(SAMPLES, step)[:, :SAMPLE_BYTES].tobytes()
-    return len(_zstd().entropy_coder.compress(sample)) >= len(sample)
+    return len(_zstd.entropy_coder.compress(sample)) >= len(sample)

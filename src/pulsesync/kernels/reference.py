@@ -165,14 +165,8 @@ class _Block(NamedTuple):
     def hot(self, hot: HotChanges) -> HotChanges:
         here, entering = self.share(hot.positions), self.share(hot.entering_at)
         begin = np.uint32(self.begin)
-        return HotChanges(
-            hot.positions[here] - begin,
-            hot.new[here],
-            hot.symbols[here],
-            hot.extras[here],
-            hot.entering_at[entering] - begin,
-            hot.entering[entering],
-        )
+        changes = hot.positions[here] - begin, hot.new[here], hot.symbols[here], hot.extras[here]
+        return HotChanges(*changes, hot.entering_at[entering] - begin, hot.entering[entering])
 
 
 def _blocks(span: CodedSpan, history: SpanHistory) -> list[_Block]:
@@ -348,12 +342,8 @@ def encode_blocks(decisions: Decisions, extras: U32, table: EncoderTable, lanes:
     borders = pairwise(np.cumsum([0, *decisions.counts]).tolist())
     for (begin, end), count in zip(borders, lanes.tolist(), strict=True):
         here = slice(*np.searchsorted(decisions.changed, (begin, end)).tolist())
-        block = Decisions(
-            decisions.counts,
-            decisions.rows[begin:end],
-            decisions.changed[here] - np.uint32(begin),
-            decisions.symbols[here],
-        )
+        which = decisions.changed[here] - np.uint32(begin)
+        block = Decisions(decisions.counts, decisions.rows[begin:end], which, decisions.symbols[here])
         streams.append(_encode_block(block, extras[here], table, count) if end > begin else streams[0])
     return np.concatenate(streams), np.cumsum([stream.size for stream in streams])
 

@@ -173,7 +173,7 @@ def _path(name: str) -> Path:
 
 
 def _read_section(path: Path, section: str) -> tuple[Mapping[str, str] | None, str]:
-    """Return a section of a file, or None, and a description of what was found. Raises: ValueError, without its text."""
+    """Return a section of a file, or None, and what was found. Raises: ValueError, which does not quote the file."""
     parser = configparser.RawConfigParser(strict=False)  # interpolation would fail on a % in a secret
     try:
         with path.open(encoding="utf-8-sig") as file:  # some editors write a byte order mark first

@@ -16,7 +16,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import count
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -91,10 +90,9 @@ class CachedStore(WrappedStore):
     def size(self, key: str) -> int:
         if not is_content_addressed(key):
             return size_of(self.store, key)
-        size = self._known_size(key)
-        if size is None:
-            size = self._ask(key, lambda: self._measure(key), lambda: self._known_size(key, SUSPECT))
-        return size
+        if (size := self._known_size(key)) is not None:
+            return size
+        return self._ask(key, lambda: self._measure(key), lambda: self._known_size(key, SUSPECT))
 
     def has(self, key: str, begin: int = 0, end: int | None = None) -> bool:
         """Return whether the size of an object and a range of it are cached, so that the store need not be asked."""
@@ -141,10 +139,8 @@ class CachedStore(WrappedStore):
         If another process replaces the pieces, they are checked again.
         """
         fingerprint, length = self._survey(key)
-        if fingerprint is None:
-            return False
-        if self._right.get(key) == fingerprint:
-            return True
+        if fingerprint is None or self._right.get(key) == fingerprint:
+            return fingerprint is not None
         size = self._known_size(key)
         if not _is_named_by(key, length if size is None else size, self._pieces(key)):
             return False
@@ -158,24 +154,19 @@ class CachedStore(WrappedStore):
 
     def _survey(self, key: str) -> tuple[bytes | None, int]:
         """Return a hash over the digests of the pieces of an object, and their length; None if there is no piece."""
-        digests, length = hashlib.sha256(), 0
-        for number in count():
-            stated = self._files.stated(_name(key, number))
-            if stated is None:
-                return (digests.digest() if number else None), length
+        digests, length, number = hashlib.sha256(), 0, 0
+        while (stated := self._files.stated(_name(key, number))) is not None:
             digests.update(stated[0])
-            length += stated[1]
-        raise AssertionError("unreachable: there is a last piece")
+            length, number = length + stated[1], number + 1
+        return (digests.digest() if number else None), length
 
     def _pieces(self, key: str) -> Iterator[bytes]:
         """Yield the pieces of an object up to the first that is not cached."""
-        for number in count():
-            piece = self._files.read(_name(key, number))
-            if piece is None:
-                return
+        at, ended = 0, False
+        while not ended and (found := self._look_up(key, at)) is not None:
+            piece, ended = found
             yield piece
-            if len(piece) < _PIECE_BYTES:
-                return
+            at += len(piece)
 
     # Fetching
 
@@ -190,18 +181,14 @@ class CachedStore(WrappedStore):
         Of several readers that miss a piece in the same window of an object, one fetches it.
         """
         with self._files.turn(_name(key, f"w{at // WINDOW_BYTES}")):
-            found = self._look_up(key, at)  # another reader may have fetched it meanwhile
-            if found is not None:
-                return found
+            if (found := self._look_up(key, at)) is not None:
+                return found  # another reader has fetched it meanwhile
             return self._ask(key, lambda: self._download(key, at, stop), lambda: self._recall(key, at))
 
     def _recall(self, key: str, at: int) -> tuple[bytes, bool] | None:
         """Look up a piece in the copy that a reader reported as bad; at its end, return no bytes."""
-        found = self._look_up(key, at, SUSPECT)
-        if found is None:
-            size = self._stored_size(key, SUSPECT)
-            found = (b"", True) if size is not None and at >= size else None
-        return found
+        found, size = self._look_up(key, at, SUSPECT), self._stored_size(key, SUSPECT)
+        return (b"", True) if found is None and size is not None and at >= size else found
 
     def _download(self, key: str, at: int, stop: int | None) -> tuple[bytes, bool]:
         end = self._missing_until(key, at, stop)

@@ -116,7 +116,8 @@ class CoalescingStore(ReadOnlyStore, WrappedStore):
         """Make a call, or share the outcome of an equal one that is running or remembered."""
         now = time.monotonic()
         with self._lock:
-            shared = self._under_way.get(name) or self._recall(name, now)
+            held = self._remembered.get(name)
+            shared = self._under_way.get(name) or (held.future if held and now < held.until else None)
             future = shared or self._under_way.setdefault(name, Future())
         if shared is None:
             try:
@@ -131,10 +132,6 @@ class CoalescingStore(ReadOnlyStore, WrappedStore):
                     self._remember(name, now, now + remember_s, future)
         outcome: T = future.result()
         return outcome
-
-    def _recall(self, name: _Call, now: float) -> Future[Any] | None:
-        answer = self._remembered.get(name)
-        return answer.future if answer is not None and now < answer.until else None
 
     def _remember(self, name: _Call, began: float, until: float, future: Future[Any]) -> None:
         """Keep an outcome for some time after its call began; drop expired ones, and the oldest beyond the limit."""

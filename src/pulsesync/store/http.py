@@ -152,7 +152,7 @@ class HttpStore(ReadOnlyStore):
             return _read_whole(response, key) if end is None else read(response, end - begin, key)
 
     def size(self, key: str) -> int:
-        """Return the size of an object in bytes: as an earlier answer stated it, or by a HEAD request. Raises: as get."""
+        """Return an object's size in bytes, as an earlier answer stated it or by a HEAD request. Raises: as get."""
         check_key(key)
         if (known := self._sizes.get(key)) is not None:
             return known
@@ -165,9 +165,8 @@ class HttpStore(ReadOnlyStore):
             return self._keep_size(key, _measure(response, key) if size is None else size)
 
     def _learn_size(self, key: str, response: Response) -> None:
-        if response.status == 200:
-            size = response.length
-        else:
+        size = response.length
+        if response.status != 200:
             total = response.headers.get("Content-Range", "").rpartition("/")[2]
             size = int(total) if _DIGITS.fullmatch(total) else None
         if size is not None:
@@ -270,11 +269,8 @@ class HttpStore(ReadOnlyStore):
         return StoreError(f"{self.url} is read-only; write {key} to the store that this server serves", key=key)
 
     def _cannot_list(self, prefix: str) -> StoreError:
-        return StoreError(
-            f"{self.url} cannot list objects: serve the run with pulse serve or pulse relay, or give the "
-            "address of the store itself",
-            key=prefix,
-        )
+        advice = "serve the run with pulse serve or pulse relay, or give the address of the store itself"
+        return StoreError(f"{self.url} cannot list objects: {advice}", key=prefix)
 
     @contextmanager
     def _asked(

@@ -110,7 +110,9 @@ class ObjectStore:
                 self._store.head(key)  # no cloud serves an empty range; this raises if the object is missing
                 return b""
             try:
-                return self._get(key, begin, end)
+                if end is not None:
+                    return _collect(self._store.get(key, options={"range": (begin, end)}), end - begin, key)
+                return bytes(self._store.get(key, options={"range": {"offset": begin}} if begin else None).bytes())
             except Exception as e:
                 if _status(e) == 416:  # the object ends before the range begins
                     return b""
@@ -145,13 +147,6 @@ class ObjectStore:
                 self._store.delete(key)
             except FileNotFoundError:  # raised by all clouds but S3
                 return
-
-    def _get(self, key: str, begin: int, end: int | None) -> bytes:
-        if end is not None:
-            return _collect(self._store.get(key, options={"range": (begin, end)}), end - begin, key)
-        if begin:
-            return bytes(self._store.get(key, options={"range": {"offset": begin}}).bytes())
-        return bytes(self._store.get(key).bytes())
 
     @contextmanager
     def _translated(self, key: str, verb: str) -> Iterator[None]:
@@ -302,9 +297,7 @@ def _said(error: Exception) -> str:
     status, code, message = _status_text(error), _CODE.search(text), _MESSAGE.search(text)
     if status is None:
         return " ".join(text.split())
-    said = f"the server answered {status}"
-    if code:
-        said += f", {code[1]}"
+    said = f"the server answered {status}" + (f", {code[1]}" if code else "")
     if message and message[1].strip():
         first = html.unescape(message[1]).strip().splitlines()[0]
         said += f": {first[:_MESSAGE_CHARACTERS]}"

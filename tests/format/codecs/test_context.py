@@ -10,7 +10,7 @@ from pulsesync.format.codecs import context
 from pulsesync.format.codecs.context import BlockMemory, Heads, Payload
 from pulsesync.format.index import FrequencyTable
 from pulsesync.kernels import cpu
-from pulsesync.kernels.records import HotChanges
+from pulsesync.kernels.records import CodedSpan, HotChanges
 from tests.helpers import classes, near, nudge, seeds
 
 BF16 = DTYPES["BF16"]
@@ -173,8 +173,8 @@ def coded(old: Bits, new: Bits, cut: int) -> tuple[Payload, FrequencyTable]:
     top = max(1, cut)
     contexts = tables.Contexts(max(0, top - 24), min(24, top), 1, 41)
     counts = contexts.empty()
-    borders = tile_of(old.size).borders
-    decisions, _ = context.count(old, borders, BF16, cut, BlockMemory(), changes, contexts, counts)
+    span = CodedSpan(old, tile_of(old.size).borders, shift, cut, contexts.rows, contexts.bits)
+    decisions, _ = context.count(span, BlockMemory(), changes, counts)
     by_context = counts.reshape(contexts.classes, 1, -1)[..., :41]
     table = FrequencyTable("BF16", contexts.lo, tables.normalise(by_context))
     streams = context.encode_block(decisions, extras, table)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core import digest
-from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Dtype, Remembered, Tile
+from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Remembered, Tile
 from pulsesync.errors import FormatError, LimitError, VerificationError
 from pulsesync.format import tables, wire
 from pulsesync.format.codecs.gap import build_gaps, parse_gaps
@@ -67,19 +67,10 @@ def magnitudes(bits: Bits, shift: int) -> I64:
     return ((bits & bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)) >> bits.dtype.type(shift)).astype(np.int64)
 
 
-def count(
-    old: Bits,
-    borders: I64,
-    kind: Dtype,
-    cut: int,
-    memory: BlockMemory,
-    hot: HotChanges,
-    contexts: tables.Contexts,
-    counts: I64,
-) -> tuple[Decisions, Remembered]:
+def count(span: CodedSpan, memory: BlockMemory, hot: HotChanges, counts: I64) -> tuple[Decisions, Remembered]:
     """Add a block's decisions to counts; return them, and the block's history afterwards."""
-    span = CodedSpan(old, borders, kind.exponent_shift or 0, cut, contexts.rows, contexts.bits)
-    decisions, last, ranks = kernels.active().count_blocks(span, memory.of_span(borders.size - 1), hot, counts)
+    history = memory.of_span(span.borders.size - 1)
+    decisions, last, ranks = kernels.active().count_blocks(span, history, hot, counts)
     assert decisions.counts.min() >= 0, "a publisher's base and its history are written together"
     return decisions, Remembered(last, ranks)
 

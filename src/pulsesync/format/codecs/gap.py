@@ -36,7 +36,7 @@ def build_gaps(positions: I64) -> bytes:
 
 
 def parse_gaps(reader: wire.ByteReader, count: int, size: int) -> I64:
-    """Read positions in a tile of this many weights. Raises: FormatError, if one is beyond its end, or there are none."""
+    """Read positions in a tile of this many weights. Raises: FormatError, if one is outside, or there are none."""
     width = reader.byte()
     if not 1 <= width <= 6:
         raise FormatError(f"gaps must have 1 to 6 bytes; these have {width}")

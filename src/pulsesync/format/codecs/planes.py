@@ -61,12 +61,11 @@ def parse(written: Sequence[memoryview], counts: I64, sizes: I64, itemsizes: I64
     """
     lengths = np.array([len(one) for one in written], np.int64)
     ends = np.cumsum(lengths)
-    joined = b"".join((*written, bytes(_HEAD)))
-    bytes_ = _Bytes(memoryview(joined), np.frombuffer(joined, np.uint8))
+    data = np.frombuffer(b"".join((*written, bytes(_HEAD))), np.uint8)  # padded so that every read is inside
     at, good = ends - lengths, np.ones(counts.size, np.bool_)
-    gap_planes = _find(bytes_, at, ends, counts, np.int64(MOST_GAP_BYTES), good)
-    step_planes = _find(bytes_, at, ends, counts, itemsizes, good)
-    unpacked = _unpack(bytes_, (gap_planes, step_planes), counts, good)
+    gap_planes = _find(data, at, ends, counts, np.int64(MOST_GAP_BYTES), good)
+    step_planes = _find(data, at, ends, counts, itemsizes, good)
+    unpacked = _unpack(data.data, (gap_planes, step_planes), counts, good)
     if unpacked is None:
         good[:] = False
         unpacked = (np.empty(0, np.uint8),) * 2
@@ -95,13 +94,6 @@ def _positions(gaps: NDArray[np.unsignedinteger], counts: I64, sizes: I64) -> tu
     return past[1:] - np.repeat(before + 1, counts), inside
 
 
-class _Bytes(NamedTuple):
-    """The bytes of all tiles, padded so that every read is inside."""
-
-    view: memoryview
-    array: U8
-
-
 class _Planes(NamedTuple):
     """Where the k-th planes of tiles are, for tiles that have one."""
 
@@ -111,14 +103,12 @@ class _Planes(NamedTuple):
     packed: NDArray[np.bool_]
 
 
-def _find(
-    bytes_: _Bytes, at: I64, ends: I64, counts: I64, widest: I64 | np.int64, good: NDArray[np.bool_]
-) -> list[_Planes]:
+def _find(data: U8, at: I64, ends: I64, counts: I64, widest: I64 | np.int64, good: NDArray[np.bool_]) -> list[_Planes]:
     """Find the planes of numbers, by the byte that gives their width; move `at` past them.
 
     An irregular tile is no longer good; neither is one with a frame of 2^14 bytes, which is read separately.
     """
-    data, last = bytes_.array, bytes_.array.size - _HEAD
+    last = data.size - _HEAD
     widths = data[np.minimum(at, last)].astype(np.int64)
     good &= (widths >= 1) & (widths <= widest)
     at += 1
@@ -156,7 +146,7 @@ def _are_plain(data: U8, begins: I64, sizes: I64, counts: I64) -> NDArray[np.boo
 
 
 def _unpack(
-    bytes_: _Bytes, found: Sequence[Sequence[_Planes]], counts: I64, good: NDArray[np.bool_]
+    data: memoryview, found: Sequence[Sequence[_Planes]], counts: I64, good: NDArray[np.bool_]
 ) -> tuple[NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]] | None:
     """The numbers whose planes were found, of good tiles; None if a frame is damaged."""
     pieces: list[list[memoryview]] = []
@@ -171,9 +161,9 @@ def _unpack(
         for begin, end, packed, count in zip(*(column.tolist() for column in columns), of.tolist(), strict=True):
             if packed:
                 holes.append((mine, len(mine)))
-                frames.append(bytes_.view[begin:end])
+                frames.append(data[begin:end])
                 sizes.append(count)
-            mine.append(bytes_.view[begin:end])
+            mine.append(data[begin:end])
         pieces.append(mine)
     contents = wire.unpack_frames(frames, sizes)
     if contents is None:
