@@ -110,7 +110,7 @@ def read(taken: Snapshot) -> dict[str, Bits]:
     out = {spec.name: np.empty(spec.size, spec.kind.bits) for spec in LAYOUT.tensors}
     for tile in LAYOUT.tiles:
         for number in range(tile.block_count):
-            tile.write_block(out[tile.tensor.name], number, taken.block(tile, number))
+            tile.write(out[tile.tensor.name], tile.block_range(number)[0], taken.block(tile, number))
     return out
 
 

@@ -32,8 +32,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(default_threads(), thread_name_prefix="pulse")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child does not have the threads
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked child does not have the threads
 
 
 def spread(work: Callable[[Item], Result], items: Iterable[Item], threads: int | None = None) -> list[Result]:

@@ -185,10 +185,6 @@ class Tile:
         """The weights of one of the tile's blocks, as `read` gives them."""
         return self.read(flat, *self.block_range(number))
 
-    def write_block(self, flat: Bits, number: int, bits: Bits) -> None:
-        """Write all the weights of one of the tile's blocks."""
-        self.write(flat, number * BLOCK, bits)
-
     def write(self, flat: Bits, begin: int, bits: Bits) -> None:
         """Write weights of the tile, from the one numbered begin on."""
         if self.contiguous:

@@ -76,7 +76,7 @@ def open_part(
     """Begin to read the payloads of some tiles of a part, by ordinal.
 
     Raises:
-        FormatError: or a subclass, as `format.patch.decode_tiles`.
+        FormatError: or a subclass, as `format.patch.decode`.
     """
     plain: list[Plain] = []
     predicted: list[tuple[Codec, Tile, memoryview]] = []

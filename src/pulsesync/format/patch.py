@@ -189,23 +189,6 @@ def _assemble(
     return container.build(layout, [[index.build(shared, entries)], *sections], allocate)
 
 
-def decode(
-    data: bytes | memoryview,
-    layout: Layout,
-    old: State,
-    *,
-    expected_id: str | None = None,
-    history: History | None = None,
-) -> DecodedPart:
-    """Check a part and decode all of it against its base state. Nothing is changed.
-
-    Raises: FormatError and subclasses, for bad bytes.
-    """
-    header, sections = container.open_part(data, expected_id)
-    opened = open_index(header, sections[0], layout)
-    return decode_tiles(opened, dict(enumerate(sections)), layout, old, history=history)
-
-
 @dataclass(frozen=True)
 class OpenedIndex:
     """A part's header and index: which tiles are where."""
@@ -229,40 +212,37 @@ def open_index(header: container.PartHeader, section: bytes | memoryview, layout
     return OpenedIndex(header, *index.parse(section, layout.tile_count, sizes))
 
 
-def decode_tiles(
-    opened: OpenedIndex,
-    sections: Mapping[int, memoryview],
+def decode(
+    data: bytes | memoryview,
     layout: Layout,
     old: State,
     *,
-    wanted: Mapping[int, Tile] | None = None,
+    expected_id: str | None = None,
     history: History | None = None,
 ) -> DecodedPart:
-    """Decode a part, or the wanted tiles of it, from sections whose hashes have been checked.
+    """Check a part and decode all of it against its base state. Nothing is changed.
 
-    A wanted tile may specify which of its groups are wanted. Raises: FormatError and subclasses, for bad bytes.
+    Raises: FormatError and subclasses, for bad bytes.
     """
-    weights = as_weights(old)
-    jobs: list[list[DecodeTask]] = []  # of each tile
-    sums: dict[int, Sum] = {}
-    tiles = layout.tiles if wanted is None else wanted
-    for entry, body in payloads(opened, sections, wanted):
-        jobs.append(open_tile(entry, tiles[entry.tile], body, opened.tables, history))
-        sums[entry.tile] = entry.sum
+    header, sections = container.open_part(data, expected_id)
+    opened, weights = open_index(header, sections[0], layout), as_weights(old)
+    tasks = [  # of each tile
+        open_tile(entry, layout.tiles[entry.tile], body, opened.tables, history)
+        for entry, body in payloads(opened, dict(enumerate(sections)))
+    ]
 
-    def run(job: DecodeTask) -> list[BlockChange]:
-        memory = memory_of(history if job.codec == Codec.HISTORY else None, job.tile, job.number)
-        return run_task(job, weights, memory, opened.tables)
+    def run(task: DecodeTask) -> list[BlockChange]:
+        memory = memory_of(history if task.codec == Codec.HISTORY else None, task.tile, task.number)
+        return run_task(task, weights, memory, opened.tables)
 
-    flat = [job for some in jobs for job in some]
-    is_short = all(job.codec in (Codec.GAP, Codec.STEP) for job in flat)  # numpy calls, which threads slow down
-    done = iter(spread(run, flat, 1 if is_short else None))
+    # `gap` and `step` are numpy calls, which threads slow down.
+    is_short = all(entry.codec in (Codec.GAP, Codec.STEP) for entry in opened.entries)
+    done = iter(spread(run, [task for some in tasks for task in some], 1 if is_short else None))
     patches = []
-    for first, *others in jobs:
-        blocks = tuple(change for _ in (first, *others) for change in next(done))
-        cut = first.payload.heads.cut if first.payload and first.codec == Codec.HISTORY else 0
-        patches.append(TilePatch(first.tile, first.codec, blocks, cut))
-    return DecodedPart(tuple(patches), sums)
+    for some in tasks:
+        blocks, (codec, tile, _, payload, _) = tuple(change for _ in some for change in next(done)), some[0]
+        patches.append(TilePatch(tile, codec, blocks, payload.heads.cut if payload and codec == Codec.HISTORY else 0))
+    return DecodedPart(tuple(patches), {entry.tile: entry.sum for entry in opened.entries})
 
 
 def payloads(

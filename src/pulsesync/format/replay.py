@@ -70,8 +70,8 @@ def replay(
     run = _Run(patches, layout, live, changes, history, wanted, keep)
     for tiles in run.batches():
         jobs = [job for tile in tiles for job in run.open(tile)]
-        for job, passage in zip(jobs, spread(run.apply, jobs), strict=True):
-            run.take(job, passage)
+        for job, done in zip(jobs, spread(run.apply, jobs), strict=True):
+            run.take(job, *done)
     return run.finish()
 
 
@@ -122,13 +122,6 @@ class _Job(NamedTuple):
     numbers: Sequence[int]
     steps: Sequence[_TileStep]
     tally: _HistoryTally
-
-
-class _Passage(NamedTuple):
-    """The result of a job."""
-
-    digest_changes: list[Sum]  # by step
-    fault: PulseError | None  # of the step after the last
 
 
 class _OneBlock:
@@ -223,10 +216,9 @@ class _Run:
 
     def batches(self) -> Iterator[list[Tile]]:
         """The tiles that are in some patch, in groups."""
-        named = sorted(set().union(*self.payloads))
         some: list[Tile] = []
         weights, full = 0, BATCH * default_threads()
-        for ordinal in named:
+        for ordinal in sorted(set().union(*self.payloads)):
             some.append(self.tiles_of[ordinal])
             weights += some[-1].size
             if weights >= full:
@@ -263,16 +255,15 @@ class _Run:
             for n in range(count)
         ]
 
-    def apply(self, job: _Job) -> _Passage:
-        """Apply all patches to the blocks of a job."""
+    def apply(self, job: _Job) -> tuple[list[Sum], PulseError | None]:
+        """Apply all patches to the blocks of a job; return how each changes the digest, and the fault of the next."""
         tile, first = job.tile, job.numbers[0]
         keys = [(tile.ordinal, n) for n in job.numbers]
-        earlier = {key: self.changes.pop(key) for key in keys if key in self.changes}
-        weights: _OneBlock | _WholeTile
+        weights: _OneBlock | _WholeTile  # owns the changes so far, which take as much memory as all the rest
         if len(keys) == 1:
-            weights = _OneBlock(self.live.block(tile, first), first, earlier.get(keys[0]), self._copy)
+            weights = _OneBlock(self.live.block(tile, first), first, self.changes.pop(keys[0], None), self._copy)
         else:
-            weights = _WholeTile(self.live, earlier)
+            weights = _WholeTile(self.live, {key: self.changes.pop(key) for key in keys if key in self.changes})
         known = {n: memory_of(self.history, tile, n) for n in job.numbers}
         moves: list[Sum] = []
         histories: dict[int, list[Remembered | None]] = {n: [] for n in job.numbers}
@@ -296,7 +287,7 @@ class _Run:
         for n, remembered in histories.items():
             job.tally.add(n, remembered)
         self.changes.update(((tile.ordinal, change.number), change) for change in weights.changes())
-        return _Passage(moves, fault)
+        return moves, fault
 
     def _decode(self, task: DecodeTask, weights: Weights, memory: BlockMemory, step: _TileStep) -> list[BlockChange]:
         found = run_task(task, weights, memory if step.codec == Codec.HISTORY else NO_MEMORY, step.tables)
@@ -312,13 +303,13 @@ class _Run:
         np.copyto(copy, bits)
         return copy
 
-    def take(self, job: _Job, passage: _Passage) -> None:
+    def take(self, job: _Job, moves: Sequence[Sum], fault: PulseError | None) -> None:
         ordinal, tally = job.tile.ordinal, job.tally
-        for step, move in zip(job.steps, passage.digest_changes, strict=False):
-            moves = self.digest_changes[step.patch]
-            moves[ordinal] = moves[ordinal] + move if ordinal in moves else move
-        if passage.fault is not None:
-            self._fail(job.steps[len(passage.digest_changes)].patch, passage.fault)
+        for step, move in zip(job.steps, moves, strict=False):
+            by_tile = self.digest_changes[step.patch]
+            by_tile[ordinal] = by_tile.get(ordinal, Sum(0, 0)) + move
+        if fault is not None:
+            self._fail(job.steps[len(moves)].patch, fault)
         if job.numbers[-1] + 1 == job.tile.block_count:  # the last of the tile's jobs
             for step, size, total in zip(job.steps, tally.sizes, tally.sums, strict=True):
                 if step.cut:
