@@ -63,18 +63,18 @@ sparse = st.dictionaries(st.integers(0, 255), st.integers(0, 5000), max_size=6).
 @given(st.one_of(by_class, sparse), st.one_of(by_class, sparse))
 def test_choose_cut_finds_the_lowest_of_the_cheapest_cuts(changes: list[int], sampled: list[int]) -> None:
     costs = [64 * sum(sampled[:cut]) + 1024 * sum(changes[cut:]) for cut in range(257)]
-    assert tables.choose_cut(np.array(changes), np.array(sampled)) == costs.index(min(costs))
+    assert tables.choose_cuts(np.array([changes]), np.array([sampled])).tolist() == [costs.index(min(costs))]
 
 
 @given(st.lists(st.tuples(st.one_of(by_class, sparse), st.one_of(by_class, sparse)), max_size=4))
 def test_the_cuts_of_many_tiles_are_those_of_each(tiles: list[tuple[list[int], list[int]]]) -> None:
     changes, sampled = np.array(tiles, np.int64).reshape(-1, 2, 256).transpose(1, 0, 2)
-    each = [tables.choose_cut(a, b) for a, b in zip(changes, sampled, strict=True)]
-    assert tables.choose_cuts(changes, sampled).tolist() == each
+    each = [tables.choose_cuts(a[None], b[None]).tolist() for a, b in zip(changes, sampled, strict=True)]
+    assert [[cut] for cut in tables.choose_cuts(changes, sampled).tolist()] == each
 
 
 def test_no_changes_mean_no_hot_weights() -> None:
-    assert tables.choose_cut(np.zeros(256, np.int64), np.ones(256, np.int64)) == 0
+    assert tables.choose_cuts(np.zeros((1, 256), np.int64), np.ones((1, 256), np.int64)).tolist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def build(
     *begins, total = accumulate(sizes, initial=end)
     data = allocate(total)
     jobs = zip(begins, sections, strict=True)
-    digests = spread(lambda job: _fill(data, *job), jobs, _threads_for(total))
+    digests = spread(lambda job: _fill(data, *job), jobs, None if total > ALONE else 1)
     HEADER.pack_into(data.data, 0, MAGIC, versions.VERSION, 0, len(sections), bytes.fromhex(layout))
     for number, entry in enumerate(zip(sizes, digests, strict=True)):
         ENTRY.pack_into(data.data, HEADER.size + ENTRY.size * number, *entry)
@@ -98,10 +98,6 @@ def _fill(data: U8, begin: int, pieces: Sequence[bytes | memoryview]) -> bytes:
             data[at:end] = np.frombuffer(piece, np.uint8)
         at = end
     return hashlib.sha256(view[begin:at]).digest()
-
-
-def _threads_for(size: int) -> int | None:
-    return None if size > ALONE else 1
 
 
 def header_size(data: bytes | memoryview) -> int:
@@ -148,5 +144,6 @@ def open_part(data: bytes | memoryview, expected_id: str | None = None) -> tuple
         raise FormatError(f"part {header.id[:12]} must have {header.file_size} bytes; it has {len(data)}")
     view = memoryview(data)
     sections = [view[begin:end] for begin, end in pairwise(header.borders)]
-    spread(lambda i: header.check_section(i, sections[i]), range(len(sections)), _threads_for(len(data)))
+    threads = None if len(data) > ALONE else 1
+    spread(lambda i: header.check_section(i, sections[i]), range(len(sections)), threads)
     return header, sections

@@ -17,12 +17,12 @@ import numpy as np
 from pulsesync import kernels
 from pulsesync.core.digest import count_bytes
 from pulsesync.core.threads import spread
-from pulsesync.core.types import Bits, BlockChange, Codec, Remembered, Sum, Tile, TilePatch
+from pulsesync.core.types import BlockChange, Codec, Remembered, Sum, Tile, TilePatch
 from pulsesync.errors import FormatError
 from pulsesync.format.codecs.context import NO_HISTORY, BlockMemory, KeptGroups, magnitudes
 from pulsesync.format.json_reader import load_json
 from pulsesync.format.weights import State, Weights, as_weights
-from pulsesync.kernels.arrays import U8, U32
+from pulsesync.kernels.arrays import U8
 
 MAX_INDEX = 127  # patches of an epoch, so that an index fits seven bits
 
@@ -146,14 +146,9 @@ def advance_block(
         return memory.remembered
     if change is not None and change.remembered is not None:
         return change.remembered
-    before = old.block(tile, number)
+    before = old.block(tile, number)  # from here on: the coder has not found the hot weights of the block
     positions = change.positions if change else np.empty(0, np.uint32)
     new = change.new if change else np.empty(0, before.dtype)
-    return _advance(tile, before, memory, cut, positions, new)
-
-
-def _advance(tile: Tile, before: Bits, memory: BlockMemory, cut: int, positions: U32, new: Bits) -> Remembered:
-    """The same where the coder has not found the hot weights of the block."""
     shift = tile.tensor.kind.exponent_shift or 0
     if tile.kept is not None:
         kept = KeptGroups.of(tile)

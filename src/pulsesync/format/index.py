@@ -82,8 +82,7 @@ def parse(
 ) -> tuple[list[FrequencyTable], list[TileEntry]]:
     """Read the index of a part whose layout has this number of tiles and whose sections have these sizes.
 
-    Raises:
-        FormatError: it is cut off, too long, out of order, or places payloads outside their sections; LimitError.
+    Raises: FormatError, also if payloads are placed outside their sections; LimitError.
     """
     outer = wire.ByteReader(section, "the index")
     reader = wire.ByteReader(outer.plane(outer.number(MAX_INDEX_BYTES + 64 * tiles)), "the index")

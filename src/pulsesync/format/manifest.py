@@ -335,8 +335,7 @@ def is_file_name(name: str) -> bool:
 def check_file_names(names: Collection[str]) -> None:
     """Check the names of the files of a model: all of them fit into one folder of any file system.
 
-    Raises:
-        FormatError: a name has other characters, ends with a dot, or differs from another one in case alone.
+    Raises: FormatError, if a name has other characters, ends with a dot, or differs from another in case alone.
     """
     for name in names:
         if not is_file_name(name):

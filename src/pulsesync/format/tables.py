@@ -99,11 +99,6 @@ def _bit_length(values: I64) -> I64:
     return np.frexp(values.astype(np.float64))[1].astype(np.int64)
 
 
-def choose_cut(changes: I64, sampled: I64) -> int:
-    """Return the class below which weights are hot, given changes and sampled weights by class (see `choose_cuts`)."""
-    return int(choose_cuts(changes[None], sampled[None])[0])
-
-
 def choose_cuts(changes: I64, sampled: I64) -> I64:
     """Return, for each tile (row), the class below which weights are hot, given changes and sampled weights by class.
 

@@ -63,10 +63,11 @@ def find_credentials(given: Mapping[str, Any], environment: Mapping[str, str] = 
     token_in_environment = _any(environment, _TOKEN_VARIABLES)
     profile = _read_profile(environment)
     options: dict[str, Any] = {}
-    if profile.region and not names & _REGION_OPTIONS and not _any(environment, _REGION_VARIABLES):
-        options["region"] = profile.region
-    if profile.endpoint and not names & _ENDPOINT_OPTIONS and not _any(environment, ENDPOINT_VARIABLES):
-        options["endpoint"] = profile.endpoint
+    region, endpoint = profile.get("region"), profile.get("endpoint_url") if profile.use_endpoint else None
+    if region and not names & _REGION_OPTIONS and not _any(environment, _REGION_VARIABLES):
+        options["region"] = region
+    if endpoint and not names & _ENDPOINT_OPTIONS and not _any(environment, ENDPOINT_VARIABLES):
+        options["endpoint"] = endpoint
 
     if names & _CREDENTIAL_OPTIONS:
         if token_in_environment and names >= _KEY_OPTIONS and not names & _TOKEN_OPTIONS:
@@ -112,14 +113,6 @@ class _Profile:
     looked: str
     use_endpoint: bool
 
-    @property
-    def region(self) -> str | None:
-        return self._get("region")
-
-    @property
-    def endpoint(self) -> str | None:
-        return self._get("endpoint_url") if self.use_endpoint else None
-
     def credentials(self) -> dict[str, Any] | None:
         """Return settings for obstore; None if the profile has no credentials. Raises: ValueError."""
         if self.secrets is None and self.settings is None:
@@ -127,15 +120,15 @@ class _Profile:
                 raise ValueError(f"AWS_PROFILE names a profile that does not exist: {self.looked}")
             return None
         for kind in _FIRST:
-            if self._get(kind):
+            if self.get(kind):
                 return {"credential_provider": self._ask_boto3(kind)}
         if keys := _keys(self.secrets):
             return keys
-        if self._get(_PROCESS):
+        if self.get(_PROCESS):
             return {"credential_provider": self._ask_boto3(_PROCESS)}
         return _keys(self.settings)
 
-    def _get(self, setting: str) -> str | None:
+    def get(self, setting: str) -> str | None:
         return (self.secrets or {}).get(setting) or (self.settings or {}).get(setting)
 
     def _ask_boto3(self, kind: str) -> Any:

@@ -139,8 +139,10 @@ class CachedStore(WrappedStore):
         If another process replaces the pieces, they are checked again.
         """
         fingerprint, length = self._survey(key)
-        if fingerprint is None or self._right.get(key) == fingerprint:
-            return fingerprint is not None
+        if fingerprint is None:
+            return False
+        if self._right.get(key) == fingerprint:
+            return True
         size = self._known_size(key)
         if not _is_named_by(key, length if size is None else size, self._pieces(key)):
             return False

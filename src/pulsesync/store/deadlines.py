@@ -76,8 +76,7 @@ class Connection(http.client.HTTPConnection):
                 connected = self._tls.wrap_socket(connected, server_hostname=self.host)
         except TimeoutError as e:
             self.close()
-            limit = f"the limit of {self.clock.timeout_s:g} s"
-            raise TimeoutError(f"timed out: no connection within {limit}") from e
+            raise TimeoutError(f"timed out: no connection within the limit of {self.clock.timeout_s:g} s") from e
         except BaseException:
             self.close()
             raise

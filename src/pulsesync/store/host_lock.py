@@ -22,9 +22,7 @@ _LONGEST_WAIT_S = 900.0  # wait for a process that touches its lock
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock file, which exists only while a process holds it or waits for it.
 
-    Raises:
-        TimeoutError: the holder does not touch the lock, or does not finish.
-        OSError: the disk cannot lock.
+    Raises: TimeoutError, if the holder does not touch the lock, or does not finish; OSError, if the disk cannot lock.
     """
     file = _acquire(path)
     done = threading.Event()

@@ -57,10 +57,9 @@ class LocalStore:
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
         with self._translated(key, "read"), self._opened(key) as handle, open(handle, "rb", closefd=False) as file:
             size = os.fstat(handle).st_size
-            if end is None:
-                end = size
+            stop = size if end is None else min(end, size)
             file.seek(begin)
-            return file.read(max(0, min(end, size) - begin))  # read() allocates all the memory it is asked for
+            return file.read(max(0, stop - begin))  # read() allocates all the memory it is asked for
 
     def size(self, key: str) -> int:
         with self._translated(key, "read"), self._opened(key) as handle:
@@ -95,11 +94,8 @@ class LocalStore:
     def sweep(self) -> int:
         """Remove incomplete files of processes that were killed more than an hour ago. Returns how many there were."""
         with self._translated("", "sweep"):
-            stale = [
-                path
-                for path, status in _walk(self.folder)
-                if path.name.startswith(_SPOOL) and time.time() - status.st_mtime > _SPOOL_AGE_S
-            ]
+            spooled = [(path, status) for path, status in _walk(self.folder) if path.name.startswith(_SPOOL)]
+            stale = [path for path, status in spooled if time.time() - status.st_mtime > _SPOOL_AGE_S]
             for path in stale:
                 path.unlink(missing_ok=True)
         return len(stale)
@@ -291,8 +287,7 @@ def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
             try:
                 status = path.stat()
             except OSError as e:
-                if e.errno not in _ABSENT:  # a broken link is not an object either
-                    raise
-            else:
-                if stat.S_ISREG(status.st_mode):
-                    yield path, status
+                _raise_unless_absent(e)  # a broken link is not an object either
+                continue
+            if stat.S_ISREG(status.st_mode):
+                yield path, status

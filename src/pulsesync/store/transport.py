@@ -105,8 +105,7 @@ class HttpTransport:
     def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None) -> Iterator[Response]:
         """Yield the answer to a request, whatever its status; keep the connection if all of it was read.
 
-        Raises:
-            OSError, http.client.HTTPException: there is no answer, or it ended early or took too long.
+        Raises: OSError, http.client.HTTPException, if there is no answer, or it ended early or took too long.
         """
         connection, response = self._send(method, path, headers, body)
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.format.tables import choose_cut
+from pulsesync.format.tables import choose_cuts
 from pulsesync.kernels.spec import SAMPLE_SCALE
 from pulsesync_lab.study.measure.counting import RATIOS, UNITS, Numbers
 from pulsesync_lab.study.measure.meter import MeterReading
@@ -84,7 +84,7 @@ def _moved(row: Numbers) -> Counts:
 def _hot(leaving: Numbers, weights: Numbers) -> float | None:
     if weights.ndim == 0 or not weights.sum():
         return None
-    cut = choose_cut(leaving, (weights + SAMPLE_SCALE // 2) // SAMPLE_SCALE)
+    (cut,) = choose_cuts(leaving[None], (weights[None] + SAMPLE_SCALE // 2) // SAMPLE_SCALE).tolist()
     return float(weights[:cut].sum() / weights.sum())
 
 
