@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from pulsesync.core.scratch import nearest
 from pulsesync.errors import (
     ChainError,
     ConflictError,
@@ -88,7 +89,7 @@ class StoreCheck:
         self._is_http = hasattr(self.store, "has_token")
         self._read_only, self._trust = read_only or self._is_http, trust
         self._folder = f"{PREFIX}{secrets.token_hex(8)}/"
-        self._there = _existing(self.store.folder / PREFIX) if isinstance(self.store, LocalStore) else None
+        self._there = nearest(self.store.folder / PREFIX) if isinstance(self.store, LocalStore) else None
         self._written: set[str] = set()  # keys, whether or not the store said that it has them
 
     def run(self) -> Iterator[Finding]:
@@ -380,12 +381,6 @@ class StoreCheck:
             advice = f"pulse prune needs to delete; remove these by hand: {', '.join(left)}"
             return Finding("delete", "warn", str(error or "deleted objects are still listed"), advice)
         return Finding("delete", "ok", "everything that was written is removed")
-
-
-def _existing(path: Path) -> Path:
-    """Return the nearest folder that exists, of a path and those above it."""
-    path = path.absolute()
-    return next(one for one in (path, *path.parents) if one.exists())
 
 
 def _remove_empty(path: Path, there: Path) -> None:

@@ -46,19 +46,15 @@ class Difference(Protocol):
     @property
     def changed(self) -> int:
         """How many weights differ."""
-        ...
 
     def after(self, done: Transition) -> "Difference":
         """Return the difference from the base after a transition."""
-        ...
 
     def try_step(self) -> StepTrial | None:
         """Measure the codec `step` on a sample; None where it always takes longer than the others."""
-        ...
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
         """Encode the difference from the base, which is the version `last`. Changes nothing."""
-        ...
 
 
 class Baseline(Protocol):
@@ -66,34 +62,27 @@ class Baseline(Protocol):
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         """Return the source's tensors as they are published. Raises: StateError."""
-        ...
 
     def copy(self, share: TileShare, shards: Shards) -> WeightState:
         """Return a base that equals the source as it is now."""
-        ...
 
     def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
         """Return new tensors in the windows of the share, which a follower of its slices then syncs to a version.
 
         They equal the source as it is now, because a path may begin there.
         """
-        ...
 
     def adopt(self, share: TileShare, state: WeightState) -> WeightState:
         """Return the state of such tensors as the base, in the memory where it is kept."""
-        ...
 
     def compare(self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName) -> Difference:
         """Compare a source with the base; when this returns, the source may change."""
-        ...
 
     def compare_later(self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName) -> Difference:
         """Compare a source that changes only after `wait`: this may return before the source is compared."""
-        ...
 
     def wait(self) -> None:
         """Wait until no comparison reads a source any more. The error of one is raised by its difference."""
-        ...
 
 
 def check_keep(keep: str | None) -> None:

@@ -113,12 +113,8 @@ def choose_method(
     epoch before is kept, unless it takes `KEPT` times as long as the other: the figures of a method that is not used
     are less certain.
 
-    Args:
-        last: How the versions of the epoch before were coded.
-        changes: The number of changes in the version.
-        smallest: The cost of the codecs with the fewest bytes; None: no version was coded with them.
-        step: The cost of `step`.
-        link: The link over which the versions are sent.
+    last: how the versions of the epoch before were coded. smallest: the cost of the codecs with the fewest bytes; None:
+    no version was coded with them.
     """
     speed = link.bytes_per_s
     if smallest is None:

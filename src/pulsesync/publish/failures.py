@@ -30,18 +30,14 @@ class FailedVersion:
         return isinstance(self.error, StoreError) and self.error.retryable
 
 
+@dataclass(eq=False)
 class FailureLedger:
-    """The versions that failed since the last commit, and which call raises them. Used under the lock of the queue.
+    """The versions that failed since the last commit, and which call raises them. Used under the lock of the queue."""
 
-    Args:
-        max_failures: Consecutive versions that may fail with an error that is retried, before publish raises it.
-        alone: Whether this is the only rank: then there is nothing to agree on.
-    """
-
-    def __init__(self, max_failures: int, alone: bool) -> None:
-        self._max_failures, self._is_alone = max_failures, alone
-        self._failed: list[FailedVersion] = []
-        self._due: tuple[int, FailedVersion] | None = None  # the call of publish in which all ranks raise a failure
+    _max_failures: int  # consecutive versions that may fail with an error that is retried, before publish raises it
+    _is_alone: bool  # whether this is the only rank: then there is nothing to agree on
+    _failed: list[FailedVersion] = field(default_factory=list)
+    _due: tuple[int, FailedVersion] | None = None  # the call of publish in which all ranks raise a failure
 
     def add(self, version: PendingVersion, error: BaseException) -> None:
         """Keep the error of a version until a later one is committed."""

@@ -310,13 +310,8 @@ class SendQueue:
                 else:
                     future.set_exception(outcome)
             except BaseException as e:  # an Exception is logged by concurrent.futures
-                logger.error(
-                    "A callback of the publish future of step %d raised %s: %s. Publishing continues.",
-                    version.step,
-                    type(e).__name__,
-                    e,
-                    exc_info=e,
-                )
+                text = "A callback of the publish future of step %d raised %s: %s. Publishing continues."
+                logger.error(text, version.step, type(e).__name__, e, exc_info=e)
 
     def _finish_current(self) -> None:
         self.current = None
@@ -325,17 +320,14 @@ class SendQueue:
     def _fail(self, version: PendingVersion, error: BaseException) -> None:
         self.failures.add(version, error)
         if not all(future.awaited for future in version.futures):
-            logger.error(
-                "Step %d was not published: %s: %s. %s",
-                version.step,
-                type(error).__name__,
-                error,
-                "This publisher can publish nothing more; create a new one, with a new team if it had one, to resume "
-                "the run."
-                if self.lost
-                else "The next version that is committed contains it.",
-                exc_info=None if isinstance(error, PulseError) else error,
-            )
+            then = "The next version that is committed contains it."
+            if self.lost:
+                then = (
+                    "This publisher can publish nothing more; create a new one, with a new team if it had one, to "
+                    "resume the run."
+                )
+            text, trace = "Step %d was not published: %s: %s. %s", None if isinstance(error, PulseError) else error
+            logger.error(text, version.step, type(error).__name__, error, then, exc_info=trace)
 
     def raise_failure(self, caller: Caller) -> None:
         """Raise the first failure since the last commit that the caller has not read and this has not raised."""

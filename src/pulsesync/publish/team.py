@@ -1,7 +1,7 @@
 """The messages that the ranks of a team exchange while they publish: in rounds, and if one rank fails, all fail."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -156,16 +156,11 @@ class RankStatus:
         return json.dumps([*facts, self.busy, share, self.target, choice]).encode()
 
     @classmethod
-    def from_ranks(cls, messages: Sequence[bytes]) -> "list[RankStatus]":
-        """Read what `to_bytes` wrote on each rank. Raises: FormatError, if a message is malformed."""
-        return read_each(messages, cls._from_bytes)
-
-    @classmethod
-    def _from_bytes(cls, data: bytes) -> "RankStatus":
+    def from_bytes(cls, data: bytes) -> "RankStatus":
+        """Read what `to_bytes` wrote; `read_each` has the errors that bad bytes raise."""
         *facts, share, target, choice = json.loads(data)
         found = AnchorShare(share[0], read_parts(share[1])) if share else None
-        call, calls, version, unsure, awaited, waits, unread, busy = facts
-        return cls(call, calls, version, unsure, awaited, waits, unread, busy, found, target, CodecChoice(*choice))
+        return cls(*facts, found, target, CodecChoice(*choice))
 
 
 def _fault_to(error: BaseException) -> bytes:

@@ -352,29 +352,20 @@ class SyncAttempt:
     def _report(self, records: RunReader) -> SyncReport:
         follower, position = self._follower, self._local.position
         assert position is not None
+        version, step = position.version, position.step
         repaired, self._integrity.to_repair = self._integrity.to_repair, ()
         run, from_version, from_step = follower.reported or (None, None, None)
         if run != position.run:
             from_version = from_step = None
         self.meter.fetched_bytes += records.fetched_bytes
-        report = self.meter.report(
-            position,
-            repaired=repaired,
-            from_version=from_version,
-            from_step=from_step,
-            pointer=follower.goals.pointer if self._version is None else None,
-            rewound_at=records.rewound_at(position.version),
-        )
-        follower.reported = (position.run, report.version, report.step)
+        pointer, rewound_at = follower.goals.pointer if self._version is None else None, records.rewound_at(version)
+        since = {"from_version": from_version, "from_step": from_step, "rewound_at": rewound_at}
+        report = self.meter.report(position, repaired=repaired, pointer=pointer, **since)
+        follower.reported = (position.run, version, step)
         if report.went_back:
-            logger.warning(
-                "The trainer went back to an earlier step%s: version %d was step %d, and version %d is step %d.",
-                "" if report.rewound_at is None else f" at version {report.rewound_at}",
-                from_version,
-                from_step,
-                report.version,
-                report.step,
-            )
+            text = "The trainer went back to an earlier step%s: version %d was step %d, and version %d is step %d."
+            at = "" if rewound_at is None else f" at version {rewound_at}"
+            logger.warning(text, at, from_version, from_step, version, step)
         return report
 
 

@@ -26,11 +26,8 @@ class SyncGate:
 
     def __init__(self, name: str, release: Callable[[], None]) -> None:
         self._name, self._release = name, release
-        self.guard = ProcessGuard(
-            name,
-            forked=f", perhaps in the middle of a sync; create a new {name} in the child",
-            closed="was closed; create a new one to sync again",
-        )
+        forked = f", perhaps in the middle of a sync; create a new {name} in the child"
+        self.guard = ProcessGuard(name, forked, closed="was closed; create a new one to sync again")
         self._busy = threading.Lock()  # while a sync runs
         self._busy_thread: int | None = None  # the thread that has the lock
 

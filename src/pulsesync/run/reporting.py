@@ -160,13 +160,9 @@ class SyncEvents:
         if report.path:
             logger.info("Synced from %s: %s.", self.location, report)
         if self.heartbeat is not None:
-            self.heartbeat.synced(
-                report.version,
-                report.step,
-                newest=self.newest,
-                pause_s=report.apply_s if report.path else None,
-                fetched_bytes=report.fetched_bytes,
-            )
+            pause_s, fetched = report.apply_s if report.path else None, report.fetched_bytes
+            at = report.version, report.step
+            self.heartbeat.synced(*at, newest=self.newest, pause_s=pause_s, fetched_bytes=fetched)
         if has_listeners() and (report.path or report.changed or time.monotonic() >= self._idle_at):
             self._idle_at = time.monotonic() + IDLE_S
             emit(Synced.of(report, location=self.location, newest=self.newest, pause_s=report.apply_s))
@@ -178,24 +174,18 @@ class SyncEvents:
     def failed(self, error: Exception, version: int | None, *, torn: bool | None = None) -> None:
         """Emit that a sync failed, with the version that the weights are at. It is not logged: the caller has it.
 
-        Args:
-            error: What it raised.
-            version: The version that the weights are at.
-            torn: Whether they are between two versions; None: as the error says.
+        torn: whether they are between two versions; None: as the error says.
         """
         torn = bool(getattr(error, "torn", False)) if torn is None else torn
         if self.heartbeat is not None:
             self.heartbeat.failed(error, version, torn=torn)
         if has_listeners():
             self._idle_at = -math.inf
+            location, newest = self.location, self.newest
+            text, retryable = describe_error(error), bool(getattr(error, "retryable", False))
             emit(
                 SyncFailed(
-                    location=self.location,
-                    version=version,
-                    newest=self.newest,
-                    error=describe_error(error),
-                    retryable=bool(getattr(error, "retryable", False)),
-                    torn=torn,
+                    location=location, version=version, newest=newest, error=text, retryable=retryable, torn=torn
                 )
             )
 
@@ -216,18 +206,17 @@ class SyncEvents:
         return Transfer(self.location, what, total_bytes)
 
 
+@dataclass(eq=False)
 class Transfer:
-    """A transfer that may take long: emits how much of it is done, a few times a second.
+    """A transfer that may take long: emits how much of it is done, a few times a second."""
 
-    Args:
-        location: The location of the run.
-        what: What is transferred.
-        total_bytes: Its size by the records; None: it is too short to be shown.
-    """
+    _location: str  # of the run
+    _what: str
+    _total: int | None  # bytes by the records; None: it is too short to be shown
+    _done: int = 0
+    _emitted_s: float = 0.0
 
-    def __init__(self, location: str, what: str, total_bytes: int | None) -> None:
-        self._location, self._what, self._total = location, what, total_bytes
-        self._done, self._emitted_s = 0, 0.0
+    def __post_init__(self) -> None:
         self.add(0)
 
     def add(self, size_bytes: int) -> None:
@@ -238,8 +227,5 @@ class Transfer:
         now = time.monotonic()
         if has_listeners() and (now - self._emitted_s >= PROGRESS_S or self._done == self._total):
             self._emitted_s = now
-            emit(
-                TransferProgress(
-                    location=self._location, what=self._what, done_bytes=self._done, total_bytes=self._total
-                )
-            )
+            sizes = {"done_bytes": self._done, "total_bytes": self._total}
+            emit(TransferProgress(location=self._location, what=self._what, **sizes))

@@ -131,12 +131,11 @@ class AnchorSpool:
         except (OSError, StoreError) as e:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning(
+                text = (
                     "Cannot keep the parts of an anchor in %s (%s). They are used from memory, and fetched again the "
-                    "next time. Make room there, or use another folder.",
-                    self.folder,
-                    (e.__cause__ or e) if isinstance(e, StoreError) else e,
+                    "next time. Make room there, or use another folder."
                 )
+                logger.warning(text, self.folder, (e.__cause__ or e) if isinstance(e, StoreError) else e)
 
     def keep_only(self, record: Manifest | None) -> None:
         """Remove all parts that do not belong to this anchor; none while another process fetches or loads an anchor."""
@@ -175,7 +174,7 @@ class Outbox:
     def stage(self, epoch: int, parts: Iterable[EncodedPart], inline_limit: int) -> tuple[PartRef, ...]:
         """Write the parts of an anchor to disk, one after the other, and return its record's entries for them.
 
-        inline_limit: bytes, of all parts together, up to which small parts are stored in the record and not in a file.
+        Small parts, up to this many bytes together, are stored in the record and not in a file.
         """
         self.discard(epoch)
         with suppress(OSError):  # the first write reports it

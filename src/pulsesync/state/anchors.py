@@ -50,10 +50,7 @@ class AnchorLoader:
     def join_whole(self, manifest: Manifest, parts: Iterable[Body]) -> None:
         """Write the parts of an anchor into the weights as they arrive, and check them in the same pass.
 
-        For weights that are not in use: if this fails halfway, they must not be used.
-
-        Raises:
-            as `check_whole`.
+        For weights that are not in use: if this fails halfway, they must not be used. Raises: as `check_whole`.
         """
         with self._state.lock:
             with self._backend.exclusive():
@@ -72,10 +69,7 @@ class AnchorLoader:
     def _take_whole(
         self, manifest: Manifest, parts: Iterable[Body], take: Callable[[Sequence[WholeBlock]], Sequence[BlockSums]]
     ) -> dict[int, Sum]:
-        """Check the parts of an anchor; return the digests of its tiles.
-
-        take: a function that decodes and counts some blocks.
-        """
+        """Check the parts of an anchor, of which `take` decodes and counts blocks; return the digests of its tiles."""
         state, layout, version = self._state, self._state.layout, manifest.version
         if manifest.layout != layout.id:
             raise BaseMismatchError(

@@ -17,7 +17,7 @@ from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import WholeBlock
-from pulsesync.state.slices import Slices, TileStorage, find_places
+from pulsesync.state.slices import TileStorage, find_places
 from pulsesync.state.staging import StagedBlocks
 
 # Each backend has its own types for these, which only the backend and its callers of the same kind look into.
@@ -62,8 +62,7 @@ class StateBackend(ABC):
         layout: Of the run.
         flats: The tensors by canonical name.
         copies: By canonical name, tied tensors that have memory of their own.
-        slices: What of the run is local.
-        places: Where its tiles lie in the tensors, if that is known already; else it follows from the slices.
+        places: Where its tiles lie in the tensors; all of each tensor is there if this is not given.
     """
 
     overlays: ClassVar[bool]  # whether a patch can be prepared over a transition that is not committed yet
@@ -74,11 +73,10 @@ class StateBackend(ABC):
         layout: Layout,
         flats: Mapping[str, Flat],
         copies: Mapping[str, Sequence[Flat]] | None = None,
-        slices: Slices | None = None,
         places: Mapping[int, TileStorage] | None = None,
     ) -> None:
         self.layout, self.flats, self.copies = layout, dict(flats), dict(copies or {})
-        self.places: Mapping[int, TileStorage] = find_places(layout, slices or {}) if places is None else places
+        self.places: Mapping[int, TileStorage] = find_places(layout, {}) if places is None else places
         self.whole = all(tile.ordinal in self.places or not tile.size for tile in layout.tiles) and all(
             place.whole for place in self.places.values()
         )

@@ -80,10 +80,7 @@ class PatchTransaction:
     def _prepare(
         self, versions: Sequence[tuple[Manifest, Parts]], changes: Delta, sums: Mapping[int, Sum], history: EpochHistory
     ) -> tuple[Delta, Mapping[int, Sum], EpochHistory]:
-        """Prepare consecutive patches of one epoch, or one squashed patch.
-
-        Return changes, sums and history after them.
-        """
+        """Prepare consecutive patches of one epoch, or one squashed patch; return changes, sums and history after."""
         first = versions[0][0]
         with about(first):
             history = self._check_base(first, sums, history)

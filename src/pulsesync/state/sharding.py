@@ -95,20 +95,6 @@ class Shards:
     ties: Mapping[str, str]  # alias -> name
     partial: bool = False  # whether any tensor is a DTensor or `Placed`
 
-    @property
-    def tensors(self) -> list[TensorSpec]:
-        """The checkpoint's tensors of which these are parts."""
-        return [window.tensor for window in self.windows.values()]
-
-    def weights(self, layout: Layout) -> "ShardWeights":
-        """Read them in the tiles of a layout, those that are completely local."""
-        found = {tile.ordinal: place_tile(tile, self.windows) for tile in layout.tiles}
-        return ShardWeights(self.published, {n: place for n, place in found.items() if place and place.whole})
-
-    def slices(self) -> dict[str, Slice | None]:
-        """The same for a `Subscriber` or a `HostBackend`: tensors that are not listed are not local."""
-        return _slices(self.windows)
-
 
 @dataclass(frozen=True)
 class ShardWeights:
@@ -158,16 +144,12 @@ def local_tensors(source: Any) -> dict[str, Any]:
     return {name: part.tensor if (part := _part(name, value)) else value for name, value in named(source)}
 
 
-def _is_dtensor(value: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
 def _part(name: str, value: Any) -> Placed | None:
     """The part of its tensor that a DTensor or `Placed` is; None for a plain tensor."""
     if isinstance(value, Placed):
         return value
-    if not _is_dtensor(value):
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(value, module.DTensor):
         return None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -175,9 +157,9 @@ def _part(name: str, value: Any) -> Placed | None:
         raise StateError(
             f"tensor {name!r}: DTensor has a Partial placement ({value.placements}); redistribute it first", tensor=name
         )
-    whole = tuple(int(n) for n in value.shape)
+    whole, local = tuple(int(n) for n in value.shape), value.to_local()
     if value.device_mesh.get_coordinate() is None:  # this process has no part of it
-        return Placed(value.to_local(), whole, (0, 0) if whole else None)
+        return Placed(local, whole, (0, 0) if whole else None)
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if shape[2:] != whole[2:]:
         raise StateError(
@@ -191,8 +173,6 @@ def _part(name: str, value: Any) -> Placed | None:
     if len(whole) > 1 and shape[1] != whole[1]:
         width = TensorSpec(name, "", whole[1:]).columns
         columns = (int(offset[1]) * width, int(offset[1] + shape[1]) * width)
-    if not local.numel():
-        rows = (0, 0) if whole else None
     return Placed(local, whole, rows, columns)
 
 
@@ -323,11 +303,8 @@ class TileShare:
 
     @property
     def slices(self) -> Slices | None:
-        """The slices for a state or subscriber of these tiles only.
-
-        None for all tiles, which marks the state as complete.
-        """
-        return None if self.whole else _slices(self.windows)
+        """The slices of a follower of these tiles only; None for all tiles, which marks its state as complete."""
+        return None if self.whole else slices_of(self.windows)
 
     @cached_property
     def copy_places(self) -> dict[int, TileStorage]:
@@ -393,8 +370,8 @@ def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shard
     return TileShare(layout, tiles, windows, kept, places)
 
 
-def _slices(windows: Windows) -> dict[str, Slice | None]:
-    """Tensors that are not listed are not local."""
+def slices_of(windows: Windows) -> dict[str, Slice | None]:
+    """Windows as the slices of a `Subscriber`: tensors that are not listed are not local."""
     return {_literal(name): Slice(w.rows, w.columns) for name, w in windows.items()} | {"*": None}
 
 

@@ -47,9 +47,7 @@ class StagedBlocks:
         self._lock = threading.Lock()
 
     def room_for(self, block: WholeBlock) -> Bits | None:
-        """Memory to decode a block into, which is not copied if the block is added next.
-
-        None: there is no memory to spare.
+        """Memory to decode a block into, which is not copied if the block is added next; None: there is none to spare.
 
         It belongs to this thread, until the thread asks for the next.
         """

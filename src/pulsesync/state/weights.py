@@ -67,7 +67,7 @@ class WeightState:
         """
         views = kind.views(source)
         found: MatchedTensors[Flat] = match_tensors(views, layout, slices or {}, widen, kind.widens, kind.span)
-        state = cls(kind(layout, found.flats, found.copies, slices, found.places))
+        state = cls(kind(layout, found.flats, found.copies, found.places))
         state._addresses = {name: view.address for name, view in views.items()}
         state._marks = SourceMarks.of(source)
         return state
