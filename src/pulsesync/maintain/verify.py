@@ -121,7 +121,7 @@ def _order(found: FoundRecord) -> tuple[int, bool, str]:
 def _listed(store: Store) -> list[str] | None:
     """Return all keys of records, in order; None if the store cannot list. Raises: StoreError, if a listing failed."""
     try:
-        entries = [entry for prefix in ("manifests/", "anchors/", "squashes/") for entry in store.list(prefix)]
+        entries = [entry for prefix in keys.RECORDS for entry in store.list(prefix)]
     except StoreError as e:
         if e.retryable:
             raise  # what would be checked without a listing is less: no pointers
@@ -257,9 +257,7 @@ class RunVerifier:
     ) -> Iterator[CheckedRecord]:
         record = found.record
         assert record is not None
-        onward = (
-            self._position is not None and record.base is not None and self._position.version == record.base.version
-        )
+        onward = self._position and record.base and self._position.version == record.base.version
         with _noted(found.key) as faults:
             if onward:
                 self._replay(record)

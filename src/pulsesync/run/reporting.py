@@ -181,13 +181,9 @@ class SyncEvents:
             self.heartbeat.failed(error, version, torn=torn)
         if has_listeners():
             self._idle_at = -math.inf
-            location, newest = self.location, self.newest
+            at: dict[str, Any] = {"location": self.location, "version": version, "newest": self.newest}
             text, retryable = describe_error(error), bool(getattr(error, "retryable", False))
-            emit(
-                SyncFailed(
-                    location=location, version=version, newest=newest, error=text, retryable=retryable, torn=torn
-                )
-            )
+            emit(SyncFailed(**at, error=text, retryable=retryable, torn=torn))
 
     def recounted(self, version: int, equal: bool, began: float) -> None:
         """Log and emit a recount that began at a time of `perf_counter`. Damage is logged where it is known which."""

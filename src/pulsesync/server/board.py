@@ -166,11 +166,8 @@ class HeartbeatBoard:
 
     def _drop_old(self) -> None:
         now_s = time.time()
-        while self._kept:
-            key, kept = next(iter(self._kept.items()))
-            if abs(now_s - kept.came_s) <= KEEP_S:
-                return
-            del self._kept[key]
+        while self._kept and abs(now_s - next(iter(self._kept.values())).came_s) > KEEP_S:
+            del self._kept[next(iter(self._kept))]
 
     def _send(self) -> None:
         """Send heartbeats upstream, repeatedly. Those that the upstream does not accept are dropped."""
@@ -198,13 +195,11 @@ class HeartbeatBoard:
     def _warn_full(self) -> None:
         if time.monotonic() - self._full_at >= _WARN_EVERY_S:
             self._full_at = time.monotonic()
-            logger.warning(
+            text = (
                 "%d workers have sent heartbeats; %d are kept, half of them from one network: another worker is not "
-                "shown until one of them has ended, or was silent for %.0f minutes.",
-                len(self._kept),
-                MAX_WORKERS,
-                ROOM_S / 60,
+                "shown until one of them has ended, or was silent for %.0f minutes."
             )
+            logger.warning(text, len(self._kept), MAX_WORKERS, ROOM_S / 60)
 
     def _warn(self, error: Exception) -> None:
         if time.monotonic() - self._warned_at >= _WARN_EVERY_S:

@@ -69,15 +69,7 @@ class ServerMonitor:
 
     def served(self, method: str, key: str, answer: SentAnswer, seconds: float) -> None:
         """Count an answer, and emit it as an event."""
-        event = RequestServed(
-            location=self._location,
-            method=method,
-            status=answer.status,
-            cache=answer.cache,
-            store_failed=answer.store_failed,
-            sent_bytes=answer.sent_bytes,
-            seconds=seconds,
-        )
+        event = RequestServed.of(answer, location=self._location, method=method, seconds=seconds)
         self._metrics(event)
         emit(event)
         if answer.status in (200, 206, 304) and (record := _RECORD.fullmatch(key)):
