@@ -60,9 +60,8 @@ def find_records(records: RunReader, limit: int | None = None, progress: Report 
 
     A record that is bad, or that no trusted key signed, is among them with its fault.
 
-    Raises:
-        StoreError; SignatureError: no trusted key signed the newest version; FormatError, ChainError: it cannot be
-        read, and the store cannot list the others.
+    Raises: StoreError; SignatureError: no trusted key signed the newest version; FormatError, ChainError: it cannot be
+    read, and the store cannot list the others.
     """
     listed = _listed(records.store)
     try:

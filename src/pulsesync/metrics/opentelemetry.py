@@ -90,18 +90,12 @@ class OpenTelemetryMetrics:
 
         name, durations = SPANS[type(event)]
         seconds = sum(getattr(event, field) for field in durations)
-        span = self._tracer.start_span(
-            name, attributes=_attributes(event), start_time=int((event.time_s - seconds) * 1e9)
-        )
-        error = getattr(event, "error", None)
-        if error is not None:
+        values = {field.name: getattr(event, field.name) for field in fields(event) if field.name != "time_s"}
+        attributes = {f"pulse.{field}": value for field, value in values.items() if value is not None}
+        span = self._tracer.start_span(name, attributes=attributes, start_time=int((event.time_s - seconds) * 1e9))
+        if (error := getattr(event, "error", None)) is not None:
             span.set_status(StatusCode.ERROR, error)
         span.end(int(event.time_s * 1e9))
-
-
-def _attributes(event: Event) -> dict[str, Any]:
-    values = {field.name: getattr(event, field.name) for field in fields(event) if field.name != "time_s"}
-    return {f"pulse.{name}": value for name, value in values.items() if value is not None}
 
 
 def _make(instrument: Instrument, meter: "Meter") -> Any:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pulsesync.errors import GroupError
-from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName
 from pulsesync.group.agreement import read_each
 from pulsesync.publish.anchor_coordinator import AnchorCoordinator
@@ -93,7 +92,9 @@ class TeamAgreement:
             raise version.fault  # in the other case it is raised when all ranks have made the same call
         if base is not None:
             self._anchors.writer.renew(base.last.run)
-            self._choose_codec(base.last, version)
+            # On the coordinator, at the first patch of an epoch: how all ranks code the epoch's versions.
+            if self._rounds.coordinates and base.last.next_patch[1] == 1 and version.difference is not None:
+                self._costs.begin_epoch(version.difference.try_step())
         with self._queue.lock:
             return RankStatus(
                 call=version.call,
@@ -108,11 +109,6 @@ class TeamAgreement:
                 target=self._cadence.target(),
                 choice=self._costs.choice,
             )
-
-    def _choose_codec(self, last: Manifest, version: PendingVersion) -> None:
-        """Choose, on the coordinator and at the first patch of an epoch, how all ranks code the epoch's versions."""
-        if self._rounds.coordinates and last.next_patch[1] == 1 and version.difference is not None:
-            self._costs.begin_epoch(version.difference.try_step())
 
     def fix(self, version: PendingVersion, last_call: int) -> PendingVersion:
         """Return the current version when this rank has made the call that it ends with."""

@@ -78,8 +78,7 @@ class AnchorCoordinator:
 
         In a team every rank calls this, while nothing is being sent. base: may return another one after the wait.
 
-        Raises:
-            StoreError, FormatError: the anchor could not be written.
+        Raises: StoreError, FormatError: the anchor could not be written.
         """
         fault: Exception | None = None
         if (now := base()) is not None:

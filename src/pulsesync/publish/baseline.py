@@ -96,8 +96,7 @@ def check_keep(keep: str | None) -> None:
 def baseline_for(source: Any, keep: Keep | None) -> Baseline:
     """Return where the base of a source is kept: on the source's device, unless `keep` names another place.
 
-    Raises:
-        ValueError: keep does not apply to this source; StateError: a tensor is neither in host memory nor on a GPU.
+    Raises: ValueError: keep does not apply to this source; StateError: a tensor is neither in host memory nor on a GPU.
     """
     where = device.find(local_tensors(source))
     if where is None:
@@ -125,7 +124,9 @@ class HostBaseline:
         return shards
 
     def copy(self, share: TileShare, shards: Shards) -> WeightState:
-        flats = _memory_of(share)
+        windows = {name: window.local for name, window in share.tensors.items()}
+        # What lies between the tiles, in a window around them, is never read.
+        flats: dict[str, Bits] = {name: np.empty(spec.size, spec.kind.bits) for name, spec in windows.items()}
         _copy_tiles(share, ShardWeights(shards.published, share.places), flats, share.copy_places)
         return WeightState(HostBackend(share.layout, flats, places=share.copy_places))
 
@@ -155,12 +156,6 @@ class HostBaseline:
 
     def wait(self) -> None:
         """Nothing to wait for: a comparison ends before `compare` returns."""
-
-
-def _memory_of(share: TileShare) -> dict[str, Bits]:
-    """Allocate memory for the tiles of a share. What lies between them, in a window around them, is never read."""
-    specs = {name: window.local for name, window in share.tensors.items()}
-    return {name: np.empty(spec.size, spec.kind.bits) for name, spec in specs.items()}
 
 
 def _copy_tiles(

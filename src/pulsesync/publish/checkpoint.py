@@ -38,8 +38,7 @@ def checked_state(state: PublisherState) -> PublisherState:
 def check_continues(state: PublisherState, reader: RunReader, last: Manifest | None) -> None:
     """Check that the run at a location, whose newest version is given, is the one that a trainer's checkpoint names.
 
-    Raises:
-        RunReplacedError, RunForkedError, RunRolledBackError: it is another run; FormatError, StoreError.
+    Raises: RunReplacedError, RunForkedError, RunRolledBackError: it is another run; FormatError, StoreError.
     """
     run, version = state["run"], state["version"]
     advice = (

@@ -70,8 +70,7 @@ class CommittedVersion:
         later: The source changes only after `wait` of the baseline, and may be compared until then.
         resumed: The base of a run that is being resumed, which is no one's base yet.
 
-        Raises:
-            StateError: tensors were added, removed, reshaped, or tied or sharded differently.
+        Raises: StateError: tensors were added, removed, reshaped, or tied or sharded differently.
         """
         base, baseline = resumed or self.base, self.baseline
         if base is None or baseline is None:
@@ -149,8 +148,7 @@ class CommitSettler:
 
         Returns the version of each rank's base afterwards.
 
-        Raises:
-            StoreError: the store still does not answer.
+        Raises: StoreError: the store still does not answer.
         """
         message = self._rounds.run_on_coordinator(self._find_last)
 

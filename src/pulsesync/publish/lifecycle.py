@@ -121,8 +121,7 @@ class SendQueue:
             alone: The version of this call is coalesced with no other.
             idle: Returns, under the lock, whether the call must wait until nothing is being sent.
 
-        Raises:
-            ClosedError: the publisher was closed; RuntimeError: the call would wait for its own thread.
+        Raises: ClosedError: the publisher was closed; RuntimeError: the call would wait for its own thread.
         """
         with self.lock:
             if self.is_sender and self._must_wait(alone):
@@ -217,9 +216,8 @@ class SendQueue:
 
         resumes: The run is resumed before the version is sent.
 
-        Raises:
-            GroupError: this rank did not make the call in time, or cannot make it: the caller waits for an earlier call
-            or has closed the publisher.
+        Raises: GroupError: this rank did not make the call in time, or cannot make it: the caller waits for an earlier
+        call or has closed the publisher.
         """
         with self.lock:
             self._last_call = last_call

@@ -181,8 +181,7 @@ class RunResumer:
     def _compare_resumed(self, base: RankBase, version: PendingVersion) -> None:
         """Compare the first version of a publisher with the run's last one. Nothing was written yet.
 
-        Raises:
-            StateError: the weights do not continue the run.
+        Raises: StateError: the weights do not continue the run.
         """
 
         def compare() -> tuple[None, RankReport]:

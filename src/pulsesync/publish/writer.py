@@ -70,8 +70,7 @@ class RunWriter:
     def write(self, version: PendingVersion) -> PublishReport:
         """Commit the current version with all ranks, and advance the base.
 
-        Raises:
-            PulseError: a rank failed; the base is still the last committed version.
+        Raises: PulseError: a rank failed; the base is still the last committed version.
         """
         clock = _Clock()
         self.rounds.begin()

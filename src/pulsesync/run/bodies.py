@@ -107,9 +107,8 @@ def check_room(store: Store, anchor: Manifest, layout: Layout) -> None:
     A record and a layout of a few hundred bytes can describe a state of any size. This is for readers without tensors
     to compare the layout with. It makes one small request for each part that is an object of its own.
 
-    Raises:
-        LimitError: the anchor is too small for such a state; FormatError: a part is shorter than the record states;
-        StoreError.
+    Raises: LimitError: the anchor is too small for such a state; FormatError: a part is shorter than the record states;
+    StoreError.
     """
     patch.check_fits(layout, anchor.size_bytes)
     for ref in anchor.parts:

@@ -53,8 +53,7 @@ class SyncGate:
     def working(self) -> Iterator[None]:
         """Run one sync, unless this is closed; if it is closed meanwhile, release the weights afterwards.
 
-        Raises:
-            ClosedError: it was closed, or this is a forked process; StateError: this thread is in a sync already.
+        Raises: ClosedError: it was closed, or this is a forked process; StateError: this thread is in a sync already.
         """
         self.guard.claim()  # before the lock, which may stay locked for ever in a forked process
         if self._busy_thread == threading.get_ident():

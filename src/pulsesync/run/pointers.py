@@ -59,8 +59,7 @@ def is_about_pointer(error: NothingPublishedError) -> bool:
 def check_target(pointer: Pointer, goal: Manifest | None) -> Manifest:
     """Check that a pointer names this version, with this state.
 
-    Raises:
-        MissingLinkError, RunReplacedError, ChainError: as `GoalFinder.find`.
+    Raises: MissingLinkError, RunReplacedError, ChainError: as `GoalFinder.find`.
     """
     named = f"pointer {pointer.name!r} names version {pointer.version}"
     again = f"move it with: pulse point RUN {pointer.name} VERSION"

@@ -49,8 +49,7 @@ class AnchorSpool:
         or this object is garbage-collected. Parts are yielded in order, and some are fetched ahead while the caller
         uses one. Parts that are stored in the record stay in memory.
 
-        Raises:
-            StoreError: the store failed; FormatError and its subclasses: the bytes are bad.
+        Raises: StoreError: the store failed; FormatError and its subclasses: the bytes are bad.
         """
         with self._without_disk():
             self._lock_parts()

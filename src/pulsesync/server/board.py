@@ -72,9 +72,8 @@ class HeartbeatBoard:
     def put(self, key: str, data: bytes, secret: str | None = None, client: str = "") -> None:
         """Keep a heartbeat instead of the one before. client: the network that it comes from.
 
-        Raises:
-            FormatError: it is malformed; ConflictError: the name belongs to another client; StoreError, retryable:
-            there are too many workers.
+        Raises: FormatError: it is malformed; ConflictError: the name belongs to another client; StoreError, retryable:
+        there are too many workers.
         """
         record, now_s = parse(data, key.rpartition("/")[2]), time.time()
         owner = None if secret is None else hashlib.sha256(secret.encode()).digest()  # a header may be long

@@ -54,8 +54,7 @@ class ServerMonitor:
     Args:
         store: What is served.
 
-    Raises:
-        PulseError: prometheus_client is not installed.
+    Raises: PulseError: prometheus_client is not installed.
     """
 
     def __init__(self, store: Store) -> None:

@@ -85,8 +85,7 @@ class ObjectRange:
 def find_range(read: Read, size: Size, asked: tuple[int | None, int | None]) -> ObjectRange:
     """Read the first piece of the requested range, and find out where the range ends.
 
-    Raises:
-        StoreError: the object cannot be read, or was replaced meanwhile.
+    Raises: StoreError: the object cannot be read, or was replaced meanwhile.
     """
     begin, end = asked
     if begin is None:  # the last bytes

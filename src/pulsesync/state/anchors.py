@@ -27,18 +27,16 @@ class AnchorLoader:
 
         No weight is written; blocks that differ from the weights are staged if `staged` is given.
 
-        Raises:
-            FormatError: or a subclass, for bad bytes; VerificationError: the weights are not those of the record;
-            StoreError: the disk is full, or failed.
+        Raises: FormatError: or a subclass, for bad bytes; VerificationError: the weights are not those of the record;
+        StoreError: the disk is full, or failed.
         """
         return self._take_whole(manifest, parts, lambda blocks: self._backend.check_blocks(blocks, staged))
 
     def load_whole(self, staged: StagedBlocks, sums: Mapping[int, Sum]) -> None:
         """Write an anchor that was checked into the weights, which have not changed since.
 
-        Raises:
-            StoreError: the disk failed; VerificationError: it returned other weights than those staged;
-            SupersededError: as `WeightState.commit`.
+        Raises: StoreError: the disk failed; VerificationError: it returned other weights than those staged;
+        SupersededError: as `WeightState.commit`.
         """
         with self._state.lock:
             check_claim(self._state)

@@ -37,8 +37,7 @@ def match_tensors(
         widens: Whether the memory can do that.
         span: See `SpanOf`.
 
-    Raises:
-        StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
+    Raises: StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
     """
     specs = {name: window.local for name, window in windows(layout.tensors, slices).items()}
     wanted = specs | {alias: specs[name] for alias, name in layout.ties.items() if name in specs}

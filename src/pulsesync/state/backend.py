@@ -161,9 +161,8 @@ class StateBackend(ABC):
         All are patches of one epoch. A backend that cannot prepare patches over each other is given one version, and no
         changes. The given changes may be modified and returned.
 
-        Raises:
-            StateError: a local slice splits a tile. Bad bytes may be raised if there is one version; for a version that
-            follows another they are always its `fault`.
+        Raises: StateError: a local slice splits a tile. Bad bytes may be raised if there is one version; for a version
+        that follows another they are always its `fault`.
         """
 
     @abstractmethod
@@ -196,8 +195,7 @@ class StateBackend(ABC):
     def write_blocks(self, blocks: Sequence[WholeBlock]) -> None:
         """Decode blocks of an anchor and write the local weights into their tensors, and into those tied to them.
 
-        Raises:
-            FormatError: one is broken; StoreError, VerificationError: one cannot be read from disk, or has changed.
+        Raises: FormatError: one is broken; StoreError, VerificationError: one cannot be read from disk, or has changed.
         """
 
     @abstractmethod
@@ -208,6 +206,5 @@ class StateBackend(ABC):
     def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> Sequence[BlockSums]:
         """Decode blocks of an anchor and return the digests of each. Those that differ from the weights are staged.
 
-        Raises:
-            FormatError: one is broken; StoreError: the disk is full, or failed.
+        Raises: FormatError: one is broken; StoreError: the disk is full, or failed.
         """

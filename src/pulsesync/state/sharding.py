@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from glob import escape
 from typing import Any
 
 from pulsesync.core.types import Bits, TensorSpec, Tile
@@ -115,8 +116,7 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = r
 
     read: how plain tensors are read; the default reads host memory only.
 
-    Raises:
-        StateError: a part that is not a rectangle of its tensor, or anything that `view_bits` refuses.
+    Raises: StateError: a part that is not a rectangle of its tensor, or anything that `view_bits` refuses.
     """
     tensors = dict(named(source))
     parts = {name: part for name, value in tensors.items() if (part := _part(name, value))}
@@ -232,8 +232,7 @@ def layout_of(
 ) -> Layout:
     """The layout in which the parts of every process are whole tiles; the grid may cut it further.
 
-    Raises:
-        StateError: two processes have different tensors under one name.
+    Raises: StateError: two processes have different tensors under one name.
     """
     specs: dict[str, TensorSpec] = {}
     borders: dict[str, tuple[set[int], set[int]]] = {}
@@ -261,25 +260,20 @@ def layout_of(
 def owner_of(layout: Layout, everyones: Sequence[Windows]) -> dict[int, int]:
     """For each tile that has weights, the first process that has all of it.
 
-    Raises:
-        StateError: no process has all of a tile.
+    Raises: StateError: no process has all of a tile.
     """
     owners = {}
     for tile in layout.tiles:
-        holders = (
-            n for n, windows in enumerate(everyones) if (place := place_tile(tile, windows)) is not None and place.whole
-        )
-        owner = next(holders, None)
+        placed = (place_tile(tile, windows) for windows in everyones)
+        owner = next((n for n, place in enumerate(placed) if place and place.whole), None)
         if owner is not None:
             owners[tile.ordinal] = owner
         elif tile.size:
-            names = " and ".join(map(repr, tile.names[:2]))
-            raise StateError(
-                f"no process has rows {tile.row} to {tile.row + tile.rows} of tensor {tile.tensor.name!r}"
-                if not tile.pieces
-                else f"no process has all of the {len(tile.pieces)} pieces that are bundled with those of {names}",
-                tensor=tile.names[0],
-            )
+            missing = f"rows {tile.row} to {tile.row + tile.rows} of tensor {tile.tensor.name!r}"
+            if tile.pieces:
+                names = " and ".join(map(repr, tile.names[:2]))
+                missing = f"all of the {len(tile.pieces)} pieces that are bundled with those of {names}"
+            raise StateError(f"no process has {missing}", tensor=tile.names[0])
     return owners
 
 
@@ -325,19 +319,18 @@ class TileShare:
         sides: list[dict[str, Window | str]] = [{**one.windows, **one.ties} for one in (self.shards, shards)]
         before, now = sides
         if before != now:
-            name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            name = min(name for name, _ in before.items() ^ now.items())
             old, new = before.get(name), now.get(name)
-            if isinstance(old, Window) and isinstance(new, Window) and old.tensor == new.tensor:
-                raise StateError(
-                    f"this process has another shard of {name!r} than before; the shards of a publisher must stay the "
-                    "same: create a new Publisher, which resumes the run",
-                    tensor=name,
-                )
-            raise StateError(
+            problem = (
                 f"the tensors of a run must not change, but {name!r} {_change(old, new)}; publish the changed model to "
-                "a new location",
-                tensor=name,
+                "a new location"
             )
+            if isinstance(old, Window) and isinstance(new, Window) and old.tensor == new.tensor:
+                problem = (
+                    f"this process has another shard of {name!r} than before; the shards of a publisher must stay the "
+                    "same: create a new Publisher, which resumes the run"
+                )
+            raise StateError(problem, tensor=name)
 
 
 def _change(old: Window | str | None, new: Window | str | None) -> str:
@@ -372,9 +365,4 @@ def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shard
 
 def slices_of(windows: Windows) -> dict[str, Slice | None]:
     """Windows as the slices of a `Subscriber`: tensors that are not listed are not local."""
-    return {_literal(name): Slice(w.rows, w.columns) for name, w in windows.items()} | {"*": None}
-
-
-def _literal(name: str) -> str:
-    """A pattern that fits this name alone."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+    return {escape(name): Slice(w.rows, w.columns) for name, w in windows.items()} | {"*": None}

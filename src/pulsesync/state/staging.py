@@ -61,8 +61,7 @@ class StagedBlocks:
     def add(self, block: WholeBlock, bits: Bits, total: Sum) -> None:
         """Keep a block with these weights and this digest. Any thread may call this.
 
-        Raises:
-            StoreError: the folder cannot be written, or the disk is full, or failed.
+        Raises: StoreError: the folder cannot be written, or the disk is full, or failed.
         """
         if (room := self._mine.room) is not bits and (room := self.room_for(block)) is not None:
             room[:] = bits

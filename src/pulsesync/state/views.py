@@ -273,8 +273,7 @@ def read_published(source: Any, cast: Mapping[str, str]) -> tuple[HostSource, Ma
 def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str, str]:
     """The dtypes to which FP32 tensors are cast, by the first pattern that matches the name.
 
-    Raises:
-        StateError: a pattern asks for another dtype than that of a tensor of 16 bits, which is not cast.
+    Raises: StateError: a pattern asks for another dtype than that of a tensor of 16 bits, which is not cast.
     """
     dtypes = {}
     for spec in specs:
@@ -297,8 +296,7 @@ CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E
 def read_cast(cast: "Cast | Mapping[str, Cast] | None") -> dict[str, str]:
     """The format's names of the dtypes that `cast=` asks for, by name pattern; an empty one means no cast.
 
-    Raises:
-        ValueError: a dtype to which FP32 cannot be cast.
+    Raises: ValueError: a dtype to which FP32 cannot be cast.
     """
     given = cast if isinstance(cast, Mapping) else {} if cast is None else {"*": cast}
     return {pattern: _cast_dtype(dtype) for pattern, dtype in given.items()}

@@ -62,8 +62,7 @@ class WeightState:
 
         widen: BF16 tensors of the run may be FP32.
 
-        Raises:
-            StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
+        Raises: StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
         """
         views = kind.views(source)
         found: MatchedTensors[Flat] = match_tensors(views, layout, slices or {}, widen, kind.widens, kind.span)
@@ -122,8 +121,7 @@ class WeightState:
 
         Returns the transition back, which is the undo log: committing it undoes this.
 
-        Raises:
-            SupersededError: another state of this process has claimed the memory, and nothing was written.
+        Raises: SupersededError: another state of this process has claimed the memory, and nothing was written.
         """
         backend = self.backend
         inverse = backend.inverse(transition.changes)
@@ -169,8 +167,7 @@ class Recount:
     def digest(self) -> str:
         """Count the digest from all the weights, keep it, and return it.
 
-        Raises:
-            VerificationError: a tied tensor differs from the one it is tied to.
+        Raises: VerificationError: a tied tensor differs from the one it is tied to.
         """
         state = self._state
         state.differing_tie = self._backend.find_differing_tie()
