@@ -53,11 +53,8 @@ class CodecChoice:
 class LinkSpeed:
     """The speed of the link to the store, and from there to workers: given by the caller, or measured on uploads.
 
-    Safe for several threads. Older uploads count less and less.
-
-    Args:
-        given: Bits per second; None: it is measured.
-        is_local: The store is a disk or memory of this machine, so uploads do not show the speed of the workers' link.
+    Safe for several threads. Older uploads count less and less. given: bits per second; None: it is measured. is_local:
+    the store is a disk or memory of this machine, so uploads do not show the speed of the workers' link.
     """
 
     def __init__(self, given: float | None = None, is_local: bool = False) -> None:

@@ -68,8 +68,8 @@ class FailureLedger:
     def schedule_raise(self, call: int, unread: bool) -> None:
         """Have publish raise a failure in this call, if some rank's caller has not read one.
 
-        In a team all ranks do so, whatever is committed until then. A store's error that is retried is raised only after
-        `max_failures` consecutive failures.
+        In a team all ranks do so, whatever is committed until then. An error of the store that is retried is raised
+        only after `max_failures` consecutive failures.
         """
         new = self._unraised
         raised = [one for one in new if len(new) >= self._max_failures or not one.is_retried] if unread else []

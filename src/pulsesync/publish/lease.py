@@ -153,9 +153,8 @@ def _started(pid: int) -> int | None:
 class PublisherLease:
     """The lease of one publisher on the run of a store. No version waits for it, except the first of a publisher.
 
-    Args:
-        store: The store of the run. One that only this process can reach needs no lease, and gets none.
-        take_over: Do not wait for the end of another publisher's lease: make that publisher stop.
+    A store that only this process can reach needs no lease, and gets none. With take_over, the end of another
+    publisher's lease is not waited for: that publisher is made to stop.
     """
 
     def __init__(self, store: Store, take_over: bool = False) -> None:

@@ -56,13 +56,8 @@ class SendQueue:
     """The versions of one process that are queued or being sent, and the outcome of the last ones.
 
     Methods of this class read and write everything under `lock`; the sender changes the base and its state under the
-    same lock.
-
-    Args:
-        max_failures: Consecutive versions that may fail with an error that is retried, before publish raises it.
-        alone: Whether this is the only rank: then there is nothing to agree on.
-        guard: Whether the publisher was closed.
-        ended: Called with each version that was committed or has failed, before its callers learn it, without the lock.
+    same lock. `ended` is called with each version that was committed or has failed, before its callers learn it, and
+    without the lock. For the other arguments, see `FailureLedger`.
     """
 
     def __init__(
@@ -117,9 +112,7 @@ class SendQueue:
     def call(self, alone: bool, idle: Callable[[], bool]) -> Iterator[None]:
         """Enter a call of publish, with the lock, as soon as a version may be compared and queued.
 
-        Args:
-            alone: The version of this call is coalesced with no other.
-            idle: Returns, under the lock, whether the call must wait until nothing is being sent.
+        alone: its version is coalesced with no other. idle: returns, under the lock, whether nothing may be being sent.
 
         Raises: ClosedError: the publisher was closed; RuntimeError: the call would wait for its own thread.
         """

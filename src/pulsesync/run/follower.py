@@ -62,18 +62,8 @@ logger = logging.getLogger(__name__)
 class RunFollower:
     """Keeps weights at versions of a run. One thread at a time uses it.
 
-    Args:
-        store: Where the run is.
-        trust: Public keys; records that none of them signed are refused. None: signatures are not checked.
-        trust_pointers: Public keys that may sign moves of pointers, besides those in `trust`.
-        cache: A folder in which fetched bytes are kept.
-        slices: Which part of each tensor is local, by name.
-        undo: How many syncs can be undone.
-        widen: Accept FP32 tensors for BF16 tensors of the run.
-        goals: Finds the version to go to; if not given, the newest.
-        confirm: Called once in every sync that writes, before the first weight is written.
-        events: Recounts and long transfers are reported there.
-        epoch_patches: How many patches make an epoch of the run.
+    Its arguments are those of `Subscriber`, and: goals, which finds the version to go to (if not given, the newest);
+    events, where recounts and long transfers are reported; epoch_patches, how many patches make an epoch of the run.
     """
 
     def __init__(

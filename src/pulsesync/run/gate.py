@@ -17,11 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class SyncGate:
-    """Lets one sync at a time write to some weights, until it is closed.
+    """Lets one sync at a time write to some weights, until it is closed, and then has them released.
 
-    Args:
-        name: Of the class that syncs, for messages.
-        release: Releases the weights. Called once no sync runs after `close`.
+    name: of the class that syncs, for messages. release: called once no sync runs after `close`.
     """
 
     def __init__(self, name: str, release: Callable[[], None]) -> None:

@@ -23,11 +23,7 @@ class _Undo(NamedTuple):
 
 
 class LocalWeights:
-    """The local weights and the undo logs that lead back from them.
-
-    Args:
-        undo: How many syncs can be undone.
-    """
+    """The local weights, and the undo logs that lead back from them, of at most `undo` syncs."""
 
     def __init__(self, undo: int) -> None:
         self.state: WeightState | None = None

@@ -115,10 +115,8 @@ def check_unchanged(
 ) -> None:
     """Check that a run is still the one from which a local version, with this digest, was taken.
 
-    Args:
-        published: The record of that version as the store has it now; None if there is none.
-        newest: The newest record in the store, which is used only if `published` is None.
-        advice: What to do, for the error's message.
+    published: the record of that version as the store has it now; None if there is none. newest: the newest record in
+    the store, which is used only if `published` is None. advice: what to do, for the error's message.
 
     Raises:
         RunReplacedError, RunForkedError, RunRolledBackError: it is another run. A version that was pruned is no error.

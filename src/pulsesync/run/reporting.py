@@ -130,18 +130,14 @@ class SyncMeter:
         )
 
 
+@dataclass(eq=False)
 class SyncEvents:
-    """The events of one subscriber.
+    """The events of one subscriber."""
 
-    Args:
-        location: The location of the run, without credentials.
-        heartbeat: Shows where this subscriber is to people; None: nothing does.
-    """
-
-    def __init__(self, location: str, heartbeat: HeartbeatWriter | None = None) -> None:
-        self.location, self.heartbeat = location, heartbeat
-        self.newest: int | None = None  # version that was seen; with a pointer to follow, the one that it names
-        self._idle_at = -math.inf  # when a sync that finds nothing new is emitted again
+    location: str  # of the run, without credentials
+    heartbeat: HeartbeatWriter | None = None  # shows where this subscriber is to people; None: nothing does
+    newest: int | None = None  # version that was seen; with a pointer to follow, the one that it names
+    _idle_at: float = -math.inf  # when a sync that finds nothing new is emitted again
 
     @classmethod
     def of(cls, store: Store, heartbeat: str | None, follow: str | None) -> "SyncEvents":

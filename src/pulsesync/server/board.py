@@ -52,8 +52,7 @@ class HeartbeatBoard:
     there are as many, a new name takes the place of a worker that has ended, or was silent for five minutes: first one
     that was heard once only, then the one that is silent longest. If there is none, no new name is accepted.
 
-    Args:
-        store: What is served. A relay's store passes heartbeats on to its upstream, in the background.
+    The store is what is served. A relay's passes heartbeats on to its upstream, in the background.
     """
 
     def __init__(self, store: Store) -> None:

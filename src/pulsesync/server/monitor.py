@@ -51,9 +51,6 @@ class SentAnswer:
 class ServerMonitor:
     """Counts what a server sends, and asks its store whether it is there. To be used on one event loop.
 
-    Args:
-        store: What is served.
-
     Raises: PulseError: prometheus_client is not installed.
     """
 

@@ -29,13 +29,8 @@ def match_tensors(
 ) -> MatchedTensors[Flat]:
     """Find the tensors of a layout among those of a model.
 
-    Args:
-        views: The model's tensors under all their names.
-        layout: Of the run.
-        slices: What of it is local.
-        widen: BF16 tensors of the run may be FP32 in the model.
-        widens: Whether the memory can do that.
-        span: See `SpanOf`.
+    views: the model's tensors under all their names. widen: BF16 tensors of the run may be FP32 in the model. widens:
+    whether the memory can do that.
 
     Raises: StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
     """

@@ -282,11 +282,8 @@ def _widen(bits: Bits) -> Bits:
 class GatheredTile:
     """A tile whose pieces lie in several places of the process: gathered to be read, scattered to be written.
 
-    A bundle of a run, or of the tensors that ranks of a group send each other.
-
-    Args:
-        tile: The tile, with its pieces.
-        places: Where these lie; None for those of which nothing is local.
+    A bundle of a run, or of the tensors that ranks of a group send each other. A piece of which nothing is local has
+    None for a place.
     """
 
     def __init__(self, tile: Tile, places: Sequence[LocalTile | WidenedTile | None]) -> None:

@@ -26,14 +26,11 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class StagedBlocks:
-    """Decoded blocks, in memory as far as the machine can spare it, and the rest in an unnamed temporary file.
+    """Decoded blocks, in memory as far as the machine can spare it, and the rest in an unnamed file of a folder.
 
     The file is for this process alone: no other can open it, and it is gone when this one ends. So blocks are not
     hashed and decoded again when they are read. The digest of what the disk returns is still checked, like that of all
-    weights from outside the process.
-
-    Args:
-        folder: Folder of the file; None: the system's temporary folder.
+    weights from outside the process. Without a folder it is the system's temporary one.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

@@ -28,11 +28,7 @@ class WeightState:
     """What is known of the weights in a memory: which they are, by their digests, and the history of their epoch.
 
     One thread at a time changes it; `snapshot` and `Recount` may run concurrently. Nothing else may write the weights
-    while it is in use; `Recount` detects it.
-
-    Args:
-        backend: The memory.
-        sums: The digests of the local tiles; None: they are counted.
+    while it is in use; `Recount` detects it. The digests of the local tiles (`sums`) are counted if they are not given.
     """
 
     def __init__(self, backend: StateBackend, sums: Mapping[int, Sum] | None = None) -> None:
