@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenTelemetryMetrics"]
 
+COUNTS_BY = {"counter": "add", "gauge": "set", "histogram": "record"}  # the method of each kind that takes a value
 UNITS = {"": "", "seconds": "s", "bytes": "By", "ratio": "1"}
 
 # The spans of events: their names, and the fields whose sum is how long they took. They end when the event was emitted.
@@ -73,15 +74,8 @@ class OpenTelemetryMetrics:
         self._instruments = {one.name: _make(one, meter) for one in INSTRUMENTS if one.sources}
 
     def __call__(self, event: Event) -> None:
-        """Record an event."""
         for instrument, value, labels in measurements(event):
-            made = self._instruments[instrument.name]
-            if instrument.kind == "counter":
-                made.add(value, labels)
-            elif instrument.kind == "gauge":
-                made.set(value, labels)
-            else:
-                made.record(value, labels)
+            getattr(self._instruments[instrument.name], COUNTS_BY[instrument.kind])(value, labels)
         if type(event) in SPANS and not (isinstance(event, Synced) and not event.path):
             self._span(event)
 

@@ -310,7 +310,6 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 
 
 def _index() -> dict[type[Event], list[tuple[Instrument, Callable[[Any], float | None]]]]:
-    """Return, for each type of event, the metrics that are made of it."""
     index: dict[type[Event], list[tuple[Instrument, Callable[[Any], float | None]]]] = {}
     for instrument in INSTRUMENTS:
         for event, value in instrument.sources:
@@ -319,7 +318,7 @@ def _index() -> dict[type[Event], list[tuple[Instrument, Callable[[Any], float |
     return index
 
 
-_BY_EVENT = _index()
+_BY_EVENT = _index()  # the metrics that are made of each type of event
 
 
 def measurements(event: Event) -> Iterator[Measurement]:

@@ -71,7 +71,6 @@ class Cadence:
         self._sent.append(sent)
 
     def target(self) -> int:
-        """Return how many steps the next version should have."""
         if self.every != "auto":
             return self.every
         if not self._sent or not self._steps_s:

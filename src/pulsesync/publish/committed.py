@@ -81,7 +81,6 @@ class CommittedVersion:
         version.base = base.last.version
 
     def start(self, base: RankBase) -> None:
-        """Begin with the version that was resumed, or with a root."""
         self.base, self.last = base, base.last
 
     def advance(

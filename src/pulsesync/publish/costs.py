@@ -63,7 +63,6 @@ class LinkSpeed:
         self._lock = threading.Lock()
 
     def sent(self, size_bytes: int, took_s: float) -> None:
-        """Note that a part of this size was uploaded."""
         with self._lock:
             if self._sent_bytes > RECENT_BYTES:
                 self._sent_bytes, self._sent_s = self._sent_bytes / 2, self._sent_s / 2
@@ -212,7 +211,6 @@ class AnchorCosts:
             self._packed_s += took_s
 
     def choose(self) -> AnchorCodec:
-        """Return the codec for the next part."""
         if self.codec != "auto":
             return self.codec
         link = self.link.bytes_per_s

@@ -20,14 +20,12 @@ class PublishEvents:
     muted: bool = False  # True: nothing is logged or emitted
 
     def ended(self, version: PendingVersion, outcome: PublishReport | BaseException) -> None:
-        """A version is committed, or has failed."""
         if isinstance(outcome, PublishReport):
             self.published(outcome)
         else:
             self.failed(version.step, outcome)
 
     def published(self, report: PublishReport) -> None:
-        """A version is committed."""
         if self.muted or self._rank != COORDINATOR or report.version is None:
             return
         logger.info("Published to %s: %s.", self.location, report)

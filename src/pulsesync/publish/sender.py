@@ -116,7 +116,6 @@ class VersionSender:
         return 0 if self.writer.rounds.is_lost else self.writer.anchors.finish(lambda: self.committed.base)
 
     def wait_until_compared(self) -> None:
-        """Wait until no comparison reads the trainer's weights."""
         if (baseline := self.committed.baseline) is not None:
             baseline.wait()
 

@@ -47,7 +47,6 @@ class WorkerStatus:
 
     @property
     def version(self) -> int | None:
-        """The version that its weights are at."""
         return self.heartbeat.version if self.heartbeat else None
 
 

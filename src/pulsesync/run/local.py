@@ -49,7 +49,6 @@ class LocalWeights:
         self.state, state.position = state, Position.of(record) if record else None
 
     def forget(self) -> None:
-        """Release the weights and the undo logs."""
         self.state = None
         self._undo.clear()
 

@@ -105,7 +105,6 @@ class RunReader:
         return record
 
     def key_of(self, record: Manifest) -> str:
-        """Return the key under which a record was found."""
         return next(key for key, known in self._known.items() if known is record)
 
     def rewound_at(self, version: int) -> int | None:

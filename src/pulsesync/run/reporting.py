@@ -114,7 +114,6 @@ class SyncMeter:
             yield body
 
     def report(self, position: Position, **facts: Any) -> SyncReport:
-        """Return the report of a sync that ended at a position."""
         return SyncReport(
             version=position.version,
             step=position.step,

@@ -36,8 +36,6 @@ class SentAnswer:
     store_failed: bool = False
 
     def counting(self, send: "Send") -> "Send":
-        """Return a `send` that counts."""
-
         async def count(message: "Message") -> None:
             await send(message)
             if message["type"] == "http.response.start":

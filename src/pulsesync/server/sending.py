@@ -108,7 +108,6 @@ def find_range(read: Read, size: Size, asked: tuple[int | None, int | None]) -> 
 
 
 def _bounded(begin: int, end: int | None) -> int:
-    """Return the end of a piece."""
     limit = begin - begin % PIECE_BYTES + PIECE_BYTES
     return limit if end is None else min(end, limit)
 

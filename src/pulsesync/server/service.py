@@ -214,7 +214,6 @@ class _Service:
             return self._failed(key, e, answer)
 
     def _failed(self, asked: str, error: StoreError | LimitError, answer: SentAnswer) -> "Response":
-        """Return the answer to a request for which the store failed."""
         answer.store_failed = True
         status = 503 if isinstance(error, StoreError) and error.retryable else 500
         if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
@@ -348,7 +347,6 @@ def _words(status: int, text: str, headers: dict[str, str] | None = None) -> "Re
 
 
 def _client(request: "Request") -> str:
-    """Return the network that a request comes from."""
     return network(request.client.host).hex() if request.client is not None else ""
 
 

@@ -344,7 +344,6 @@ def _change(old: Window | str | None, new: Window | str | None) -> str:
 
 
 def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:
-    """The tiles of a layout that a rank owns, and where they lie in its shards."""
     tiles = tuple(layout.tiles[ordinal] for ordinal, owner in owners.items() if owner == rank)
     whole = sum(tile.size for tile in tiles) == layout.size
     windows = {spec.name: Window.around(spec) for spec in layout.tensors if whole}  # those without weights as well

@@ -144,7 +144,6 @@ class WeightState:
         self.sums, self.history, self.position = transition.sums, transition.history, transition.position
 
     def join(self, first: Transition, then: Transition) -> Transition:
-        """Two transitions as one."""
         changes = self.backend.compose(first.changes, then.changes)
         return replace(then, changes=changes, changed=self.backend.count_changed(changes))
 
