@@ -4,16 +4,18 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from pulsesync.errors import StoreError
+from pulsesync.errors import ChainError, FormatError, StoreError
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
-from pulsesync.publish.anchors import AnchorWriter, encode_parts, path_since_anchor
+from pulsesync.publish.anchors import AnchorWriter, encode_parts
 from pulsesync.publish.baseline import RankBase
 from pulsesync.publish.ownership import RankReport
 from pulsesync.publish.team import CoordinatorMessage, RankStatus, TeamRounds
+from pulsesync.run import planner
 from pulsesync.run.planner import Look
 
 logger = logging.getLogger(__name__)
@@ -47,9 +49,11 @@ class AnchorCoordinator:
 
     def measure(self, last: Manifest) -> None:
         """Count the bytes that a new worker fetches besides the anchor; infinite without one. Raises: StoreError."""
-        newest, self._path_bytes = path_since_anchor(last, self._look())
-        if newest is not None:
-            self.writer.newest = max(newest, self.writer.newest or 0)
+        self._path_bytes = math.inf
+        with suppress(ChainError, FormatError):
+            anchor, *patches = planner.find_path(None, last, self._look())
+            self._path_bytes = sum(record.path_bytes for record in patches)
+            self.writer.newest = max(anchor.starts, self.writer.newest or 0)
 
     def count(self, record: Manifest) -> None:
         """Count what a new worker fetches of a version: a root, to which no anchor leads yet, or a patch."""

@@ -13,16 +13,15 @@ from typing import Any
 from pulsesync.core.scratch import nearest
 from pulsesync.core.threads import submit
 from pulsesync.core.types import Tile
-from pulsesync.errors import ChainError, ConflictError, FormatError, NotFoundError, PulseError, StoreError
+from pulsesync.errors import ConflictError, FormatError, NotFoundError, PulseError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.manifest import MAX_INLINE_BYTES, Manifest, PartRef, RecordKind
 from pulsesync.format.patch import EncodedPart
 from pulsesync.publish.costs import AnchorCosts, CodecChoice
 from pulsesync.publish.team import AnchorShare
-from pulsesync.run import keys, planner
+from pulsesync.run import keys
 from pulsesync.run.bodies import inline_share
-from pulsesync.run.planner import Look
 from pulsesync.run.reader import location_of
 from pulsesync.run.reporting import Transfer
 from pulsesync.run.spool import Outbox
@@ -368,15 +367,3 @@ def _encode_part(tiles: Sequence[Tile], size: int, state: Snapshot | WeightState
 def anchor_record(version: Manifest, parts: tuple[PartRef, ...], newest: int | None) -> Manifest:
     """Return the record of a version's anchor, at the start of an epoch; newest: the epoch of the anchor before it."""
     return replace(version, kind=RecordKind.ANCHOR, base=None, history=None, parts=parts, anchor=newest)
-
-
-def path_since_anchor(last: Manifest, look: Look) -> tuple[int | None, float]:
-    """Return the epoch of the newest anchor that leads to a version, and the bytes of the patches after it.
-
-    A worker that joins fetches both. Without an anchor, the bytes are infinite. Raises: StoreError.
-    """
-    try:
-        path = planner.find_path(None, last, look)
-    except (ChainError, FormatError):
-        return None, math.inf
-    return path[0].starts, sum(record.path_bytes for record in path if record.kind != RecordKind.ANCHOR)

@@ -158,10 +158,7 @@ class SendQueue:
         return future, self.stage == Stage.QUEUED  # if an interrupted call has queued a version, it may have no sender
 
     def reject_calls(self, last_call: int, error: BaseException) -> None:
-        """Publish none of the calls up to this one, because the ranks failed before all of them had made it.
-
-        This way the next version begins with the same call on all ranks.
-        """
+        """Publish no calls up to this one: ranks failed before all had made it, and begin with the same one next."""
         with self.lock:
             self._rejected = last_call, error
 

@@ -22,19 +22,14 @@ _DONE, _FAILED = b"+", b"-"
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class TeamRounds:
-    """Rounds in which every rank does its share of some work and gets a message from each rank, including itself.
+    """Rounds in which every rank does its share of some work and gets a message from each rank, including itself."""
 
-    Attributes:
-        step: The trainer's step that this rank publishes, which must be the same on all; None until that is agreed on.
-        is_lost: Whether this rank could not reach the others in the last round.
-    """
-
-    def __init__(self, team: Team) -> None:
-        self.team = team
-        self.step: int | None = None
-        self.is_lost = False
-        self._rounds = 0
+    team: Team
+    step: int | None = None  # the trainer's, which must be the same on all ranks; None until that is agreed on
+    is_lost: bool = False  # whether this rank could not reach the others in the last round
+    _rounds: int = 0
 
     @property
     def coordinates(self) -> bool:
@@ -160,7 +155,8 @@ class RankStatus:
         """Read what `to_bytes` wrote; `read_each` has the errors that bad bytes raise."""
         *facts, share, target, choice = json.loads(data)
         found = AnchorShare(share[0], read_parts(share[1])) if share else None
-        return cls(*facts, found, target, CodecChoice(*choice))
+        call, calls, version, unsure, awaited, waits, unread, busy = facts
+        return cls(call, calls, version, unsure, awaited, waits, unread, busy, found, target, CodecChoice(*choice))
 
 
 def _fault_to(error: BaseException) -> bytes:

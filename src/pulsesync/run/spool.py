@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pulsesync.core.scratch import make_private
@@ -89,9 +90,8 @@ class AnchorSpool:
                 with self._without_disk():
                     stack.enter_context(locked(self.folder / _part_lock(ref.id)))
             except TimeoutError:
-                logger.warning(
-                    "Another process that uses %s does not finish part %s; fetching it.", self.folder, ref.id
-                )
+                text = "Another process that uses %s does not finish part %s; fetching it."
+                logger.warning(text, self.folder, ref.id)
             yield
 
     def _lock_parts(self) -> None:
@@ -107,9 +107,8 @@ class AnchorSpool:
                 if time.monotonic() < deadline:
                     time.sleep(0.01)
                     continue
-                logger.warning(
-                    "Another process does not finish removing parts from %s; not waiting for it.", self.folder
-                )
+                text = "Another process does not finish removing parts from %s; not waiting for it."
+                logger.warning(text, self.folder)
             return
 
     def close(self) -> None:
@@ -164,11 +163,11 @@ def _part_lock(id_: str) -> str:
     return f".lock-{id_[:16]}"
 
 
+@dataclass(frozen=True)
 class Outbox:
     """Anchors that are complete on disk and not yet uploaded; they outlive the process that wrote them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def stage(self, epoch: int, parts: Iterable[EncodedPart], inline_limit: int) -> tuple[PartRef, ...]:
         """Write the parts of an anchor to disk, one after the other, and return its record's entries for them.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,48 +128,20 @@ class Window:
 Memory = Mapping[str, Sequence[Bits]]
 
 
-class TileStorage(Protocol):
-    """Where a tile lies in a process."""
-
-    @property
-    def tile(self) -> Tile:
-        """The tile in the coordinates of the local tensors; of a tile with pieces, these are `GatheredTile.local`."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of it is local."""
-
-    @property
-    def splits_coding_group(self) -> bool:
-        """Whether weights that are coded together are partly local, which rules out coding against old weights."""
-
-    def read(self, memory: Memory, begin: int, end: int) -> Bits:
-        """The weights of the tile from begin to end; those that are not local read as zero."""
-
-    def keep(self, change: BlockChange) -> BlockChange | None:
-        """The part of a change that is in local weights."""
-
-    def write(self, memory: Memory, change: BlockChange) -> None: ...
-
-    def write_range(self, memory: Memory, begin: int, bits: Bits) -> None:
-        """Write weights of the tile, from the one numbered begin on, as far as they are local."""
-
-    def has(self, memory: Memory, begin: int, bits: Bits) -> bool:
-        """Whether `write_range` would change nothing; may also return False if a comparison would take long."""
-
-
 @dataclass(frozen=True)
 class LocalTile:
     """A tile in the worker's own coordinates. One that is only partly local begins or ends outside its tensor."""
 
     tile: Tile
-    whole: bool
+    whole: bool  # whether all of it is local
 
     @property
     def splits_coding_group(self) -> bool:
+        """Whether weights that are coded together are partly local, which rules out coding against old weights."""
         return not self.whole
 
     def read(self, memory: Memory, begin: int, end: int) -> Bits:
+        """The weights of the tile from begin to end; those that are not local read as zero."""
         flat = memory[self.tile.tensor.name][0]
         if self.whole:
             return self.tile.read(flat, begin, end)
@@ -180,9 +152,11 @@ class LocalTile:
         return out
 
     def keep(self, change: BlockChange) -> BlockChange | None:
+        """The part of a change that is in local weights."""
         return change if self.whole else kept_of(change, self.is_local(change.tile_positions()))
 
     def write_range(self, memory: Memory, begin: int, bits: Bits) -> None:
+        """Write weights of the tile, from the one numbered begin on, as far as they are local."""
         for flat in memory[self.tile.tensor.name]:
             if self.whole:
                 self.tile.write(flat, begin, bits)
@@ -192,6 +166,7 @@ class LocalTile:
             flat[self.tile.flat_indices(positions[local])] = bits[local]
 
     def has(self, memory: Memory, begin: int, bits: Bits) -> bool:
+        """Whether `write_range` would change nothing; may also return False if a comparison would take long."""
         flats = memory[self.tile.tensor.name]
         return self.whole and all(_same(self.tile.read(flat, begin, begin + bits.size), bits) for flat in flats)
 
@@ -427,6 +402,9 @@ class GatheredTile:
             if (place := self.places[n]) is not None:
                 yield place, first, bits[at : at + end - first]
             at += end - first
+
+
+TileStorage = LocalTile | WidenedTile | GatheredTile  # where a tile lies in a process
 
 
 class _PieceViews(NamedTuple):
