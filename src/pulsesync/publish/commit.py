@@ -104,10 +104,7 @@ def root_record(
 
 
 def is_committed(store: Store, version: int, data: bytes) -> bool:
-    """Return whether this is the stored record of a version, after a store did not answer whether it was created.
-
-    Raises: StoreError: it still does not answer.
-    """
+    """Return whether this record is stored, if the answer to its creation was lost. Raises: StoreError."""
     try:
         stored = store.get(keys.manifest_key(version), 0, manifests.MAX_BYTES + 1)
     except NotFoundError:

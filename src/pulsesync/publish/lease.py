@@ -274,10 +274,7 @@ class PublisherLease:
 
     @contextmanager
     def creating(self) -> Iterator[None]:
-        """Create a version within this, so that a publisher which takes the run over can wait for its end.
-
-        Raises: AnotherPublisherError, as `check`.
-        """
+        """Create a version within this: a publisher that takes the run over waits for its end. Raises: as `check`."""
         try:
             self._is_creating = True  # before the check: `_stop` looks in the other order
             self.check()

@@ -187,10 +187,7 @@ class SendQueue:
     # For the sender's thread
 
     def take(self) -> PendingVersion | None:
-        """Offer the version that waits; if there is none, or another thread sends, return None, and the sender ends.
-
-        So a further sender does no harm.
-        """
+        """Offer the version that waits. If there is none, or another thread sends, return None: this sender ends."""
         with self.lock:
             if self.is_sender:
                 self._sender = None

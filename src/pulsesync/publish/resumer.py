@@ -113,10 +113,7 @@ class RunResumer:
         return CoordinatorMessage(self._records.sign(last), newest=last.anchor) if last else CoordinatorMessage()
 
     def _resume(self, plan: TeamPlan, last: Manifest, shards: Shards) -> tuple[RankBase, bool] | None:
-        """Rebuild the last version, each rank its own tiles; return it, and whether an anchor of it is due.
-
-        Returns None on all ranks if it cannot be rebuilt.
-        """
+        """Rebuild the last version; return it, and whether an anchor is due; None on all ranks if it cannot be."""
         writer = self._anchors.writer
 
         def rebuild() -> tuple[tuple[TileShare, WeightState] | None, RankReport]:
@@ -179,10 +176,7 @@ class RunResumer:
         return CoordinatorMessage(plan.record, anchor=self._anchors.is_due(last, layout))
 
     def _compare_resumed(self, base: RankBase, version: PendingVersion) -> None:
-        """Compare the first version of a publisher with the run's last one. Nothing was written yet.
-
-        Raises: StateError: the weights do not continue the run.
-        """
+        """Compare the first version with the last one of the run. Raises: StateError, if it does not continue it."""
 
         def compare() -> tuple[None, RankReport]:
             assert version.shards is not None

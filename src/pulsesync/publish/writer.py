@@ -68,10 +68,7 @@ class RunWriter:
         self._warns_of_fp32 = options.warns_of_fp32  # on the coordinator
 
     def write(self, version: PendingVersion) -> PublishReport:
-        """Commit the current version with all ranks, and advance the base.
-
-        Raises: PulseError: a rank failed; the base is still the last committed version.
-        """
+        """Commit the current version with all ranks, and advance the base. Raises: PulseError, if a rank failed."""
         clock = _Clock()
         self.rounds.begin()
         last_call = self.agreement.agree_on_call(version)

@@ -292,10 +292,7 @@ class SyncAttempt:
             self._follower.events.newest = goals.newest
 
     def _bind(self, goal: Manifest, records: RunReader) -> None:
-        """Attach to the tensors, unless that was done for this layout.
-
-        If their weights are those of a published version, the sync starts from that version.
-        """
+        """Attach to the tensors, unless that was done for this layout; begin at a published version if they are one."""
         local, follower = self._local, self._follower
         if local.state is not None and local.state.layout.id == goal.layout:
             return

@@ -100,10 +100,7 @@ def name_worker(*parts: str) -> str:
 
 
 def parse(data: bytes, worker: str) -> Heartbeat:
-    """Read the record of a worker. Fields that this version does not know are ignored.
-
-    Raises: FormatError: it is none, is longer than MAX_BYTES, or is that of another worker.
-    """
+    """Read the record of a worker, without fields that this version does not know. Raises: FormatError."""
     if len(data) > MAX_BYTES:
         raise FormatError(f"the heartbeat of {worker} has more than {MAX_BYTES} bytes")
     table = load_json(data, f"the heartbeat of {worker}")
@@ -139,10 +136,7 @@ class FoundHeartbeat:
 
 
 def find_heartbeats(store: Store) -> list[FoundHeartbeat]:
-    """The heartbeats of a run, by name; of a worker whose record cannot be read, the reason.
-
-    Raises: StoreError: the store cannot list, or does not answer.
-    """
+    """The heartbeats of a run, by name; of one that cannot be read, the reason. Raises: StoreError."""
     entries = list(islice(_entries(store), MAX_WORKERS))
     if not entries:
         return []

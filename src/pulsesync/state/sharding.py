@@ -230,10 +230,7 @@ def windows_from(data: bytes) -> tuple[dict[str, Window], dict[str, str]]:
 def layout_of(
     everyones: Sequence[Windows], ties: Mapping[str, str] | None = None, grid: Grid | None = None, min_tile: int = 1
 ) -> Layout:
-    """The layout in which the parts of every process are whole tiles; the grid may cut it further.
-
-    Raises: StateError: two processes have different tensors under one name.
-    """
+    """The layout in which the parts of all processes are whole tiles, cut by a grid. Raises: StateError, if they clash."""
     specs: dict[str, TensorSpec] = {}
     borders: dict[str, tuple[set[int], set[int]]] = {}
     for windows in everyones:
@@ -258,10 +255,7 @@ def layout_of(
 
 
 def owner_of(layout: Layout, everyones: Sequence[Windows]) -> dict[int, int]:
-    """For each tile that has weights, the first process that has all of it.
-
-    Raises: StateError: no process has all of a tile.
-    """
+    """For each tile that has weights, the first process that has all of it. Raises: StateError, if none has."""
     owners = {}
     for tile in layout.tiles:
         placed = (place_tile(tile, windows) for windows in everyones)

@@ -56,10 +56,7 @@ class StagedBlocks:
         return mine.room
 
     def add(self, block: WholeBlock, bits: Bits, total: Sum) -> None:
-        """Keep a block with these weights and this digest. Any thread may call this.
-
-        Raises: StoreError: the folder cannot be written, or the disk is full, or failed.
-        """
+        """Keep a block with these weights and this digest. Any thread may call this. Raises: StoreError."""
         if (room := self._mine.room) is not bits and (room := self.room_for(block)) is not None:
             room[:] = bits
         if room is None:

@@ -281,10 +281,7 @@ def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str
 
 
 def read_cast(cast: "Cast | Mapping[str, Cast] | None") -> dict[str, str]:
-    """The format's names of the dtypes that `cast=` asks for, by name pattern; an empty one means no cast.
-
-    Raises: ValueError: a dtype to which FP32 cannot be cast.
-    """
+    """The format's names of the dtypes that `cast=` asks for, by pattern; empty: no cast. Raises: ValueError."""
     given = cast if isinstance(cast, Mapping) else {} if cast is None else {"*": cast}
     return {pattern: _cast_dtype(dtype) for pattern, dtype in given.items()}
 

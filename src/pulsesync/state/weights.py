@@ -160,10 +160,7 @@ class Recount:
         self._state, self._backend = state, state.backend
 
     def digest(self) -> str:
-        """Count the digest from all the weights, keep it, and return it.
-
-        Raises: VerificationError: a tied tensor differs from the one it is tied to.
-        """
+        """Count the digest anew, keep it, and return it. Raises: VerificationError, if a tied tensor differs."""
         state = self._state
         state.differing_tie = self._backend.find_differing_tie()
         if state.differing_tie:
