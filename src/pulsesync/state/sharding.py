@@ -230,7 +230,7 @@ def windows_from(data: bytes) -> tuple[dict[str, Window], dict[str, str]]:
 def layout_of(
     everyones: Sequence[Windows], ties: Mapping[str, str] | None = None, grid: Grid | None = None, min_tile: int = 1
 ) -> Layout:
-    """The layout in which the parts of all processes are whole tiles, cut by a grid. Raises: StateError, if they clash."""
+    """The layout in which the parts of all processes are whole tiles, cut by a grid. Raises: StateError."""
     specs: dict[str, TensorSpec] = {}
     borders: dict[str, tuple[set[int], set[int]]] = {}
     for windows in everyones:
