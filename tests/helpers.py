@@ -21,6 +21,8 @@ from pulsesync.state.anchors import AnchorLoader
 from pulsesync.state.backend import Transition
 from pulsesync.state.host import HostBackend
 from pulsesync.state.patches import PatchTransaction
+from pulsesync.state.sharding import Shards, ShardWeights
+from pulsesync.state.slices import place_tile
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.weights import WeightState
 from pulsesync.testing import mutate, random_bits
@@ -235,6 +237,12 @@ class Writer:
 
 def _refs(parts: Sequence[patch.EncodedPart]) -> tuple[PartRef, ...]:
     return tuple(PartRef(part.id, len(part.data)) for part in parts)
+
+
+def weights_of(shards: Shards, layout: Layout) -> ShardWeights:
+    """The tiles of a layout that lie in some shards completely, as weights to encode from."""
+    found = {tile.ordinal: place_tile(tile, shards.windows) for tile in layout.tiles}
+    return ShardWeights(shards.published, {n: place for n, place in found.items() if place and place.whole})
 
 
 def reader(layout: Layout, state: Mapping[str, Bits]) -> WeightState:

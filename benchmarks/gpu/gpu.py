@@ -84,7 +84,7 @@ class Bench:
         assert isinstance(baseline, DeviceBaseline)
         self.baseline = baseline
         self.shards = baseline.read(model.new, {})
-        layout = layouts.make(self.shards.tensors, self.shards.ties)
+        layout = layouts.make([window.tensor for window in self.shards.windows.values()], self.shards.ties)
         self.share = share_of(layout, owner_of(layout, [self.shards.windows]), 0, self.shards)
         # The base is the old model itself, and not a third copy.
         self.state = WeightState.attach(DeviceBackend, model.old, layout)

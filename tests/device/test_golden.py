@@ -16,7 +16,7 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.state.host import HostBackend
-from pulsesync.state.slices import Slice, Slices, windows
+from pulsesync.state.slices import Slice, Slices, find_places, windows
 from pulsesync.state.weights import Recount, WeightState
 from tests.device.pairs import Pair, to_bits, to_flats
 from tests.helpers import apply, copied, load, same
@@ -112,8 +112,9 @@ SOME = [
 def test_some_tensors_of_a_run_read_as_on_the_host(name: str, slices: Slices, most: int, device: str) -> None:
     """So few that the interpreter reads them too."""
     layout, run = layout_of(FOLDER / name), FOLDER / name
-    there = WeightState(HostBackend(layout, _zeros(layout, slices), {}, slices))
-    here = WeightState(DeviceBackend(layout, to_flats(there.flats, device), {}, slices))
+    places = find_places(layout, slices)
+    there = WeightState(HostBackend(layout, _zeros(layout, slices), places=places))
+    here = WeightState(DeviceBackend(layout, to_flats(there.flats, device), places=places))
     for ours, theirs in zip(follow(here, run, most), follow(there, run, most), strict=True):
         assert ours == theirs
         assert same(to_bits(here.flats), there.flats)

@@ -14,7 +14,7 @@ from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.layout import Layout
 from pulsesync.state.patches import PatchTransaction
-from pulsesync.state.slices import Slice
+from pulsesync.state.slices import Slice, find_places
 from pulsesync.state.weights import Recount, WeightState
 from pulsesync.testing import mutate
 from tests.device.pairs import SPECS, small, to_bits, to_flats, trained
@@ -91,7 +91,9 @@ def test_slices_of_whole_tiles_are_followed(device: str, many_lanes: None) -> No
     layout, state = small(4, (TensorSpec("a", "BF16", (12, 10), row_cuts=(4,), column_cuts=(5,)), *SPECS[1:3]))
     slices = {"a": Slice(rows=(4, 12), columns=(5, 10)), "b": None}
     window = state["a"].reshape(12, 10)[4:, 5:].reshape(-1)
-    here = WeightState(DeviceBackend(layout, to_flats({"a": window, "c": state["c"]}, device), {}, slices))
+    here = WeightState(
+        DeviceBackend(layout, to_flats({"a": window, "c": state["c"]}, device), places=find_places(layout, slices))
+    )
     writer = Writer(layout, state, "history")
     for step in range(2):
         state = trained(layout, state, step)
@@ -135,7 +137,7 @@ def test_a_slice_through_a_tile_is_refused(device: str) -> None:
     layout = layouts.make([TensorSpec("a", "BF16", (6, 4), row_cuts=(3,))])
     flats = to_flats({"a": np.zeros(16, np.uint16)}, device)
     with pytest.raises(StateError, match="splits a tile of the run"):
-        WeightState(DeviceBackend(layout, flats, {}, {"a": Slice(rows=(0, 4))}))
+        WeightState(DeviceBackend(layout, flats, places=find_places(layout, {"a": Slice(rows=(0, 4))})))
 
 
 # Anchors

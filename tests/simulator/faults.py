@@ -43,6 +43,7 @@ from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Shards, TileShare
 from pulsesync.state.weights import Snapshot, WeightState
 from pulsesync.store import ObjectEntry, Store, WrappedStore
+from tests.helpers import weights_of
 from tests.publishers import Publisher, ShardedPublisher
 from tests.readers import Subscriber
 from tests.simulator import TEAMS, Invariant, InvariantError, RunSimulator
@@ -402,7 +403,7 @@ def take_a_rank_that_failed_for_one_without_changes(
 
 
 def send_every_tile_that_a_rank_has(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:
-    held = shards.weights(layout).places
+    held = weights_of(shards, layout).places
     return SHARE_OF(layout, {tile: rank if tile in held else owner for tile, owner in owners.items()}, rank, shards)
 
 

@@ -19,7 +19,7 @@ from pulsesync.format.history import History
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.state.host import HostBackend
 from pulsesync.state.patches import PatchTransaction, RecordFailed
-from pulsesync.state.slices import Slice
+from pulsesync.state.slices import Slice, find_places
 from pulsesync.state.weights import Recount, WeightState
 from pulsesync.testing import AdamUpdates
 from tests.helpers import Writer, apply, changed_state, copied, near, random_layout, random_state, reader, same, seeds
@@ -114,7 +114,7 @@ def test_a_slice_goes_through_all_versions() -> None:
     writer, _, versions = start(4)
     local = {"a": np.zeros(20 * 50, np.uint16)}
     slices = {"a": Slice(rows=(0, 20)), "b": None, "c": None}
-    held = WeightState(HostBackend(writer.layout, local, slices=slices))
+    held = WeightState(HostBackend(writer.layout, local, places=find_places(writer.layout, slices)))
     held.flats["a"][:] = start(0)[0].state["a"][:1000]
     held.sums = held.backend.count()
     held.commit(PatchTransaction(held).prepare_all([versions]))

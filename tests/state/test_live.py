@@ -27,7 +27,7 @@ from pulsesync.state.anchors import AnchorLoader
 from pulsesync.state.backend import Transition
 from pulsesync.state.host import HostBackend
 from pulsesync.state.patches import PatchTransaction
-from pulsesync.state.slices import Slice, Slices
+from pulsesync.state.slices import Slice, Slices, find_places
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.weights import Recount, Snapshot, WeightState
 from tests.helpers import (
@@ -540,7 +540,9 @@ def test_a_slice_of_whole_tiles_follows_every_codec(
     rng, layout = np.random.default_rng(3), layouts.make(GRID)
     state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in GRID}
     writer = Writer(layout, state)
-    held = WeightState(HostBackend(layout, sliced(layout, random_state(rng, layout), slices), slices=slices))
+    held = WeightState(
+        HostBackend(layout, sliced(layout, random_state(rng, layout), slices), places=find_places(layout, slices))
+    )
     assert not held.whole
     load(held, writer.anchor())
     assert same(held.flats, sliced(layout, writer.state, slices))
@@ -580,7 +582,9 @@ def test_any_rectangle_follows_what_needs_no_old_weights_but_those_it_changes(
     seed, slices = window
     rng, layout = np.random.default_rng(seed), random_layout(seed)
     writer = Writer(layout, random_state(rng, layout))
-    held = WeightState(HostBackend(layout, sliced(layout, random_state(rng, layout), slices), slices=slices))
+    held = WeightState(
+        HostBackend(layout, sliced(layout, random_state(rng, layout), slices), places=find_places(layout, slices))
+    )
     load(held, writer.anchor())
     assert same(held.flats, sliced(layout, writer.state, slices))
     at_start, transition = copied(held.flats), None
@@ -603,7 +607,7 @@ def test_a_slice_that_cuts_through_a_tile_is_refused_what_needs_all_old_weights(
     state = {spec.name: near(rng, spec.dtype, (spec.size,), 30) for spec in GRID}
     writer = Writer(layout, state)
     slices = {"a": Slice(rows=(10, 60))}
-    held = WeightState(HostBackend(layout, sliced(layout, state, slices), slices=slices))
+    held = WeightState(HostBackend(layout, sliced(layout, state, slices), places=find_places(layout, slices)))
     before = remembered(held)
     (version,) = versions(writer, rng, [codec])
     with pytest.raises(StateError, match=r"'a'.*borders") as caught:

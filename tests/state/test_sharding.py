@@ -17,11 +17,14 @@ from pulsesync.state.sharding import (
     layout_of,
     owner_of,
     shards_of,
+    slices_of,
     tensor_parallel,
     windows_from,
     windows_to,
 )
+from pulsesync.state.slices import find_places
 from pulsesync.state.weights import WeightState
+from tests.helpers import weights_of
 
 FULL = {
     "a": np.arange(60, dtype=np.uint16).reshape(10, 6),
@@ -66,7 +69,7 @@ def test_weights_are_read_in_the_tiles_of_the_layout() -> None:
     mine = shards_of({"a": rows("a", 4, 10), "e": columns("e", 4, 12)})
     rest = shards_of({"a": rows("a", 0, 4), "e": columns("e", 0, 4)})
     layout = layout_of(told(mine, rest))
-    weights = mine.weights(layout)
+    weights = weights_of(mine, layout)
     for tile in layout.tiles:
         if tile.ordinal in weights.places:
             table = FULL[tile.tensor.name].reshape(tile.tensor.rows, -1)
@@ -79,7 +82,8 @@ def test_a_state_of_shards_holds_their_tiles_whole() -> None:
     mine = shards_of({"a": columns("a", 0, 3), "n": FULL["n"]})
     rest = shards_of({"a": columns("a", 3, 6), "s": FULL["s"]})
     layout = layout_of(told(mine, rest))
-    state = WeightState(HostBackend(layout, {n: v.flat for n, v in mine.published.views.items()}, slices=mine.slices()))
+    flats = {name: view.flat for name, view in mine.published.views.items()}
+    state = WeightState(HostBackend(layout, flats, places=find_places(layout, slices_of(mine.windows))))
     assert all(place.whole for place in state.places.values())
     assert {layout.tiles[n].tensor.name for n in state.places} == {"a", "n"}
 
@@ -99,7 +103,7 @@ def test_masters_are_cast_as_they_are_read() -> None:
     mine = shards_of({"w": Placed(master, (4, 2), rows=(2, 4))}, cast={"*": "BF16"})
     rest = shards_of({"w": Placed(master, (4, 2), rows=(0, 2))}, cast={"*": "BF16"})
     layout = layout_of(told(mine, rest))
-    assert mine.weights(layout).block(layout.tiles[1], 0).tolist() == [0x3F80, 0x3F80, 0x4000, 0x4006]
+    assert weights_of(mine, layout).block(layout.tiles[1], 0).tolist() == [0x3F80, 0x3F80, 0x4000, 0x4006]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,8 @@ def test_names_with_pattern_signs_stand_for_themselves() -> None:
     odd = {"layers[0].*": np.zeros(3, np.uint16), "layers0.x": np.zeros(4, np.uint16)}
     mine = shards_of({"layers[0].*": odd["layers[0].*"]})
     layout = layout_of(told(shards_of(odd)))
-    state = WeightState(HostBackend(layout, {"layers[0].*": odd["layers[0].*"]}, slices=mine.slices()))
+    places = find_places(layout, slices_of(mine.windows))
+    state = WeightState(HostBackend(layout, {"layers[0].*": odd["layers[0].*"]}, places=places))
     assert {layout.tiles[n].tensor.name for n in state.places} == {"layers[0].*"}
 
 
@@ -152,7 +157,7 @@ def test_any_two_splits_of_a_tensor_meet_in_one_layout(by_rows: list[int], by_co
     owners = owner_of(layout, everyones[: len(sources)])
     read = np.zeros_like(whole)
     for tile in layout.tiles:
-        block = sources[owners[tile.ordinal]].weights(layout).block(tile, 0)
+        block = weights_of(sources[owners[tile.ordinal]], layout).block(tile, 0)
         read[tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns] = block.reshape(tile.rows, -1)
     assert np.array_equal(read, whole)
 

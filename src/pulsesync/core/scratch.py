@@ -34,6 +34,11 @@ def make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)  # another process may have created it meanwhile
 
 
+def nearest(folder: Path) -> Path:
+    """The nearest folder that exists, of one and those above it. Raises: OSError."""
+    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+
+
 class ScratchFolder:
     """A new, empty folder in the system's temporary folder, for this process alone.
 

@@ -28,7 +28,7 @@ from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import WholeBlock
 from pulsesync.state.backend import BlockSums, StateBackend, VersionChanges
-from pulsesync.state.slices import Slices, TileStorage, find_places
+from pulsesync.state.slices import TileStorage, find_places
 from pulsesync.state.staging import StagedBlocks
 from pulsesync.state.views import named
 from pulsesync.state.weights import WeightState
@@ -51,14 +51,13 @@ class DeviceBackend(StateBackend):
         layout: Layout,
         flats: Mapping[str, torch.Tensor],
         copies: Mapping[str, Sequence[torch.Tensor]] | None = None,
-        slices: Slices | None = None,
         places: Mapping[int, TileStorage] | None = None,
         device: torch.device | None = None,
         workers: Mapping[str, torch.device] | None = None,
     ) -> None:
         self.device = device or memory.main_device(flats.values())
         works_on = {name: memory.worker_of(flat, self.device) for name, flat in flats.items()} | dict(workers or {})
-        places = find_places(layout, slices or {}) if places is None else places
+        places = find_places(layout, {}) if places is None else places
         if cut := next((place for place in places.values() if place.splits_coding_group), None):
             name = cut.tile.names[0]
             raise StateError(
@@ -79,7 +78,7 @@ class DeviceBackend(StateBackend):
         self.tensors = Tensors(flats, object())  # they do not move: see `WeightState.is_attached_to`
         self.stream: DeviceStream | None = None  # used only for a publisher's base
         self.readers: list[Point] = []  # ends of comparisons with it: nothing is written before them
-        super().__init__(layout, flats, copies, slices, places)
+        super().__init__(layout, flats, copies, places)
         self.tied = TiedTensors(self.flats, self.copies)
         self._blocks = PlacedBlocks(here, self.piles, self.tied, self.device)
 

@@ -184,8 +184,10 @@ class Signature:
     delegation: Delegation | None = None
 
 
-def sign(record: bytes, key: SigningKey) -> bytes:
-    """Return a record, or a move of a pointer, followed by its signature."""
+def sign(record: bytes, key: SigningKey | None) -> bytes:
+    """Return a record, or a move of a pointer, followed by its signature if there is a key."""
+    if key is None:
+        return record
     said = key.delegation
     return record + bytes.fromhex(key.public + key.sign(record) + (said.by + said.signature if said else ""))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from pulsesync.core.scratch import nearest
 from pulsesync.errors import (
     ChainError,
     ConflictError,
@@ -88,7 +89,7 @@ class StoreCheck:
         self._is_http = hasattr(self.store, "has_token")
         self._read_only, self._trust = read_only or self._is_http, trust
         self._folder = f"{PREFIX}{secrets.token_hex(8)}/"
-        self._there = _existing(self.store.folder / PREFIX) if isinstance(self.store, LocalStore) else None
+        self._there = nearest(self.store.folder / PREFIX) if isinstance(self.store, LocalStore) else None
         self._written: set[str] = set()  # keys, whether or not the store said that it has them
 
     def run(self) -> Iterator[Finding]:
@@ -118,9 +119,8 @@ class StoreCheck:
         """Where the credentials come from. Whether there are any is known only after a request succeeded."""
         if (source := getattr(self.store, "credentials_from", None)) is not None:
             if reading.status == "fail":
-                return Finding(
-                    "credentials", "skipped", f"from {source}; not known to work, because nothing could be read"
-                )
+                unknown = f"from {source}; not known to work, because nothing could be read"
+                return Finding("credentials", "skipped", unknown)
             return Finding("credentials", "ok", f"from {source}")
         if self._is_http:
             shown = "a token is sent" if getattr(self.store, "has_token", False) else "no token is sent"
@@ -145,17 +145,15 @@ class StoreCheck:
         """S3 answers 403 for what does not exist if the credentials may not list, so an object of the run decides."""
         with suppress(StoreError):
             self.store.get("head", 0, 1)
-            return Finding(
-                "read",
-                "warn",
-                "objects can be read, and what does not exist is refused instead of not found",
-                "let these credentials list the bucket (s3:ListBucket), so that workers can see what is not there yet",
+            found = "objects can be read, and what does not exist is refused instead of not found"
+            advice = (
+                "let these credentials list the bucket (s3:ListBucket), so that workers can see what is not there yet"
             )
+            return Finding("read", "warn", found, advice)
+        advice = f"check the credentials and what they may do; {_CREDENTIALS}"
         if error.retryable:
-            return Finding(
-                "read", "fail", error.reason, "check the address or endpoint, the network, and that the server runs"
-            )
-        return Finding("read", "fail", error.reason, f"check the credentials and what they may do; {_CREDENTIALS}")
+            advice = "check the address or endpoint, the network, and that the server runs"
+        return Finding("read", "fail", error.reason, advice)
 
     def _list(self, prefix: str) -> Finding:
         try:
@@ -167,22 +165,15 @@ class StoreCheck:
 
     # Writing
 
-    def _put(self, name: str, data: bytes) -> str:
-        key = self._folder + name
-        self._written.add(key)
-        self.store.put(key, data)
-        return key
-
-    def _create(self, name: str, data: bytes) -> str:
-        key = self._folder + name
-        self._written.add(key)
-        self.store.create(key, data)
+    def _key(self, name: str) -> str:
+        """Return the key of an object that is written now, and removed at the end."""
+        self._written.add(key := self._folder + name)
         return key
 
     def _check_writing(self) -> Iterator[Finding]:
         before_s = time.time()
         try:
-            key = self._put("object", b"0123456789")
+            self.store.put(key := self._key("object"), b"0123456789")
             yield Finding("write", "ok", "an object was written")
         except StoreError as e:
             advice = f"a trainer needs credentials that may write; for a worker, check with --read-only; {_CREDENTIALS}"
@@ -212,7 +203,7 @@ class StoreCheck:
         return Finding("ranges", "ok", "parts of objects can be read")
 
     def _overwrite(self, key: str) -> Finding:
-        self._put("object", b"second")
+        self.store.put(key, b"second")
         if (got := self.store.get(key)) != b"second":
             advice = "hints may lag there; if a cache is in between, let it revalidate"
             return Finding("overwrite", "warn", f"read {got[:20]!r} after the object was replaced", advice)
@@ -220,9 +211,9 @@ class StoreCheck:
 
     def _create_once(self, key: str) -> Finding:
         name = "create if absent"
-        created = self._create("created", b"first")
+        self.store.create(created := self._key("created"), b"first")
         try:
-            self._create("created", b"second")
+            self.store.create(created, b"second")
         except ConflictError:
             if self.store.get(created) == b"first":
                 return Finding(name, "ok", "an object that exists is not overwritten")
@@ -238,7 +229,7 @@ class StoreCheck:
         def create(number: int) -> None:
             gate.wait(30)
             try:
-                self._create("contended", b"writer %d" % number)
+                self.store.create(self._key("contended"), b"writer %d" % number)
                 results.append(number)
             except Exception as e:  # noqa: BLE001 - looked at below
                 results.append(e)
@@ -290,7 +281,7 @@ class StoreCheck:
                     break  # it would take too long
                 data = secrets.token_bytes(size)
                 began = time.perf_counter()
-                key = self._put("link", data)
+                self.store.put(key := self._key("link"), data)
                 up_s = max(time.perf_counter() - began, 1e-6)
             began = time.perf_counter()
             got = self.store.get(key)
@@ -382,12 +373,6 @@ class StoreCheck:
         return Finding("delete", "ok", "everything that was written is removed")
 
 
-def _existing(path: Path) -> Path:
-    """Return the nearest folder that exists, of a path and those above it."""
-    path = path.absolute()
-    return next(one for one in (path, *path.parents) if one.exists())
-
-
 def _remove_empty(path: Path, there: Path) -> None:
     """Remove the folders that were created below one that was there, as long as nothing else is in them."""
     path = path.absolute()
@@ -405,22 +390,18 @@ def _describe(store: Store) -> str:
 
 def _clock(modified_s: float, before_s: float, after_s: float) -> Finding:
     """Compare the store's clock with this machine's. Stores round times down to a second."""
-    if before_s - 1 <= modified_s <= after_s:
-        skew_s = 0.0
-    else:
+    skew_s = 0.0
+    if not before_s - 1 <= modified_s <= after_s:
         skew_s = modified_s - after_s if modified_s > after_s else modified_s - before_s
     figures = {"skew_s": skew_s}
     if abs(skew_s) <= CLOCK_WARN_S:
         return Finding("clock", "ok", "this machine and the store agree to within 5 s", None, figures)
-    late = "behind" if skew_s > 0 else "ahead of"
-    return Finding(
-        "clock",
-        "warn" if abs(skew_s) <= CLOCK_FAIL_S else "fail",
-        f"the clock of this machine is {abs(skew_s):,.0f} s {late} the store's",
+    found = f"the clock of this machine is {abs(skew_s):,.0f} s {'behind' if skew_s > 0 else 'ahead of'} the store's"
+    advice = (
         "set this machine's clock, for instance by NTP: clouds refuse requests that are 15 min off, and pulse status "
-        "compares the two clocks",
-        figures,
+        "compares the two clocks"
     )
+    return Finding("clock", "warn" if abs(skew_s) <= CLOCK_FAIL_S else "fail", found, advice, figures)
 
 
 def _speed(size: int, up_s: float | None, down_s: float, local: bool) -> Finding:

@@ -96,7 +96,7 @@ def _target(records: RunReader, version: int, signing_key: SigningKey | None) ->
 def _create(records: RunReader, move: Pointer, signing_key: SigningKey | None) -> Pointer:
     line, key, store = move.build(), keys.pointer_key(move.name, move.number), records.store
     try:
-        store.create(key, signature.sign(line, signing_key) if signing_key else line)
+        store.create(key, signature.sign(line, signing_key))
     except ConflictError as e:
         winner = records.pointer(move.name)
         if winner != move:  # otherwise it is this move: the answer was lost, and the request was sent again

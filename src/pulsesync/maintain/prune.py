@@ -35,7 +35,6 @@ HOUR = 3600.0
 MAX_LIST_BYTES = 1 << 28
 LOOK_EVERY = 100  # bodies that are deleted before the store is listed again
 LISTED_A_CALL = 1000  # keys in one answer of a store's listing
-_RECORDS = ("manifests/", "anchors/", "squashes/")
 _BODIES = ("parts/", "files/", "layouts/")
 logger = logging.getLogger(__name__)
 
@@ -85,10 +84,8 @@ def prune(
     pointed = [pointer.version for pointer, _ in pointers]
     first = _first_kept(versions, others, keep_versions, now_s - keep_hours * HOUR, pointed)
     moves = [(pointer, _old_moves(records, pointer.name, numbers, first)) for pointer, numbers in pointers]
-    gone = [(entry, record) for entry, record in versions if record.version < first]
-    gone += [
-        (entry, record) for entry, record in others if (record.base.version if record.base else record.version) < first
-    ]
+    gone = [one for one in versions if one[1].version < first]
+    gone += [one for one in others if (one[1].base or one[1]).version < first]
     doomed = [entry.key for entry, _ in gone]
     deleted = set(doomed)
     left = [record for entry, record in (*versions, *others) if entry.key not in deleted]
@@ -242,7 +239,7 @@ def _still_unused(
     The bytes of a patch can recur. Then its publisher writes the body again before it creates the record.
     """
     there = {entry for prefix in _BODIES for entry in store.list(prefix)}
-    unseen = [entry.key for prefix in _RECORDS for entry in store.list(prefix) if keys.is_record(entry.key)]
+    unseen = [entry.key for prefix in keys.RECORDS for entry in store.list(prefix) if keys.is_record(entry.key)]
     named = {key for record in map(records.look, set(unseen).difference(seen)) if record for key in _bodies(record)}
     going = [entry for entry in doomed if entry in there and entry.key not in named]
     if len(going) < len(doomed):

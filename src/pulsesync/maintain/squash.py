@@ -206,16 +206,10 @@ class Squasher:
         diffs = patch.diff_of(state.layout.tiles, old, span.changes, "context")
         part = patch.encode_diff(state.layout, diffs, old, span.before, codec="auto")
         ref = put_body(self.store, part, inline_share())
-        record = replace(
-            span.end,
-            kind=RecordKind.SQUASH,
-            base=BaseRef(span.base.version, span.base.digest),
-            history=None,
-            parts=(ref,),
-        )
-        data = record.build()
+        base = BaseRef(span.base.version, span.base.digest)
+        record = replace(span.end, kind=RecordKind.SQUASH, base=base, history=None, parts=(ref,))
         try:
-            self.store.create(key, signature.sign(data, self.signing_key) if self.signing_key else data)
+            self.store.create(key, signature.sign(record.build(), self.signing_key))
         except ConflictError:
             return None
         if ref.data is None:

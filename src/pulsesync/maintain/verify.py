@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 from pulsesync.core.progress import Report, quietly
 from pulsesync.errors import (
@@ -43,6 +44,9 @@ from pulsesync.store import Location, Store, open_store
 
 __all__ = ["CheckedRecord", "RunVerifier"]
 
+_Keyed = tuple[str, Manifest]  # a record and its key
+_ByVersion = defaultdict[int, list[_Keyed]]
+
 MISSED = 2  # levels without a squashed patch after which higher levels are not searched
 
 
@@ -60,30 +64,27 @@ def find_records(records: RunReader, limit: int | None = None, progress: Report 
 
     A record that is bad, or that no trusted key signed, is among them with its fault.
 
-    Raises:
-        StoreError; SignatureError: no trusted key signed the newest version; FormatError, ChainError: it cannot be
-        read, and the store cannot list the others.
+    Raises: StoreError; SignatureError: no trusted key signed the newest version; FormatError, ChainError: it cannot be
+    read, and the store cannot list the others.
     """
     listed = _listed(records.store)
     try:
         newest = records.newest()
+        if newest is None:
+            return []
     except SignatureError:
         raise
     except (FormatError, ChainError):
         if listed is None:
             raise
         newest = None
-    else:
-        if newest is None:
-            return []
-    what = "reading records"
     if listed is None:
         assert newest is not None
-        versions = list(_counted(_walk_back(records, newest, limit), limit or newest.version + 1, what, progress))
+        versions = list(_counted(_walk_back(records, newest, limit), limit or newest.version + 1, progress))
     else:
         named = [key for key in listed if key.startswith("manifests/")]
         named = named[-limit:] if limit else named
-        versions = list(_counted((_look(records, key) for key in named), len(named), what, progress))
+        versions = list(_counted((_look(records, key) for key in named), len(named), progress))
     versions = [found for found in versions if found.record or found.fault]  # otherwise it was pruned just now
     good = [found.record for found in versions if found.record]
     first = min((record.epoch for record in good), default=0)
@@ -96,10 +97,10 @@ def find_records(records: RunReader, limit: int | None = None, progress: Report 
     return sorted([*versions, *others], key=_order)
 
 
-def _counted(found: Iterator[FoundRecord], of: int, what: str, progress: Report) -> Iterator[FoundRecord]:
+def _counted(found: Iterator[FoundRecord], of: int, progress: Report) -> Iterator[FoundRecord]:
     for done, one in enumerate(found, 1):
         yield one
-        progress(done, of, what)
+        progress(done, of, "reading records")
 
 
 def _look(records: RunReader, key: str) -> FoundRecord:
@@ -121,7 +122,7 @@ def _order(found: FoundRecord) -> tuple[int, bool, str]:
 def _listed(store: Store) -> list[str] | None:
     """Return all keys of records, in order; None if the store cannot list. Raises: StoreError, if a listing failed."""
     try:
-        entries = [entry for prefix in ("manifests/", "anchors/", "squashes/") for entry in store.list(prefix)]
+        entries = [entry for prefix in keys.RECORDS for entry in store.list(prefix)]
     except StoreError as e:
         if e.retryable:
             raise  # what would be checked without a listing is less: no pointers
@@ -218,13 +219,13 @@ class RunVerifier:
         Raises:
             StoreError: the store does not answer, which is no fault of the run.
         """
-        anchors: defaultdict[int, list[FoundRecord]] = defaultdict(list)
-        squashes: defaultdict[int, list[FoundRecord]] = defaultdict(list)
+        anchors: _ByVersion = defaultdict(list)
+        squashes: _ByVersion = defaultdict(list)
         for found in self.found:
             if found.record and found.record.kind == RecordKind.ANCHOR:
-                anchors[found.record.version].append(found)
+                anchors[found.record.version].append((found.key, found.record))
             elif found.record and found.record.base and found.record.kind == RecordKind.SQUASH:
-                squashes[found.record.base.version].append(found)
+                squashes[found.record.base.version].append((found.key, found.record))
         for found in self.found:
             if found.record is None:
                 kind, _, number = found.key.rpartition("/")
@@ -232,10 +233,10 @@ class RunVerifier:
                     self._bad.add(int(number))
                 yield CheckedRecord(found.key, None, found.fault)
             elif found.record.kind == RecordKind.VERSION:
-                version = found.record.version
-                yield from self._version(found, anchors.pop(version, []), squashes.pop(version, []))
-        for found in (one for group in (*anchors.values(), *squashes.values()) for one in group):
-            yield CheckedRecord(found.key, found.record, "it belongs to a version that is not published, or was pruned")
+                record, version = found.record, found.record.version
+                yield from self._version(found.key, record, anchors.pop(version, []), squashes.pop(version, []))
+        for key, other in chain(*anchors.values(), *squashes.values()):
+            yield CheckedRecord(key, other, "it belongs to a version that is not published, or was pruned")
         yield from self._pointers()
 
     def _pointers(self) -> Iterator[CheckedRecord]:
@@ -253,14 +254,10 @@ class RunVerifier:
                 yield faults.about(keys.pointer_key(name, number), move)
 
     def _version(
-        self, found: FoundRecord, anchors: list[FoundRecord], squashes: list[FoundRecord]
+        self, key: str, record: Manifest, anchors: list[_Keyed], squashes: list[_Keyed]
     ) -> Iterator[CheckedRecord]:
-        record = found.record
-        assert record is not None
-        onward = (
-            self._position is not None and record.base is not None and self._position.version == record.base.version
-        )
-        with _noted(found.key) as faults:
+        onward = self._position and record.base and self._position.version == record.base.version
+        with _noted(key) as faults:
             if onward:
                 self._replay(record)
             else:
@@ -273,21 +270,21 @@ class RunVerifier:
                         "it cannot be reached: it has no base, and its anchor does not exist yet or is lost"
                     )
             self._check_files(record)
-        checked = [faults.about(found.key, record)]
-        for one in anchors:
-            with _noted(one.key) as faults:
-                self._check_anchor(one.record, record)
-            checked.append(faults.about(one.key, one.record))
+        checked = [faults.about(key, record)]
+        for at, anchor in anchors:
+            with _noted(at) as faults:
+                self._check_anchor(anchor, record)
+            checked.append(faults.about(at, anchor))
         if self._position is None and anchors and not checked[0].fault:
-            checked[0] = CheckedRecord(found.key, record, "it can be reached only from its anchor, which is bad", True)
+            checked[0] = CheckedRecord(key, record, "it can be reached only from its anchor, which is bad", True)
         if checked[0].fault and self._position is None:
             self._bad.add(record.version)
         yield from checked
-        for one in squashes:
-            with _noted(one.key) as faults:
+        for at, squash in squashes:
+            with _noted(at) as faults:
                 faults.blocked = self._position is None and record.version in self._bad
-                self._check_squash(one.record)
-            yield faults.about(one.key, one.record)
+                self._check_squash(squash)
+            yield faults.about(at, squash)
 
     def _replay(self, record: Manifest) -> None:
         assert self._state is not None
@@ -297,9 +294,8 @@ class RunVerifier:
         self._state.commit(PatchTransaction(self._state).prepare(record, bodies))
         self._position = Position.of(record)
 
-    def _check_anchor(self, anchor: Manifest | None, record: Manifest) -> None:
+    def _check_anchor(self, anchor: Manifest, record: Manifest) -> None:
         """Check an anchor against its version; if no patch has led to that version, continue from the anchor."""
-        assert anchor is not None
         if (anchor.run, anchor.digest, anchor.layout) != (record.run, record.digest, record.layout):
             raise VerificationError(
                 f"the anchor has digest {anchor.digest[:12]}; its version {record.version} has {record.digest[:12]}",
@@ -318,9 +314,8 @@ class RunVerifier:
         else:
             AnchorLoader(self._state).check_whole(anchor, bodies)
 
-    def _check_squash(self, squash: Manifest | None) -> None:
+    def _check_squash(self, squash: Manifest) -> None:
         """Decode a squashed patch over its base, which is the current state, and compare it with its version."""
-        assert squash is not None
         if self._position is None or self._state is None:
             raise MissingLinkError("its base could not be replayed")
         planner.accept(self._position, squash)

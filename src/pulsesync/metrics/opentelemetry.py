@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenTelemetryMetrics"]
 
+COUNTS_BY = {"counter": "add", "gauge": "set", "histogram": "record"}  # the method of each kind that takes a value
 UNITS = {"": "", "seconds": "s", "bytes": "By", "ratio": "1"}
 
 # The spans of events: their names, and the fields whose sum is how long they took. They end when the event was emitted.
@@ -73,15 +74,8 @@ class OpenTelemetryMetrics:
         self._instruments = {one.name: _make(one, meter) for one in INSTRUMENTS if one.sources}
 
     def __call__(self, event: Event) -> None:
-        """Record an event."""
         for instrument, value, labels in measurements(event):
-            made = self._instruments[instrument.name]
-            if instrument.kind == "counter":
-                made.add(value, labels)
-            elif instrument.kind == "gauge":
-                made.set(value, labels)
-            else:
-                made.record(value, labels)
+            getattr(self._instruments[instrument.name], COUNTS_BY[instrument.kind])(value, labels)
         if type(event) in SPANS and not (isinstance(event, Synced) and not event.path):
             self._span(event)
 
@@ -90,18 +84,12 @@ class OpenTelemetryMetrics:
 
         name, durations = SPANS[type(event)]
         seconds = sum(getattr(event, field) for field in durations)
-        span = self._tracer.start_span(
-            name, attributes=_attributes(event), start_time=int((event.time_s - seconds) * 1e9)
-        )
-        error = getattr(event, "error", None)
-        if error is not None:
+        values = {field.name: getattr(event, field.name) for field in fields(event) if field.name != "time_s"}
+        attributes = {f"pulse.{field}": value for field, value in values.items() if value is not None}
+        span = self._tracer.start_span(name, attributes=attributes, start_time=int((event.time_s - seconds) * 1e9))
+        if (error := getattr(event, "error", None)) is not None:
             span.set_status(StatusCode.ERROR, error)
         span.end(int(event.time_s * 1e9))
-
-
-def _attributes(event: Event) -> dict[str, Any]:
-    values = {field.name: getattr(event, field.name) for field in fields(event) if field.name != "time_s"}
-    return {f"pulse.{name}": value for name, value in values.items() if value is not None}
 
 
 def _make(instrument: Instrument, meter: "Meter") -> Any:

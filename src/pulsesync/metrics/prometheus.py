@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["MetricsExporter", "PrometheusMetrics", "export"]
 
 FLUSH_S = 1.0  # that a scrape waits for events that were emitted before it
+COUNTS_BY = {"counter": "inc", "gauge": "set", "histogram": "observe"}  # the method of each kind that takes a value
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,6 @@ class PrometheusMetrics:
         return self._listening
 
     def __call__(self, event: Event) -> None:
-        """Count an event."""
         for instrument, value, labels in measurements(event):
             if instrument.name not in self._metrics:
                 continue
@@ -72,7 +72,7 @@ class PrometheusMetrics:
             child = self._children.get(key)
             if child is None:
                 child = self._children[key] = self._metrics[instrument.name].labels(**labels)
-            _record(child, instrument.kind, value)
+            getattr(child, COUNTS_BY[instrument.kind])(value)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge to a value that is in no event."""
@@ -199,17 +199,7 @@ def _make(instrument: Instrument) -> Any:
     from prometheus_client import Counter, Gauge, Histogram
 
     name, labels = instrument.name, instrument.labels
-    if instrument.kind == "counter":
-        return Counter(name, instrument.help, labels, registry=None)
-    if instrument.kind == "gauge":
-        return Gauge(name, instrument.help, labels, registry=None)
-    return Histogram(name, instrument.help, labels, registry=None, buckets=BUCKETS_S)
-
-
-def _record(metric: Any, kind: str, value: float) -> None:
-    if kind == "counter":
-        metric.inc(value)
-    elif kind == "gauge":
-        metric.set(value)
-    else:
-        metric.observe(value)
+    if instrument.kind == "histogram":
+        return Histogram(name, instrument.help, labels, registry=None, buckets=BUCKETS_S)
+    kind = Counter if instrument.kind == "counter" else Gauge
+    return kind(name, instrument.help, labels, registry=None)

@@ -6,6 +6,7 @@ list in docs/metrics.md. Labels have few values: a location, a rank, an outcome;
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from pulsesync.core.events import (
@@ -31,7 +32,10 @@ __all__ = ["INSTRUMENTS", "Instrument", "Measurement", "measurements", "scalars"
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal["", "seconds", "bytes", "ratio"]
 Section = Literal["versions", "publishing", "syncing", "engines", "groups", "LoCo rounds", "servers", "the exporter"]
+Labels = tuple[str, ...]
 Value = str | Callable[[Any], float | None]  # a field of the event; or a function of it, None: nothing to record
+
+LOCATION, PER_ERROR = ("location",), ("location", "retryable")  # what a metric is split by
 
 # Upper bounds of histograms, in seconds: from a pause on a GPU to the upload of an anchor.
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -61,7 +65,7 @@ class Instrument:
     unit: Unit
     help: str
     sources: tuple[tuple[type[Event], Value], ...] = ()
-    labels: tuple[str, ...] = ("location",)
+    labels: Labels = LOCATION
 
     @property
     def name(self) -> str:
@@ -110,435 +114,211 @@ def _ratio(event: VersionPublished) -> float | None:
     return event.changed / event.total if event.total else None
 
 
-def _per_rank(
-    base: str, kind: Kind, unit: Unit, help_: str, event: type[Event], value: Value, *labels: str
+_HELP = {  # of each metric, by its base
+    "pulse_newest_version": (
+        "The newest version of the run that this process knows: published, found by a sync, or served."
+    ),
+    "pulse_version": "The version that the weights of this process, or of the engine that it updates, are at.",
+    "pulse_step": "The trainer's step of the version that was last published or synced.",
+    "pulse_lag_versions": "Versions between the newest one and the weights, when the last sync completed or failed.",
+    "pulse_versions_published": "Versions committed to the store.",
+    "pulse_published": "Bytes that versions added to the store, without anchors.",
+    "pulse_full": "Bytes of all weights: what a version would take if it were sent whole.",
+    "pulse_changed": "Share of weights that the last published version changed, from 0 to 1.",
+    "pulse_coalesced_publishes": (
+        "Calls of publish whose changes were committed with a later version, because the store was slower."
+    ),
+    "pulse_publish_blocked": "How long the caller of publish waited.",
+    "pulse_publish_encode": "Time to compare and encode a version.",
+    "pulse_publish_store": "Time to write a version to the store.",
+    "pulse_publish_failures": "Versions that could not be committed; the next one contains their changes.",
+    "pulse_last_publish_timestamp": "When a version was last committed, in seconds since 1970.",
+    "pulse_anchors_published": "Anchors (full checkpoints) committed to the store.",
+    "pulse_anchor": "Bytes of the anchors committed to the store.",
+    "pulse_anchor_duration": "Time to write an anchor, in the background.",
+    "pulse_syncs": "Syncs that completed; of those that found nothing new, at most one a second is counted.",
+    "pulse_sync_fetch": "Time that a sync to another version waited for the store.",
+    "pulse_sync_prepare": "Time that a sync to another version took to check and decode.",
+    "pulse_sync_pause": (
+        "Time that a sync to another version wrote weights: the only time in which they must not be used."
+    ),
+    "pulse_fetched": "Bytes that syncs fetched from the store.",
+    "pulse_sync_replans": "Times that a sync found something missing or bad on its path and took another one.",
+    "pulse_repaired_tensors": (
+        "Tensors in which a recount found weights that something else had written, and that a sync repaired."
+    ),
+    "pulse_sync_failures": "Syncs that raised an error; retryable ones are expected to succeed when they are repeated.",
+    "pulse_weights_torn": "1 while the weights are between two versions and must not be used, else 0.",
+    "pulse_last_sync_timestamp": "When a sync last completed, with or without a new version, in seconds since 1970.",
+    "pulse_recounts": "Times that the digest of all weights was counted anew.",
+    "pulse_recount_mismatches": "Recounts that found other weights than those of the version.",
+    "pulse_recount_duration": "Time to count the digest of all weights anew.",
+    "pulse_last_recount_timestamp": (
+        "When all weights were last counted and found equal to their version, in seconds since 1970."
+    ),
+    "pulse_transfer_done": "Bytes of the last long transfer, such as a first sync, that are done.",
+    "pulse_transfer_size": "Bytes of the last long transfer in all.",
+    "pulse_engine_updates": "Updates of an inference engine to another version, on all of its ranks.",
+    "pulse_engine_update_failures": "Updates of an inference engine that failed.",
+    "pulse_engine_pause": "Time in which an engine did not generate because of an update.",
+    "pulse_engine_update_duration": "Time of an update of an engine, most of which it generates in.",
+    "pulse_engine_fetched": "Bytes that all ranks of an engine fetched for its updates.",
+    "pulse_group_version": "The version that the last group sync reached.",
+    "pulse_group_syncs": "Group syncs that completed.",
+    "pulse_group_sync_duration": "Time of a group sync.",
+    "pulse_group_pause": "Time that a group sync wrote weights.",
+    "pulse_group_sent": "Bytes sent in group syncs.",
+    "pulse_group_received": "Bytes received in group syncs.",
+    "pulse_group_sync_failures": "Group syncs that raised an error; the weights are unchanged.",
+    "pulse_round": "The number of the last round that completed.",
+    "pulse_rounds": "Rounds that completed.",
+    "pulse_rounds_missed": "Rounds that completed without the update of this trainer.",
+    "pulse_round_members": "Trainers whose updates the last round contains.",
+    "pulse_round_duration": "Time of a round.",
+    "pulse_round_sent": "Bytes sent in rounds.",
+    "pulse_round_received": "Bytes received in rounds.",
+    "pulse_round_failures": "Rounds that raised an error.",
+    "pulse_requests": (
+        "Requests answered; cache says whether a relay had all of what was asked for (none: not asked of a cache)."
+    ),
+    "pulse_request_duration": "Time from a request to the last byte of its answer.",
+    "pulse_served": "Bytes of objects and listings sent to clients.",
+    "pulse_store_failures": (
+        "Requests that failed because the store behind the server failed; for a relay, its upstream."
+    ),
+    "pulse_store_up": "1 if the store behind the server answers, else 0: the same as /healthz.",
+    "pulse_cache": "Bytes that the cache of a relay takes on disk.",
+    "pulse_cache_limit": "Bytes that the cache of a relay is kept below.",
+    "pulse_events_dropped": (
+        "Events that are missing from these metrics, because they came faster than they could be counted."
+    ),
+}
+
+
+def _metric(
+    section: Section, base: str, kind: Kind, unit: Unit, *sources: tuple[type[Event], Value], labels: Labels = LOCATION
 ) -> Instrument:
-    return Instrument("groups", base, kind, unit, help_, ((event, value),), ("rank", *labels))
+    return Instrument(section, base, kind, unit, _HELP[base], sources, labels)
 
 
-def _per_fragment(base: str, kind: Kind, unit: Unit, help_: str, event: type[Event], value: Value) -> Instrument:
-    return Instrument("LoCo rounds", base, kind, unit, help_, ((event, value),), ("fragment",))
+def _per_rank(base: str, kind: Kind, unit: Unit, event: type[Event], value: Value, *labels: str) -> Instrument:
+    return _metric("groups", base, kind, unit, (event, value), labels=("rank", *labels))
 
 
-DROPPED = Instrument(
-    "the exporter",
-    "pulse_events_dropped",
-    "counter",
-    "",
-    "Events that are missing from these metrics, because they came faster than they could be counted.",
-    labels=(),
-)
+def _per_fragment(base: str, kind: Kind, unit: Unit, event: type[Event], value: Value) -> Instrument:
+    return _metric("LoCo rounds", base, kind, unit, (event, value), labels=("fragment",))
+
+
+DROPPED = _metric("the exporter", "pulse_events_dropped", "counter", "", labels=())
 
 INSTRUMENTS: tuple[Instrument, ...] = (
-    Instrument(
+    _metric(
         "versions",
         "pulse_newest_version",
         "gauge",
         "",
-        "The newest version of the run that this process knows: published, found by a sync, or served.",
-        ((VersionPublished, "version"), (Synced, "newest"), (SyncFailed, "newest")),
+        (VersionPublished, "version"),
+        (Synced, "newest"),
+        (SyncFailed, "newest"),
     ),
-    Instrument(
-        "versions",
-        "pulse_version",
-        "gauge",
-        "",
-        "The version that the weights of this process, or of the engine that it updates, are at.",
-        ((Synced, "version"), (EngineUpdated, "version")),
+    _metric("versions", "pulse_version", "gauge", "", (Synced, "version"), (EngineUpdated, "version")),
+    _metric(
+        "versions", "pulse_step", "gauge", "", (VersionPublished, "step"), (Synced, "step"), (EngineUpdated, "step")
     ),
-    Instrument(
-        "versions",
-        "pulse_step",
-        "gauge",
-        "",
-        "The trainer's step of the version that was last published or synced.",
-        ((VersionPublished, "step"), (Synced, "step"), (EngineUpdated, "step")),
-    ),
-    Instrument(
-        "versions",
-        "pulse_lag_versions",
-        "gauge",
-        "",
-        "Versions between the newest one and the weights, when the last sync completed or failed.",
-        ((Synced, _lag), (SyncFailed, _lag)),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_versions_published",
-        "counter",
-        "",
-        "Versions committed to the store.",
-        ((VersionPublished, _one),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_published",
-        "counter",
-        "bytes",
-        "Bytes that versions added to the store, without anchors.",
-        ((VersionPublished, "payload_bytes"),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_full",
-        "gauge",
-        "bytes",
-        "Bytes of all weights: what a version would take if it were sent whole.",
-        ((VersionPublished, "full_bytes"),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_changed",
-        "gauge",
-        "ratio",
-        "Share of weights that the last published version changed, from 0 to 1.",
-        ((VersionPublished, _ratio),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_coalesced_publishes",
-        "counter",
-        "",
-        "Calls of publish whose changes were committed with a later version, because the store was slower.",
-        ((VersionPublished, "coalesced"),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_publish_blocked",
-        "histogram",
-        "seconds",
-        "How long the caller of publish waited.",
-        ((VersionPublished, "blocked_s"),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_publish_encode",
-        "histogram",
-        "seconds",
-        "Time to compare and encode a version.",
-        ((VersionPublished, "encode_s"),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_publish_store",
-        "histogram",
-        "seconds",
-        "Time to write a version to the store.",
-        ((VersionPublished, "store_s"),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_publish_failures",
-        "counter",
-        "",
-        "Versions that could not be committed; the next one contains their changes.",
-        ((PublishFailed, _one),),
-        ("location", "retryable"),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_last_publish_timestamp",
-        "gauge",
-        "seconds",
-        "When a version was last committed, in seconds since 1970.",
-        ((VersionPublished, "time_s"),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_anchors_published",
-        "counter",
-        "",
-        "Anchors (full checkpoints) committed to the store.",
-        ((AnchorPublished, _one),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_anchor",
-        "counter",
-        "bytes",
-        "Bytes of the anchors committed to the store.",
-        ((AnchorPublished, "payload_bytes"),),
-    ),
-    Instrument(
-        "publishing",
-        "pulse_anchor_duration",
-        "histogram",
-        "seconds",
-        "Time to write an anchor, in the background.",
-        ((AnchorPublished, "seconds"),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_syncs",
-        "counter",
-        "",
-        "Syncs that completed; of those that found nothing new, at most one a second is counted.",
-        ((Synced, _one),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_sync_fetch",
-        "histogram",
-        "seconds",
-        "Time that a sync to another version waited for the store.",
-        ((Synced, _if_moved("fetch_s")),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_sync_prepare",
-        "histogram",
-        "seconds",
-        "Time that a sync to another version took to check and decode.",
-        ((Synced, _if_moved("prepare_s")),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_sync_pause",
-        "histogram",
-        "seconds",
-        "Time that a sync to another version wrote weights: the only time in which they must not be used.",
-        ((Synced, _if_moved("pause_s")),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_fetched",
-        "counter",
-        "bytes",
-        "Bytes that syncs fetched from the store.",
-        ((Synced, "fetched_bytes"),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_sync_replans",
-        "counter",
-        "",
-        "Times that a sync found something missing or bad on its path and took another one.",
-        ((Synced, "replanned"),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_repaired_tensors",
-        "counter",
-        "",
-        "Tensors in which a recount found weights that something else had written, and that a sync repaired.",
-        ((Synced, lambda event: len(event.repaired)),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_sync_failures",
-        "counter",
-        "",
-        "Syncs that raised an error; retryable ones are expected to succeed when they are repeated.",
-        ((SyncFailed, _one),),
-        ("location", "retryable"),
-    ),
-    Instrument(
+    _metric("versions", "pulse_lag_versions", "gauge", "", (Synced, _lag), (SyncFailed, _lag)),
+    _metric("publishing", "pulse_versions_published", "counter", "", (VersionPublished, _one)),
+    _metric("publishing", "pulse_published", "counter", "bytes", (VersionPublished, "payload_bytes")),
+    _metric("publishing", "pulse_full", "gauge", "bytes", (VersionPublished, "full_bytes")),
+    _metric("publishing", "pulse_changed", "gauge", "ratio", (VersionPublished, _ratio)),
+    _metric("publishing", "pulse_coalesced_publishes", "counter", "", (VersionPublished, "coalesced")),
+    _metric("publishing", "pulse_publish_blocked", "histogram", "seconds", (VersionPublished, "blocked_s")),
+    _metric("publishing", "pulse_publish_encode", "histogram", "seconds", (VersionPublished, "encode_s")),
+    _metric("publishing", "pulse_publish_store", "histogram", "seconds", (VersionPublished, "store_s")),
+    _metric("publishing", "pulse_publish_failures", "counter", "", (PublishFailed, _one), labels=PER_ERROR),
+    _metric("publishing", "pulse_last_publish_timestamp", "gauge", "seconds", (VersionPublished, "time_s")),
+    _metric("publishing", "pulse_anchors_published", "counter", "", (AnchorPublished, _one)),
+    _metric("publishing", "pulse_anchor", "counter", "bytes", (AnchorPublished, "payload_bytes")),
+    _metric("publishing", "pulse_anchor_duration", "histogram", "seconds", (AnchorPublished, "seconds")),
+    _metric("syncing", "pulse_syncs", "counter", "", (Synced, _one)),
+    _metric("syncing", "pulse_sync_fetch", "histogram", "seconds", (Synced, _if_moved("fetch_s"))),
+    _metric("syncing", "pulse_sync_prepare", "histogram", "seconds", (Synced, _if_moved("prepare_s"))),
+    _metric("syncing", "pulse_sync_pause", "histogram", "seconds", (Synced, _if_moved("pause_s"))),
+    _metric("syncing", "pulse_fetched", "counter", "bytes", (Synced, "fetched_bytes")),
+    _metric("syncing", "pulse_sync_replans", "counter", "", (Synced, "replanned")),
+    _metric("syncing", "pulse_repaired_tensors", "counter", "", (Synced, lambda event: len(event.repaired))),
+    _metric("syncing", "pulse_sync_failures", "counter", "", (SyncFailed, _one), labels=PER_ERROR),
+    _metric(
         "syncing",
         "pulse_weights_torn",
         "gauge",
         "",
-        "1 while the weights are between two versions and must not be used, else 0.",
-        ((SyncFailed, "torn"), (Synced, _zero), (EngineUpdateFailed, "torn"), (EngineUpdated, _zero)),
+        (SyncFailed, "torn"),
+        (Synced, _zero),
+        (EngineUpdateFailed, "torn"),
+        (EngineUpdated, _zero),
     ),
-    Instrument(
-        "syncing",
-        "pulse_last_sync_timestamp",
-        "gauge",
-        "seconds",
-        "When a sync last completed, with or without a new version, in seconds since 1970.",
-        ((Synced, "time_s"), (EngineUpdated, "time_s")),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_recounts",
-        "counter",
-        "",
-        "Times that the digest of all weights was counted anew.",
-        ((Recounted, _one),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_recount_mismatches",
-        "counter",
-        "",
-        "Recounts that found other weights than those of the version.",
-        ((Recounted, lambda event: not event.equal),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_recount_duration",
-        "histogram",
-        "seconds",
-        "Time to count the digest of all weights anew.",
-        ((Recounted, "seconds"),),
-    ),
-    Instrument(
+    _metric("syncing", "pulse_last_sync_timestamp", "gauge", "seconds", (Synced, "time_s"), (EngineUpdated, "time_s")),
+    _metric("syncing", "pulse_recounts", "counter", "", (Recounted, _one)),
+    _metric("syncing", "pulse_recount_mismatches", "counter", "", (Recounted, lambda event: not event.equal)),
+    _metric("syncing", "pulse_recount_duration", "histogram", "seconds", (Recounted, "seconds")),
+    _metric(
         "syncing",
         "pulse_last_recount_timestamp",
         "gauge",
         "seconds",
-        "When all weights were last counted and found equal to their version, in seconds since 1970.",
-        ((Recounted, lambda event: event.time_s if event.equal else None),),
+        (Recounted, lambda event: event.time_s if event.equal else None),
     ),
-    Instrument(
-        "syncing",
-        "pulse_transfer_done",
-        "gauge",
-        "bytes",
-        "Bytes of the last long transfer, such as a first sync, that are done.",
-        ((TransferProgress, "done_bytes"),),
-    ),
-    Instrument(
-        "syncing",
-        "pulse_transfer_size",
-        "gauge",
-        "bytes",
-        "Bytes of the last long transfer in all.",
-        ((TransferProgress, "total_bytes"),),
-    ),
-    Instrument(
-        "engines",
-        "pulse_engine_updates",
-        "counter",
-        "",
-        "Updates of an inference engine to another version, on all of its ranks.",
-        ((EngineUpdated, _one),),
-    ),
-    Instrument(
-        "engines",
-        "pulse_engine_update_failures",
-        "counter",
-        "",
-        "Updates of an inference engine that failed.",
-        ((EngineUpdateFailed, _one),),
-        ("location", "retryable"),
-    ),
-    Instrument(
-        "engines",
-        "pulse_engine_pause",
-        "histogram",
-        "seconds",
-        "Time in which an engine did not generate because of an update.",
-        ((EngineUpdated, "pause_s"),),
-    ),
-    Instrument(
-        "engines",
-        "pulse_engine_update_duration",
-        "histogram",
-        "seconds",
-        "Time of an update of an engine, most of which it generates in.",
-        ((EngineUpdated, "seconds"),),
-    ),
-    Instrument(
-        "engines",
-        "pulse_engine_fetched",
-        "counter",
-        "bytes",
-        "Bytes that all ranks of an engine fetched for its updates.",
-        ((EngineUpdated, "fetched_bytes"),),
-    ),
-    _per_rank(
-        "pulse_group_version", "gauge", "", "The version that the last group sync reached.", GroupSynced, "version"
-    ),
-    _per_rank("pulse_group_syncs", "counter", "", "Group syncs that completed.", GroupSynced, _one, "method"),
-    _per_rank("pulse_group_sync_duration", "histogram", "seconds", "Time of a group sync.", GroupSynced, "seconds"),
-    _per_rank(
-        "pulse_group_pause", "histogram", "seconds", "Time that a group sync wrote weights.", GroupSynced, "pause_s"
-    ),
-    _per_rank("pulse_group_sent", "counter", "bytes", "Bytes sent in group syncs.", GroupSynced, "sent_bytes"),
-    _per_rank(
-        "pulse_group_received", "counter", "bytes", "Bytes received in group syncs.", GroupSynced, "received_bytes"
-    ),
-    _per_rank(
-        "pulse_group_sync_failures",
-        "counter",
-        "",
-        "Group syncs that raised an error; the weights are unchanged.",
-        GroupSyncFailed,
-        _one,
-    ),
-    _per_fragment("pulse_round", "gauge", "", "The number of the last round that completed.", RoundCompleted, "round"),
-    _per_fragment("pulse_rounds", "counter", "", "Rounds that completed.", RoundCompleted, _one),
-    _per_fragment(
-        "pulse_rounds_missed",
-        "counter",
-        "",
-        "Rounds that completed without the update of this trainer.",
-        RoundCompleted,
-        lambda event: not event.took_part,
-    ),
-    _per_fragment(
-        "pulse_round_members", "gauge", "", "Trainers whose updates the last round contains.", RoundCompleted, "members"
-    ),
-    _per_fragment("pulse_round_duration", "histogram", "seconds", "Time of a round.", RoundCompleted, "seconds"),
-    _per_fragment("pulse_round_sent", "counter", "bytes", "Bytes sent in rounds.", RoundCompleted, "sent_bytes"),
-    _per_fragment(
-        "pulse_round_received", "counter", "bytes", "Bytes received in rounds.", RoundCompleted, "received_bytes"
-    ),
-    _per_fragment("pulse_round_failures", "counter", "", "Rounds that raised an error.", RoundFailed, _one),
-    Instrument(
+    _metric("syncing", "pulse_transfer_done", "gauge", "bytes", (TransferProgress, "done_bytes")),
+    _metric("syncing", "pulse_transfer_size", "gauge", "bytes", (TransferProgress, "total_bytes")),
+    _metric("engines", "pulse_engine_updates", "counter", "", (EngineUpdated, _one)),
+    _metric("engines", "pulse_engine_update_failures", "counter", "", (EngineUpdateFailed, _one), labels=PER_ERROR),
+    _metric("engines", "pulse_engine_pause", "histogram", "seconds", (EngineUpdated, "pause_s")),
+    _metric("engines", "pulse_engine_update_duration", "histogram", "seconds", (EngineUpdated, "seconds")),
+    _metric("engines", "pulse_engine_fetched", "counter", "bytes", (EngineUpdated, "fetched_bytes")),
+    _per_rank("pulse_group_version", "gauge", "", GroupSynced, "version"),
+    _per_rank("pulse_group_syncs", "counter", "", GroupSynced, _one, "method"),
+    _per_rank("pulse_group_sync_duration", "histogram", "seconds", GroupSynced, "seconds"),
+    _per_rank("pulse_group_pause", "histogram", "seconds", GroupSynced, "pause_s"),
+    _per_rank("pulse_group_sent", "counter", "bytes", GroupSynced, "sent_bytes"),
+    _per_rank("pulse_group_received", "counter", "bytes", GroupSynced, "received_bytes"),
+    _per_rank("pulse_group_sync_failures", "counter", "", GroupSyncFailed, _one),
+    _per_fragment("pulse_round", "gauge", "", RoundCompleted, "round"),
+    _per_fragment("pulse_rounds", "counter", "", RoundCompleted, _one),
+    _per_fragment("pulse_rounds_missed", "counter", "", RoundCompleted, lambda event: not event.took_part),
+    _per_fragment("pulse_round_members", "gauge", "", RoundCompleted, "members"),
+    _per_fragment("pulse_round_duration", "histogram", "seconds", RoundCompleted, "seconds"),
+    _per_fragment("pulse_round_sent", "counter", "bytes", RoundCompleted, "sent_bytes"),
+    _per_fragment("pulse_round_received", "counter", "bytes", RoundCompleted, "received_bytes"),
+    _per_fragment("pulse_round_failures", "counter", "", RoundFailed, _one),
+    _metric(
         "servers",
         "pulse_requests",
         "counter",
         "",
-        "Requests answered; cache says whether a relay had all of what was asked for (none: not asked of a cache).",
-        ((RequestServed, _one),),
-        ("location", "method", "status", "cache"),
+        (RequestServed, _one),
+        labels=("location", "method", "status", "cache"),
     ),
-    Instrument(
-        "servers",
-        "pulse_request_duration",
-        "histogram",
-        "seconds",
-        "Time from a request to the last byte of its answer.",
-        ((RequestServed, "seconds"),),
-    ),
-    Instrument(
-        "servers",
-        "pulse_served",
-        "counter",
-        "bytes",
-        "Bytes of objects and listings sent to clients.",
-        ((RequestServed, "sent_bytes"),),
-        ("location", "cache"),
-    ),
-    Instrument(
-        "servers",
-        "pulse_store_failures",
-        "counter",
-        "",
-        "Requests that failed because the store behind the server failed; for a relay, its upstream.",
-        ((RequestServed, "store_failed"),),
-    ),
-    Instrument(
-        "servers",
-        "pulse_store_up",
-        "gauge",
-        "",
-        "1 if the store behind the server answers, else 0: the same as /healthz.",
-    ),
-    Instrument("servers", "pulse_cache", "gauge", "bytes", "Bytes that the cache of a relay takes on disk."),
-    Instrument("servers", "pulse_cache_limit", "gauge", "bytes", "Bytes that the cache of a relay is kept below."),
+    _metric("servers", "pulse_request_duration", "histogram", "seconds", (RequestServed, "seconds")),
+    _metric("servers", "pulse_served", "counter", "bytes", (RequestServed, "sent_bytes"), labels=("location", "cache")),
+    _metric("servers", "pulse_store_failures", "counter", "", (RequestServed, "store_failed")),
+    _metric("servers", "pulse_store_up", "gauge", ""),
+    _metric("servers", "pulse_cache", "gauge", "bytes"),
+    _metric("servers", "pulse_cache_limit", "gauge", "bytes"),
     DROPPED,
 )
 """The table of all metrics."""
 
 
 def _index() -> dict[type[Event], list[tuple[Instrument, Callable[[Any], float | None]]]]:
-    """Return, for each type of event, the metrics that are made of it."""
     index: dict[type[Event], list[tuple[Instrument, Callable[[Any], float | None]]]] = {}
     for instrument in INSTRUMENTS:
         for event, value in instrument.sources:
-            read = value if callable(value) else _reader(value)
+            read = value if callable(value) else attrgetter(value)
             index.setdefault(event, []).append((instrument, read))
     return index
 
 
-def _reader(field: str) -> Callable[[Any], float | None]:
-    return lambda event: getattr(event, field)
-
-
-_BY_EVENT = _index()
+_BY_EVENT = _index()  # the metrics that are made of each type of event
 
 
 def measurements(event: Event) -> Iterator[Measurement]:

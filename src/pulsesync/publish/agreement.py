@@ -1,10 +1,11 @@
 """The call of publish that a version ends with, and its base and codec: all ranks of a team agree on them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pulsesync.errors import GroupError
-from pulsesync.format.manifest import Manifest
 from pulsesync.format.patch import CodecName
+from pulsesync.group.agreement import read_each
 from pulsesync.publish.anchor_coordinator import AnchorCoordinator
 from pulsesync.publish.cadence import Cadence
 from pulsesync.publish.committed import CommitSettler, CommittedVersion
@@ -17,23 +18,21 @@ from pulsesync.publish.team import COORDINATOR, RankStatus, TeamRounds
 CALL_TIMEOUT_S = 300.0  # how long a rank may take to make a call of publish that another has made
 
 
+@dataclass(eq=False)
 class TeamAgreement:
     """Agrees with the other ranks, before a version is written, on what it is. A team of one agrees with itself."""
 
-    def __init__(
-        self,
-        committed: CommittedVersion,
-        settler: CommitSettler,
-        rounds: TeamRounds,
-        queue: SendQueue,
-        cadence: Cadence,
-        anchors: AnchorCoordinator,
-        costs: PatchCosts,
-        lease: PublisherLease,
-    ) -> None:
-        self._committed, self._settler, self._rounds, self._queue = committed, settler, rounds, queue
-        self._cadence, self._anchors, self._costs, self._lease = cadence, anchors, costs, lease
-        self.choice = costs.choice  # of the current version, or the expected one of the next
+    _committed: CommittedVersion
+    _settler: CommitSettler
+    _rounds: TeamRounds
+    _queue: SendQueue
+    _cadence: Cadence
+    _anchors: AnchorCoordinator
+    _costs: PatchCosts
+    _lease: PublisherLease
+
+    def __post_init__(self) -> None:
+        self.choice = self._costs.choice  # of the current version, or the expected one of the next
 
     @property
     def codec(self) -> CodecName:
@@ -67,9 +66,8 @@ class TeamAgreement:
 
     def _agree_on_base(self, ranks: Sequence[RankStatus], can_resume: bool) -> None:
         """Raises: StoreError, GroupError: the ranks have different last versions, and cannot resume the run now."""
-        versions = [rank.version for rank in ranks]
-        if any(rank.unsure for rank in ranks):
-            versions = self._settler.resolve_unknown_commit()
+        unsure = any(rank.unsure for rank in ranks)
+        versions = self._settler.resolve_unknown_commit() if unsure else [rank.version for rank in ranks]
         with self._queue.lock:
             if None in versions or len(set(versions)) > 1:
                 self._committed.base = None
@@ -84,7 +82,8 @@ class TeamAgreement:
     def _exchange_status(self, version: PendingVersion) -> list[RankStatus]:
         if self._rounds.is_alone:
             return [self._status(version)]
-        return RankStatus.from_ranks(self._rounds.run_on_all(lambda: (None, self._status(version).to_bytes()))[1])
+        _, sent = self._rounds.run_on_all(lambda: (None, self._status(version).to_bytes()))
+        return read_each(sent, RankStatus.from_bytes)
 
     def _status(self, version: PendingVersion) -> RankStatus:
         self._lease.check()
@@ -93,7 +92,9 @@ class TeamAgreement:
             raise version.fault  # in the other case it is raised when all ranks have made the same call
         if base is not None:
             self._anchors.writer.renew(base.last.run)
-            self._choose_codec(base.last, version)
+            # On the coordinator, at the first patch of an epoch: how all ranks code the epoch's versions.
+            if self._rounds.coordinates and base.last.next_patch[1] == 1 and version.difference is not None:
+                self._costs.begin_epoch(version.difference.try_step())
         with self._queue.lock:
             return RankStatus(
                 call=version.call,
@@ -108,11 +109,6 @@ class TeamAgreement:
                 target=self._cadence.target(),
                 choice=self._costs.choice,
             )
-
-    def _choose_codec(self, last: Manifest, version: PendingVersion) -> None:
-        """Choose, on the coordinator and at the first patch of an epoch, how all ranks code the epoch's versions."""
-        if self._rounds.coordinates and last.next_patch[1] == 1 and version.difference is not None:
-            self._costs.begin_epoch(version.difference.try_step())
 
     def fix(self, version: PendingVersion, last_call: int) -> PendingVersion:
         """Return the current version when this rank has made the call that it ends with."""

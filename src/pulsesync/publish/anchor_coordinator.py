@@ -4,46 +4,36 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
-from pulsesync.errors import StoreError
+from pulsesync.errors import ChainError, FormatError, StoreError
 from pulsesync.format.layout import Layout
 from pulsesync.format.manifest import Manifest, PartRef
 from pulsesync.format.patch import EncodedPart
-from pulsesync.publish.anchors import AnchorWriter, encode_parts, path_since_anchor
+from pulsesync.publish.anchors import AnchorWriter, encode_parts
 from pulsesync.publish.baseline import RankBase
 from pulsesync.publish.ownership import RankReport
 from pulsesync.publish.team import CoordinatorMessage, RankStatus, TeamRounds
+from pulsesync.run import planner
 from pulsesync.run.planner import Look
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class AnchorCoordinator:
-    """The anchors of one rank: begins them with all ranks, and on rank 0 decides when, and creates their records.
+    """The anchors of one rank: begins them with all ranks, and on rank 0 decides when, and creates their records."""
 
-    Args:
-        writer: Writes this rank's share.
-        rounds: The messages of the team.
-        lock: The lock of the queue: while it is taken, no version is sent.
-        anchor_every: An anchor is due when the patches since the last one add up to this fraction of its bytes.
-        look: Returns a function that finds the records of the run as they are now.
-        put: Puts a part into the store.
-    """
-
-    def __init__(
-        self,
-        writer: AnchorWriter,
-        rounds: TeamRounds,
-        lock: threading.RLock,
-        anchor_every: float,
-        look: Callable[[], Look],
-        put: Callable[[EncodedPart], PartRef],
-    ) -> None:
-        self.writer, self._rounds, self._lock = writer, rounds, lock
-        self._anchor_every, self._look, self._put = anchor_every, look, put
-        self.ranks: Sequence[RankStatus] = ()  # the last status of every rank
-        self._unrecorded: int | None = None  # the epoch of an anchor that all ranks started and that has no record yet
-        self._path_bytes = 0.0  # on rank 0: bytes of the patches since the newest anchor
+    writer: AnchorWriter  # of this rank's share
+    _rounds: TeamRounds
+    _lock: threading.RLock  # of the queue: while it is taken, no version is sent
+    _anchor_every: float  # an anchor is due when the patches since the last one add up to this fraction of its bytes
+    _look: Callable[[], Look]  # returns a function that finds the records of the run as they are now
+    _put: Callable[[EncodedPart], PartRef]  # into the store
+    ranks: Sequence[RankStatus] = ()  # the last status of every rank
+    _unrecorded: int | None = None  # the epoch of an anchor that all ranks started and that has no record yet
+    _path_bytes: float = 0.0  # on rank 0: bytes of the patches since the newest anchor
 
     def is_due(self, last: Manifest, layout: Layout) -> bool:
         """Return whether to start an anchor of a version: at the start of an epoch, if the path has become long."""
@@ -59,9 +49,11 @@ class AnchorCoordinator:
 
     def measure(self, last: Manifest) -> None:
         """Count the bytes that a new worker fetches besides the anchor; infinite without one. Raises: StoreError."""
-        newest, self._path_bytes = path_since_anchor(last, self._look())
-        if newest is not None:
-            self.writer.newest = max(newest, self.writer.newest or 0)
+        self._path_bytes = math.inf
+        with suppress(ChainError, FormatError):
+            anchor, *patches = planner.find_path(None, last, self._look())
+            self._path_bytes = sum(record.path_bytes for record in patches)
+            self.writer.newest = max(anchor.starts, self.writer.newest or 0)
 
     def count(self, record: Manifest) -> None:
         """Count what a new worker fetches of a version: a root, to which no anchor leads yet, or a patch."""
@@ -88,13 +80,9 @@ class AnchorCoordinator:
     def finish(self, base: Callable[[], RankBase | None]) -> int:
         """Wait for the anchor that is being written, and create its record; return the bytes of all ranks.
 
-        In a team every rank calls this, while nothing is being sent.
+        In a team every rank calls this, while nothing is being sent. base: may return another one after the wait.
 
-        Args:
-            base: Returns the base; it may change during the wait.
-
-        Raises:
-            StoreError, FormatError: the anchor could not be written.
+        Raises: StoreError, FormatError: the anchor could not be written.
         """
         fault: Exception | None = None
         if (now := base()) is not None:
@@ -142,11 +130,8 @@ class AnchorCoordinator:
         try:
             self._create([one.parts for one in shares if one], base)
         except StoreError as e:
-            logger.warning(
-                "The record of the anchor of epoch %d was not created: %s. It is tried again with a later version.",
-                self._unrecorded,
-                e,
-            )
+            text = "The record of the anchor of epoch %d was not created: %s. It is tried again with a later version."
+            logger.warning(text, self._unrecorded, e)
 
     def _create(self, shares: Iterable[tuple[PartRef, ...]], base: RankBase | None) -> Manifest:
         parts = tuple(part for share in shares for part in share)

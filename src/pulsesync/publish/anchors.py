@@ -7,21 +7,21 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from pulsesync.core.scratch import nearest
 from pulsesync.core.threads import submit
 from pulsesync.core.types import Tile
-from pulsesync.errors import ChainError, ConflictError, FormatError, NotFoundError, PulseError, StoreError
+from pulsesync.errors import ConflictError, FormatError, NotFoundError, PulseError, StoreError
 from pulsesync.format import manifest as manifests
 from pulsesync.format import patch
 from pulsesync.format.manifest import MAX_INLINE_BYTES, Manifest, PartRef, RecordKind
 from pulsesync.format.patch import EncodedPart
 from pulsesync.publish.costs import AnchorCosts, CodecChoice
 from pulsesync.publish.team import AnchorShare
-from pulsesync.run import keys, planner
+from pulsesync.run import keys
 from pulsesync.run.bodies import inline_share
-from pulsesync.run.planner import Look
 from pulsesync.run.reader import location_of
 from pulsesync.run.reporting import Transfer
 from pulsesync.run.spool import Outbox
@@ -34,58 +34,46 @@ PART_BYTES = 1 << 25  # bytes of weights in one part of an anchor, and in memory
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class AnchorWriter:
     """Writes the anchors of one run, one at a time, and waits while a version is being sent.
 
     In a team, each rank uploads its own tiles: `share` is what it has uploaded, until the coordinator has created the
     record (`complete`) and every rank knows about it (`recorded`). A team of one creates the record at once.
-
-    Args:
-        give_way: Waits while a version is being sent.
-        ranks: The number of ranks of the team.
-        costs: Chooses how tiles are coded, and measures the uploads for that.
-        created: Called with the record of an anchor that was created here, and the seconds since it was begun.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        outbox: Outbox,
-        sign: Callable[[Manifest], bytes],
-        executor: Executor,
-        give_way: Callable[[], None],
-        costs: AnchorCosts,
-        ranks: int = 1,
-        created: Callable[[Manifest, float], None] = lambda record, seconds: None,
-    ) -> None:
-        self.store, self.outbox, self.sign = store, outbox, sign
-        self._location = location_of(store)
-        self.newest: int | None = None  # epoch of the newest anchor that is in the store
-        self.owed = False  # whether one was begun and is not in the store
-        self.written_bytes = 0
-        self.share: AnchorShare | None = None
-        self.costs = costs
-        self.choice: CodecChoice | None = None  # how the last anchor was encoded
-        self._uploaded_s = 0.0  # when the share was uploaded
-        self._version: Manifest | None = None  # the version of which the last anchor was begun
-        self._unwritten: tuple[Snapshot | WeightState, Sequence[Tile]] | None = None  # until all of it is on the disk
-        self._needed = 0  # bytes that the disk of the outbox lacked when it was full; 0: it was not full
-        self._executor, self._give_way, self._alone = executor, give_way, ranks == 1
-        self._ranks, self._created = ranks, created
-        self._began_s = 0.0  # when the last anchor was
-        self._current: Future[None] | None = None
-        self._failures = 0  # consecutive uploads that failed and are tried again later
-        self._pause: float = 0  # versions to wait for before the anchor is tried again
+    store: Store
+    outbox: Outbox
+    sign: Callable[[Manifest], bytes]
+    _executor: Executor
+    _give_way: Callable[[], None]  # waits while a version is being sent
+    costs: AnchorCosts  # chooses how tiles are coded, and measures the uploads for that
+    _ranks: int = 1  # of the team
+    # Called with the record of an anchor that was created here, and the seconds since it was begun.
+    _created: Callable[[Manifest, float], None] = lambda record, seconds: None
+    newest: int | None = None  # epoch of the newest anchor that is in the store
+    owed: bool = False  # whether one was begun and is not in the store
+    written_bytes: int = 0
+    share: AnchorShare | None = None
+    choice: CodecChoice | None = None  # how the last anchor was encoded
+    _uploaded_s: float = 0.0  # when the share was uploaded
+    _version: Manifest | None = None  # the version of which the last anchor was begun
+    _unwritten: tuple[Snapshot | WeightState, Sequence[Tile]] | None = None  # until all of it is on the disk
+    _needed: int = 0  # bytes that the disk of the outbox lacked when it was full; 0: it was not full
+    _began_s: float = 0.0  # when the last anchor was
+    _current: "Future[None] | None" = None
+    _failures: int = 0  # consecutive uploads that failed and are tried again later
+    _pause: float = 0  # versions to wait for before the anchor is tried again
+
+    def __post_init__(self) -> None:
+        self._location, self._alone = location_of(self.store), self._ranks == 1
 
     @property
     def busy(self) -> bool:
         return self._current is not None and not self._current.done()
 
     def begin(self, snapshot: Snapshot | WeightState, version: Manifest, tiles: Sequence[Tile]) -> None:
-        """Write the anchor of a version with this state, unless an anchor is being written.
-
-        tiles: the tiles of this rank.
-        """
+        """Write this rank's tiles of the anchor of a version with this state, unless an anchor is being written."""
         if not self.busy:
             self.owed, self._pause, self.share, self._version = True, 0, None, version
             self._unwritten = snapshot, tiles
@@ -131,9 +119,8 @@ class AnchorWriter:
 
     def _free_bytes(self) -> int:
         """Return the free bytes on the disk of the outbox; 0 if they cannot be determined."""
-        with suppress(OSError, StopIteration):
-            folder = next(one for one in (self.outbox.folder, *self.outbox.folder.parents) if one.exists())
-            return shutil.disk_usage(folder).free
+        with suppress(OSError):
+            return shutil.disk_usage(nearest(self.outbox.folder)).free
         return 0
 
     def renew(self, run: str) -> None:
@@ -184,29 +171,20 @@ class AnchorWriter:
                 if not retried:
                     self._unwritten, self._needed = None, 0
                 self._failures += retried
-                logger.warning(
-                    "The anchor of epoch %d was not uploaded: %s: %s. %s",
-                    epoch,
-                    type(e).__name__,
-                    e,
-                    "It is tried again with a later version."
-                    if retried
-                    else "An anchor of the next epoch is written instead.",
-                )
+                then = "An anchor of the next epoch is written instead."
+                if retried:
+                    then = "It is tried again with a later version."
+                logger.warning("The anchor of epoch %d was not uploaded: %s: %s. %s", epoch, type(e).__name__, e, then)
                 raise
             self._failures = 0
 
         try:
             return submit(self._executor, run)
         except RuntimeError as e:
-            logger.warning("The anchor of epoch %d was not started and is tried with a later version: %s.", epoch, e)
+            text = f"anchor of epoch {epoch} was not started and is tried with a later version: {e}"
+            logger.warning("The %s.", text)
             waits: Future[None] = Future()
-            waits.set_exception(
-                StoreError(
-                    f"the anchor of epoch {epoch} was not started and is tried with a later version: {e}",
-                    retryable=True,
-                )
-            )
+            waits.set_exception(StoreError(f"the {text}", retryable=True))
             return waits
 
     def _write(self, version: Manifest) -> None:
@@ -264,10 +242,7 @@ class AnchorWriter:
         self.owed = self.share is not None
 
     def _upload(self, epoch: int, record: Manifest, data: bytes, uploaded: Collection[str] = ()) -> None:
-        """Upload all parts, even those that are in the store: an old one might be about to be pruned.
-
-        uploaded: those that were uploaded just now.
-        """
+        """Upload all parts, but those that were just now: an old one in the store might be about to be pruned."""
         transfer = Transfer(self._location, "uploading an anchor", sum(ref.size for ref in record.parts))
         for ref in record.parts:
             if ref.data is not None:
@@ -392,15 +367,3 @@ def _encode_part(tiles: Sequence[Tile], size: int, state: Snapshot | WeightState
 def anchor_record(version: Manifest, parts: tuple[PartRef, ...], newest: int | None) -> Manifest:
     """Return the record of a version's anchor, at the start of an epoch; newest: the epoch of the anchor before it."""
     return replace(version, kind=RecordKind.ANCHOR, base=None, history=None, parts=parts, anchor=newest)
-
-
-def path_since_anchor(last: Manifest, look: Look) -> tuple[int | None, float]:
-    """Return the epoch of the newest anchor that leads to a version, and the bytes of the patches after it.
-
-    A worker that joins fetches both. Without an anchor, the bytes are infinite. Raises: StoreError.
-    """
-    try:
-        path = planner.find_path(None, last, look)
-    except (ChainError, FormatError):
-        return None, math.inf
-    return path[0].starts, sum(record.path_bytes for record in path if record.kind != RecordKind.ANCHOR)

@@ -46,19 +46,15 @@ class Difference(Protocol):
     @property
     def changed(self) -> int:
         """How many weights differ."""
-        ...
 
     def after(self, done: Transition) -> "Difference":
         """Return the difference from the base after a transition."""
-        ...
 
     def try_step(self) -> StepTrial | None:
         """Measure the codec `step` on a sample; None where it always takes longer than the others."""
-        ...
 
     def encode(self, last: Manifest, codec: CodecName) -> tuple[EncodedPart, Transition]:
         """Encode the difference from the base, which is the version `last`. Changes nothing."""
-        ...
 
 
 class Baseline(Protocol):
@@ -66,34 +62,27 @@ class Baseline(Protocol):
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
         """Return the source's tensors as they are published. Raises: StateError."""
-        ...
 
     def copy(self, share: TileShare, shards: Shards) -> WeightState:
         """Return a base that equals the source as it is now."""
-        ...
 
     def rebuild(self, share: TileShare, shards: Shards) -> dict[str, Any]:
         """Return new tensors in the windows of the share, which a follower of its slices then syncs to a version.
 
         They equal the source as it is now, because a path may begin there.
         """
-        ...
 
     def adopt(self, share: TileShare, state: WeightState) -> WeightState:
         """Return the state of such tensors as the base, in the memory where it is kept."""
-        ...
 
     def compare(self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName) -> Difference:
         """Compare a source with the base; when this returns, the source may change."""
-        ...
 
     def compare_later(self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName) -> Difference:
         """Compare a source that changes only after `wait`: this may return before the source is compared."""
-        ...
 
     def wait(self) -> None:
         """Wait until no comparison reads a source any more. The error of one is raised by its difference."""
-        ...
 
 
 def check_keep(keep: str | None) -> None:
@@ -107,8 +96,7 @@ def check_keep(keep: str | None) -> None:
 def baseline_for(source: Any, keep: Keep | None) -> Baseline:
     """Return where the base of a source is kept: on the source's device, unless `keep` names another place.
 
-    Raises:
-        ValueError: keep does not apply to this source; StateError: a tensor is neither in host memory nor on a GPU.
+    Raises: ValueError: keep does not apply to this source; StateError: a tensor is neither in host memory nor on a GPU.
     """
     where = device.find(local_tensors(source))
     if where is None:
@@ -136,7 +124,9 @@ class HostBaseline:
         return shards
 
     def copy(self, share: TileShare, shards: Shards) -> WeightState:
-        flats = _memory_of(share)
+        windows = {name: window.local for name, window in share.tensors.items()}
+        # What lies between the tiles, in a window around them, is never read.
+        flats: dict[str, Bits] = {name: np.empty(spec.size, spec.kind.bits) for name, spec in windows.items()}
         _copy_tiles(share, ShardWeights(shards.published, share.places), flats, share.copy_places)
         return WeightState(HostBackend(share.layout, flats, places=share.copy_places))
 
@@ -166,12 +156,6 @@ class HostBaseline:
 
     def wait(self) -> None:
         """Nothing to wait for: a comparison ends before `compare` returns."""
-
-
-def _memory_of(share: TileShare) -> dict[str, Bits]:
-    """Allocate memory for the tiles of a share. What lies between them, in a window around them, is never read."""
-    specs = {name: window.local for name, window in share.tensors.items()}
-    return {name: np.empty(spec.size, spec.kind.bits) for name, spec in specs.items()}
 
 
 def _copy_tiles(

@@ -41,9 +41,7 @@ class Cadence:
         self._sent: deque[SentVersion] = deque(maxlen=WINDOW)
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
         self._last_call: float | None = None
-        self._agreed: deque[tuple[int, int]] = deque(
-            maxlen=WINDOW
-        )  # calls after which a target applies, and the target
+        self._agreed: deque[tuple[int, int]] = deque(maxlen=WINDOW)  # calls after which a target applies, and that
 
     def step(self, now_s: float, call: int = 0) -> bool:
         """Count a step of the trainer; return whether to publish it."""
@@ -51,15 +49,13 @@ class Cadence:
             self._steps_s.append(now_s - self._last_call)
         self._last_call = now_s
         self.waiting += 1
-        return self.waiting >= self._target_at(call)
+        # A rank that lags uses the target that the others used for the same call.
+        agreed = next((target for after_call, target in reversed(self._agreed) if call > after_call), None)
+        return self.waiting >= (self.target() if agreed is None else agreed)
 
     def agree(self, target: int, after_call: int) -> None:
         """Use this target from the next call on, as all ranks of a team do, whatever each of them measures."""
         self._agreed.append((after_call, target))
-
-    def _target_at(self, call: int) -> int:
-        """Return the target of a call: a rank that lags uses the one that the others used for the same call."""
-        return next((target for after_call, target in reversed(self._agreed) if call > after_call), self.target())
 
     def skip(self, step: int) -> None:
         """Note that the version of this step is skipped: the next one contains it."""
@@ -75,7 +71,6 @@ class Cadence:
         self._sent.append(sent)
 
     def target(self) -> int:
-        """Return how many steps the next version should have."""
         if self.every != "auto":
             return self.every
         if not self._sent or not self._steps_s:

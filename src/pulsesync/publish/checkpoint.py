@@ -26,13 +26,11 @@ def state_of(last: Manifest) -> PublisherState:
 
 def checked_state(state: PublisherState) -> PublisherState:
     """Return a copy of a state. Raises: ValueError, if `state_dict` did not return it."""
-    if not isinstance(state, dict) or {name: type(value) for name, value in state.items()} not in (
-        {},
-        PublisherState.__annotations__,
-    ):
+    kinds = PublisherState.__annotations__
+    if not isinstance(state, dict) or {name: type(value) for name, value in state.items()} not in ({}, kinds):
         raise ValueError(
-            f"load_state_dict needs what state_dict() of a Publisher returned, a dictionary with "
-            f"{', '.join(PublisherState.__annotations__)}, or an empty one; got {reprlib.repr(state)}"
+            f"load_state_dict needs what state_dict() of a Publisher returned, a dictionary with {', '.join(kinds)}, "
+            f"or an empty one; got {reprlib.repr(state)}"
         )
     return state.copy()
 
@@ -40,8 +38,7 @@ def checked_state(state: PublisherState) -> PublisherState:
 def check_continues(state: PublisherState, reader: RunReader, last: Manifest | None) -> None:
     """Check that the run at a location, whose newest version is given, is the one that a trainer's checkpoint names.
 
-    Raises:
-        RunReplacedError, RunForkedError, RunRolledBackError: it is another run; FormatError, StoreError.
+    Raises: RunReplacedError, RunForkedError, RunRolledBackError: it is another run; FormatError, StoreError.
     """
     run, version = state["run"], state["version"]
     advice = (
@@ -53,11 +50,8 @@ def check_continues(state: PublisherState, reader: RunReader, last: Manifest | N
             f"there is no run at {location_of(reader.store)}; {advice}", version=version, expected=run
         )
     reader.check_run(run, version, state["digest"], advice)
-    logger.info(
+    text = (
         "The trainer's checkpoint names version %d (step %d), and the run is at version %d (step %d); the next version "
-        "is a patch to the newest one.",
-        version,
-        state["step"],
-        last.version,
-        last.step,
+        "is a patch to the newest one."
     )
+    logger.info(text, version, state["step"], last.version, last.step)

@@ -104,11 +104,7 @@ def root_record(
 
 
 def is_committed(store: Store, version: int, data: bytes) -> bool:
-    """Return whether this is the stored record of a version, after a store did not answer whether it was created.
-
-    Raises:
-        StoreError: it still does not answer.
-    """
+    """Return whether this record is stored, if the answer to its creation was lost. Raises: StoreError."""
     try:
         stored = store.get(keys.manifest_key(version), 0, manifests.MAX_BYTES + 1)
     except NotFoundError:
@@ -128,9 +124,8 @@ def is_committed(store: Store, version: int, data: bytes) -> bool:
 def create(store: Store, manifest: Manifest, data: bytes, after: Manifest | None) -> None:
     """Commit a version whose parts are in the store: write its start, its record and the head.
 
-    Raises:
-        AnotherPublisherError: the version exists; or the version before it is gone, because others have published for
-        so long that it was pruned. StoreError.
+    Raises: AnotherPublisherError: the version exists; or the version before it is gone, because others have published
+    for so long that it was pruned. StoreError.
     """
     key = keys.manifest_key(manifest.version)
     if manifest.at_start or manifest.history is None:

@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pulsesync.core.threads import finish
 from pulsesync.format.manifest import FileRef, Manifest, PartRef
@@ -41,16 +41,16 @@ class Draft:
         return record.version == self.version and (self.part is None or self.part in record.parts)
 
 
+@dataclass(eq=False)
 class CommittedVersion:
     """The last committed version, with which sources are compared. Changed only under the queue's lock."""
 
-    def __init__(self) -> None:
-        self.baseline: Baseline | None = None  # how the base is kept, once a source was seen
-        self.base: RankBase | None = None
-        self.last: Manifest | None = None  # even if its base was lost
-        # On the coordinator only:
-        self.tables = VersionTables()
-        self.files: tuple[FileRef, ...] = ()  # of the versions to come
+    baseline: Baseline | None = None  # how the base is kept, once a source was seen
+    base: RankBase | None = None
+    last: Manifest | None = None  # even if its base was lost
+    # On the coordinator only:
+    tables: VersionTables = field(default_factory=VersionTables)
+    files: tuple[FileRef, ...] = ()  # of the versions to come
 
     @property
     def version(self) -> int | None:
@@ -67,12 +67,10 @@ class CommittedVersion:
     ) -> None:
         """Compare a source with the base, if there is one; when this returns, the source may change.
 
-        codec: That of the version, as far as it is known.
         later: The source changes only after `wait` of the baseline, and may be compared until then.
         resumed: The base of a run that is being resumed, which is no one's base yet.
 
-        Raises:
-            StateError: tensors were added, removed, reshaped, or tied or sharded differently.
+        Raises: StateError: tensors were added, removed, reshaped, or tied or sharded differently.
         """
         base, baseline = resumed or self.base, self.baseline
         if base is None or baseline is None:
@@ -83,7 +81,6 @@ class CommittedVersion:
         version.base = base.last.version
 
     def start(self, base: RankBase) -> None:
-        """Begin with the version that was resumed, or with a root."""
         self.base, self.last = base, base.last
 
     def advance(
@@ -112,21 +109,17 @@ class CommittedVersion:
         return advanced
 
 
+@dataclass(eq=False)
 class CommitSettler:
     """Keeps the draft of a version until it is known whether it was committed, and then advances to it."""
 
-    def __init__(
-        self,
-        committed: CommittedVersion,
-        records: RunRecords,
-        rounds: TeamRounds,
-        queue: SendQueue,
-        anchors: AnchorCoordinator,
-        events: PublishEvents,
-    ) -> None:
-        self._committed, self._records, self._rounds = committed, records, rounds
-        self._queue, self._anchors, self._events = queue, anchors, events
-        self.draft: Draft | None = None
+    _committed: CommittedVersion
+    _records: RunRecords
+    _rounds: TeamRounds
+    _queue: SendQueue
+    _anchors: AnchorCoordinator
+    _events: PublishEvents
+    draft: Draft | None = None
 
     def commit(self, draft: Draft, last: Manifest, record: bytes, waiting: Sequence[PendingVersion | None]) -> RankBase:
         """Advance to the version of a draft, whose record is in the store. Needs the queue's lock."""
@@ -146,19 +139,15 @@ class CommitSettler:
         try:
             self.resolve_unknown_commit()
         except Exception as e:  # noqa: BLE001 - the next version tries again
-            logger.warning(
-                "It is not known yet whether the last version was committed: %s: %s. The next publish finds out.",
-                type(e).__name__,
-                e,
-            )
+            text = "It is not known yet whether the last version was committed: %s: %s. The next publish finds out."
+            logger.warning(text, type(e).__name__, e)
 
     def resolve_unknown_commit(self) -> list[int | None]:
         """Find out whether a version was committed whose outcome some rank does not know; if so, advance to it.
 
         Returns the version of each rank's base afterwards.
 
-        Raises:
-            StoreError: the store still does not answer.
+        Raises: StoreError: the store still does not answer.
         """
         message = self._rounds.run_on_coordinator(self._find_last)
 

@@ -22,9 +22,8 @@ def put_companions(store: Store, files: Files, source: Any, last: Manifest | Non
 
     Of several files with one name, in upper or lower case, the first in that order counts.
 
-    Raises:
-        ValueError, TypeError, OSError: a file is too large, of another type, cannot be read, or has a name that the
-            format does not allow, or there are too many; StoreError.
+    Raises: ValueError, TypeError, OSError: a file is too large, of another type, cannot be read, or has a name that the
+    format does not allow, or there are too many; StoreError.
     """
     try:
         check_file_names(files.keys())

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from statistics import median
 from typing import Literal
@@ -50,23 +50,20 @@ class CodecChoice:
         return f"{self.codec}: {self.reason}"
 
 
+@dataclass(eq=False)
 class LinkSpeed:
     """The speed of the link to the store, and from there to workers: given by the caller, or measured on uploads.
 
     Safe for several threads. Older uploads count less and less.
-
-    Args:
-        given: Bits per second; None: it is measured.
-        is_local: The store is a disk or memory of this machine, so uploads do not show the speed of the workers' link.
     """
 
-    def __init__(self, given: float | None = None, is_local: bool = False) -> None:
-        self._given, self._is_local = given, is_local
-        self._sent_bytes, self._sent_s = 0.0, 0.0
-        self._lock = threading.Lock()
+    given: float | None = None  # bits per second; None: it is measured
+    is_local: bool = False  # the store is on this machine, so uploads do not show the speed of the workers' link
+    _sent_bytes: float = 0.0
+    _sent_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def sent(self, size_bytes: int, took_s: float) -> None:
-        """Note that a part of this size was uploaded."""
         with self._lock:
             if self._sent_bytes > RECENT_BYTES:
                 self._sent_bytes, self._sent_s = self._sent_bytes / 2, self._sent_s / 2
@@ -75,10 +72,10 @@ class LinkSpeed:
     @property
     def bytes_per_s(self) -> float | None:
         """The speed; None if it is not known."""
-        if self._given is not None:
-            return self._given / 8
+        if self.given is not None:
+            return self.given / 8
         with self._lock:
-            if self._is_local or self._sent_bytes < LINK_BYTES:
+            if self.is_local or self._sent_bytes < LINK_BYTES:
                 return None
             return self._sent_bytes / max(self._sent_s, 1e-9)
 
@@ -86,8 +83,8 @@ class LinkSpeed:
         """The link, as the reason of a choice names it."""
         speed = self.bytes_per_s
         if speed is not None:
-            return f"a link of {8e-6 * speed:,.0f} Mbit/s" + ("" if self._given is None else ", as given")
-        if self._is_local:
+            return f"a link of {8e-6 * speed:,.0f} Mbit/s" + ("" if self.given is None else ", as given")
+        if self.is_local:
             return "the workers' link is not known: the store is local, and link= was not given"
         return "the link is not known: less than 1 MiB was uploaded"
 
@@ -113,12 +110,8 @@ def choose_method(
     epoch before is kept, unless it takes `KEPT` times as long as the other: the figures of a method that is not used
     are less certain.
 
-    Args:
-        last: How the versions of the epoch before were coded.
-        changes: The number of changes in the version.
-        smallest: The cost of the codecs with the fewest bytes; None: no version was coded with them.
-        step: The cost of `step`.
-        link: The link over which the versions are sent.
+    last: how the versions of the epoch before were coded. smallest: the cost of the codecs with the fewest bytes; None:
+    no version was coded with them.
     """
     speed = link.bytes_per_s
     if smallest is None:
@@ -219,7 +212,6 @@ class AnchorCosts:
             self._packed_s += took_s
 
     def choose(self) -> AnchorCodec:
-        """Return the codec for the next part."""
         if self.codec != "auto":
             return self.codec
         link = self.link.bytes_per_s

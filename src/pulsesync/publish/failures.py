@@ -30,18 +30,14 @@ class FailedVersion:
         return isinstance(self.error, StoreError) and self.error.retryable
 
 
+@dataclass(eq=False)
 class FailureLedger:
-    """The versions that failed since the last commit, and which call raises them. Used under the lock of the queue.
+    """The versions that failed since the last commit, and which call raises them. Used under the lock of the queue."""
 
-    Args:
-        max_failures: Consecutive versions that may fail with an error that is retried, before publish raises it.
-        alone: Whether this is the only rank: then there is nothing to agree on.
-    """
-
-    def __init__(self, max_failures: int, alone: bool) -> None:
-        self._max_failures, self._is_alone = max_failures, alone
-        self._failed: list[FailedVersion] = []
-        self._due: tuple[int, FailedVersion] | None = None  # the call of publish in which all ranks raise a failure
+    _max_failures: int  # consecutive versions that may fail with an error that is retried, before publish raises it
+    _is_alone: bool  # whether this is the only rank: then there is nothing to agree on
+    _failed: list[FailedVersion] = field(default_factory=list)
+    _due: tuple[int, FailedVersion] | None = None  # the call of publish in which all ranks raise a failure
 
     def add(self, version: PendingVersion, error: BaseException) -> None:
         """Keep the error of a version until a later one is committed."""
@@ -70,13 +66,10 @@ class FailureLedger:
         return [failure for failure in new if not failure.was_read] if self._is_alone else new
 
     def schedule_raise(self, call: int, unread: bool) -> None:
-        """Have publish raise a failure in this call. In a team all ranks do so, whatever is committed until then.
+        """Have publish raise a failure in this call, if some rank's caller has not read one.
 
-        A store's error that is retried is raised only after `max_failures` consecutive failures.
-
-        Args:
-            call: The call of publish, counted from 1.
-            unread: Whether some rank's caller has not read a failure; if all have, none is raised.
+        In a team all ranks do so, whatever is committed until then. An error of the store that is retried is raised
+        only after `max_failures` consecutive failures.
         """
         new = self._unraised
         raised = [one for one in new if len(new) >= self._max_failures or not one.is_retried] if unread else []
@@ -89,9 +82,7 @@ class FailureLedger:
     def to_raise(self, caller: Caller, call: int) -> FailedVersion | None:
         """Return the first failure that a caller has not read and this verb has not raised; it counts as raised then.
 
-        Args:
-            caller: The verb that would raise it.
-            call: The call of publish that this is, or that comes next.
+        call: the call of publish that this is, or that comes next.
         """
         if caller == "publish":
             if self._is_alone:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pulsesync.core import arguments
@@ -19,30 +19,16 @@ from pulsesync.publish.sender import VersionSender
 from pulsesync.state.sharding import Shards
 
 
+@dataclass(eq=False)
 class VersionIntake:
-    """Takes the steps of the trainer. `skip` and `compare` need the queue's lock.
+    """Takes the steps of the trainer. `skip` and `compare` need the queue's lock."""
 
-    Args:
-        sender: Sends what is queued.
-        queue: Of the publisher.
-        cadence: How many steps are in a version.
-        events: Of the publisher.
-        keep: Where the copy of the last version is; see `Publisher`.
-        cast: The dtypes that are published, by name pattern.
-    """
-
-    def __init__(
-        self,
-        sender: VersionSender,
-        queue: SendQueue,
-        cadence: Cadence,
-        events: PublishEvents,
-        keep: Keep | None,
-        cast: Mapping[str, str],
-    ) -> None:
-        self.sender, self._committed = sender, sender.committed
-        self._queue, self._cadence, self._events = queue, cadence, events
-        self._keep, self._cast = keep, cast
+    sender: VersionSender
+    _queue: SendQueue
+    _cadence: Cadence
+    _events: PublishEvents
+    _keep: Keep | None  # where the copy of the last version is; see `Publisher`
+    _cast: Mapping[str, str]  # the dtypes that are published, by name pattern
 
     def skip(self, version: PendingVersion, now: bool, began: float) -> "Future[PublishReport] | None":
         """Count a step. Return None if it is published, and otherwise how that ended: the next version contains it."""
@@ -51,7 +37,7 @@ class VersionIntake:
         if (rejection := self._queue.rejection(version.call)) is not None:
             skipped.set_exception(rejection)
             return skipped
-        base, step = self._committed.base, version.step
+        base, step = self.sender.committed.base, version.step
         if is_due or now or base is None:
             version.earlier_step = self._cadence.lowest_skipped
             version.coalesced = self._cadence.published()
@@ -68,7 +54,7 @@ class VersionIntake:
         keeps_source: The caller waits until the version was sent.
         later: The source changes only after `wait_until_compared`.
         """
-        committed, codec = self._committed, self.sender.writer.agreement.codec
+        committed, codec = self.sender.committed, self.sender.writer.agreement.codec
         try:
             version.step = checked_step(version.step)
             if committed.base is None or committed.baseline is None:

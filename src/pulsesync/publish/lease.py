@@ -153,9 +153,8 @@ def _started(pid: int) -> int | None:
 class PublisherLease:
     """The lease of one publisher on the run of a store. No version waits for it, except the first of a publisher.
 
-    Args:
-        store: The store of the run. One that only this process can reach needs no lease, and gets none.
-        take_over: Do not wait for the end of another publisher's lease: make that publisher stop.
+    A store that only this process can reach needs no lease, and gets none. With take_over, the end of another
+    publisher's lease is not waited for: that publisher is made to stop.
     """
 
     def __init__(self, store: Store, take_over: bool = False) -> None:
@@ -177,9 +176,8 @@ class PublisherLease:
 
         Signals reach the caller, and a publisher that is closed meanwhile ends the wait.
 
-        Raises:
-            AnotherPublisherError: another publisher has renewed its lease meanwhile, or takes the run over too: it is
-            alive. ClosedError: this publisher was closed. StoreError: the store does not answer.
+        Raises: AnotherPublisherError: another publisher has renewed its lease meanwhile, or takes the run over too: it
+        is alive. ClosedError: this publisher was closed. StoreError: the store does not answer.
         """
         if self._record is None and not self._is_refused and (found := self._look()) is not None:
             self._term = _term_after(found)
@@ -187,11 +185,8 @@ class PublisherLease:
                 if not self._take_over:
                     self._wait_for_end(found, is_closed)
                     return
-                logger.warning(
-                    "This publisher takes the run over from another one, %s, and waits %.0f s for it to stop.",
-                    found,
-                    ANSWER_S,
-                )
+                text = "This publisher takes the run over from another one, %s, and waits %.0f s for it to stop."
+                logger.warning(text, found, ANSWER_S)
                 self._taken, self._asks = found, True
                 self.hold()
         if self._record is not None and self._asks:
@@ -203,12 +198,11 @@ class PublisherLease:
         while now_s < until_s:
             if now_s - said_s >= SAY_S:
                 said_s = now_s
-                logger.warning(
+                text = (
                     "Another publisher, %s, has published to this run. Its lease ends in %.0f s unless it is renewed, "
-                    "and this publisher waits for that; Publisher(take_over=True) does not wait.",
-                    found,
-                    until_s - now_s,
+                    "and this publisher waits for that; Publisher(take_over=True) does not wait."
                 )
+                logger.warning(text, found, until_s - now_s)
             newer = self._look_later(found, until_s, is_closed)
             if newer is None or newer.is_over:
                 if newer is not None:
@@ -245,11 +239,7 @@ class PublisherLease:
         self._asks = False
 
     def _look_later(self, found: LeaseRecord, until_s: float, is_closed: Callable[[], bool]) -> LeaseRecord | None:
-        """Wait a moment, and return the lease that is stored then.
-
-        Raises:
-            ClosedError: this publisher was closed.
-        """
+        """Wait a moment, and return the lease that is stored then. Raises: ClosedError: this publisher was closed."""
         time.sleep(max(0.0, min(LOOK_S, until_s - time.monotonic())))
         if is_closed():
             raise ClosedError(
@@ -284,10 +274,7 @@ class PublisherLease:
 
     @contextmanager
     def creating(self) -> Iterator[None]:
-        """Create a version within this, so that a publisher which takes the run over can wait for its end.
-
-        Raises: AnotherPublisherError, as `check`.
-        """
+        """Create a version within this: a publisher that takes the run over waits for its end. Raises: as `check`."""
         try:
             self._is_creating = True  # before the check: `_stop` looks in the other order
             self.check()
@@ -387,10 +374,8 @@ class PublisherLease:
         """Create no more versions, because another publisher has taken the run over; answer it if it waits for that."""
         self._lost_to = taken_by
         if not self._is_closed:
-            logger.error(
-                "Another publisher, %s, has taken this run over. The next publish here raises AnotherPublisherError.",
-                taken_by,
-            )
+            text = "Another publisher, %s, has taken this run over. The next publish here raises AnotherPublisherError."
+            logger.error(text, taken_by)
         while self._is_creating:
             if taken_by.asks:  # the new record shows that this publisher is alive, and still creates a version
                 taken_by = replace(taken_by, renewals=taken_by.renewals + 1)

@@ -56,13 +56,8 @@ class SendQueue:
     """The versions of one process that are queued or being sent, and the outcome of the last ones.
 
     Methods of this class read and write everything under `lock`; the sender changes the base and its state under the
-    same lock.
-
-    Args:
-        max_failures: Consecutive versions that may fail with an error that is retried, before publish raises it.
-        alone: Whether this is the only rank: then there is nothing to agree on.
-        guard: Whether the publisher was closed.
-        ended: Called with each version that was committed or has failed, before its callers learn it, without the lock.
+    same lock. `ended` is called with each version that was committed or has failed, before its callers learn it, and
+    without the lock. For the other arguments, see `FailureLedger`.
     """
 
     def __init__(
@@ -117,12 +112,9 @@ class SendQueue:
     def call(self, alone: bool, idle: Callable[[], bool]) -> Iterator[None]:
         """Enter a call of publish, with the lock, as soon as a version may be compared and queued.
 
-        Args:
-            alone: The version of this call is coalesced with no other.
-            idle: Returns, under the lock, whether the call must wait until nothing is being sent.
+        alone: its version is coalesced with no other. idle: returns, under the lock, whether nothing may be being sent.
 
-        Raises:
-            ClosedError: the publisher was closed; RuntimeError: the call would wait for its own thread.
+        Raises: ClosedError: the publisher was closed; RuntimeError: the call would wait for its own thread.
         """
         with self.lock:
             if self.is_sender and self._must_wait(alone):
@@ -166,10 +158,7 @@ class SendQueue:
         return future, self.stage == Stage.QUEUED  # if an interrupted call has queued a version, it may have no sender
 
     def reject_calls(self, last_call: int, error: BaseException) -> None:
-        """Publish none of the calls up to this one, because the ranks failed before all of them had made it.
-
-        This way the next version begins with the same call on all ranks.
-        """
+        """Publish no calls up to this one: ranks failed before all had made it, and begin with the same one next."""
         with self.lock:
             self._rejected = last_call, error
 
@@ -198,10 +187,7 @@ class SendQueue:
     # For the sender's thread
 
     def take(self) -> PendingVersion | None:
-        """Offer the version that waits; if there is none, or another thread sends, return None, and the sender ends.
-
-        So a further sender does no harm.
-        """
+        """Offer the version that waits. If there is none, or another thread sends, return None: this sender ends."""
         with self.lock:
             if self.is_sender:
                 self._sender = None
@@ -217,9 +203,8 @@ class SendQueue:
 
         resumes: The run is resumed before the version is sent.
 
-        Raises:
-            GroupError: this rank did not make the call in time, or cannot make it: the caller waits for an earlier call
-            or has closed the publisher.
+        Raises: GroupError: this rank did not make the call in time, or cannot make it: the caller waits for an earlier
+        call or has closed the publisher.
         """
         with self.lock:
             self._last_call = last_call
@@ -310,13 +295,8 @@ class SendQueue:
                 else:
                     future.set_exception(outcome)
             except BaseException as e:  # an Exception is logged by concurrent.futures
-                logger.error(
-                    "A callback of the publish future of step %d raised %s: %s. Publishing continues.",
-                    version.step,
-                    type(e).__name__,
-                    e,
-                    exc_info=e,
-                )
+                text = "A callback of the publish future of step %d raised %s: %s. Publishing continues."
+                logger.error(text, version.step, type(e).__name__, e, exc_info=e)
 
     def _finish_current(self) -> None:
         self.current = None
@@ -325,17 +305,14 @@ class SendQueue:
     def _fail(self, version: PendingVersion, error: BaseException) -> None:
         self.failures.add(version, error)
         if not all(future.awaited for future in version.futures):
-            logger.error(
-                "Step %d was not published: %s: %s. %s",
-                version.step,
-                type(error).__name__,
-                error,
-                "This publisher can publish nothing more; create a new one, with a new team if it had one, to resume "
-                "the run."
-                if self.lost
-                else "The next version that is committed contains it.",
-                exc_info=None if isinstance(error, PulseError) else error,
-            )
+            then = "The next version that is committed contains it."
+            if self.lost:
+                then = (
+                    "This publisher can publish nothing more; create a new one, with a new team if it had one, to "
+                    "resume the run."
+                )
+            text, trace = "Step %d was not published: %s: %s. %s", None if isinstance(error, PulseError) else error
+            logger.error(text, version.step, type(error).__name__, error, then, exc_info=trace)
 
     def raise_failure(self, caller: Caller) -> None:
         """Raise the first failure since the last commit that the caller has not read and this has not raised."""

@@ -23,8 +23,7 @@ from pulsesync.state.weights import WeightState
 def agreed(reported: Sequence[tuple[Windows, Mapping[str, str]]]) -> tuple[list[Windows], dict[str, str]]:
     """Return the windows of every rank, and the ties of all: a rank without weights of a tensor cannot see its tie.
 
-    Raises:
-        StateError: two tensors are tied on one rank, but not on another that has weights of both.
+    Raises: StateError: two tensors are tied on one rank, but not on another that has weights of both.
     """
     ties: dict[str, str] = {}
     for _, some in reported:

@@ -89,7 +89,6 @@ class PendingVersion:
         return self.step if self.earlier_step is None else min(self.step, self.earlier_step)
 
     def release(self) -> None:
-        """Release its memory."""
         self.difference = self.shards = self.source = None
 
     def absorb(self, earlier: "PendingVersion") -> None:

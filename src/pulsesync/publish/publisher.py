@@ -133,17 +133,9 @@ class Publisher:
         check_keep(keep)
         arguments.mapping("grid", grid, "names of tensors to two sizes")
         arguments.mapping("files", files, "names of files to their bytes or paths")
+        grid, files = dict(grid or {}), dict(files or {})
         self._options = WriterOptions(
-            codec,
-            dict(grid or {}),
-            min_tile,
-            dict(files or {}),
-            anchor_every,
-            anchor_codec,
-            link,
-            resume,
-            take_over,
-            warns_of_fp32=cast is None,
+            codec, grid, min_tile, files, anchor_every, anchor_codec, link, resume, take_over, cast is None
         )
         max_failures = arguments.whole("max_failures", max_failures, 1, what="a number of versions")
         check_signing_key(signing_key)
@@ -156,7 +148,7 @@ class Publisher:
             self.store = CachedStore(self.store, self._spool / "cache", CACHE_BYTES)
         self._records = RunRecords(self.store, signing_key, self._epoch_patches)
         self._cadence = Cadence(publish_every, max_behind)
-        self.events = PublishEvents(location_of(self.store), self.team)
+        self.events = PublishEvents(location_of(self.store), self.team.rank)
         self._guard = ProcessGuard("Publisher", FORKED, CLOSED)
         self._queue = SendQueue(max_failures, self.team.size == 1, self._guard, self.events.ended)
         self._holds = OptimizerHolds()
@@ -373,11 +365,8 @@ class Publisher:
         if not self._queue.close():
             return
         if self._cadence.every != 1 and self._cadence.waiting:
-            logger.warning(
-                "The last %d steps are in no version, due to publish_every=%r. Publish the last step with now=True.",
-                self._cadence.waiting,
-                self._cadence.every,
-            )
+            text = "The last %d steps are in no version, due to publish_every=%r. Publish the last step with now=True."
+            logger.warning(text, self._cadence.waiting, self._cadence.every)
         try:
             if self._sender is not None:
                 self._sender.finish("close")

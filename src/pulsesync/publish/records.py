@@ -62,5 +62,4 @@ class RunRecords:
 
     def sign(self, record: Manifest) -> bytes:
         """Return the bytes of a record as it is stored, signed if there is a key."""
-        data = record.build()
-        return signature.sign(data, self.signing_key) if self.signing_key else data
+        return signature.sign(record.build(), self.signing_key)

@@ -51,26 +51,22 @@ class TeamPlan:
     last: Manifest | None
 
 
+@dataclass(eq=False)
 class RunResumer:
     """Looks for a run at the location, and rebuilds its last version if the weights of the trainer continue it.
 
     Each rank rebuilds its own tiles; the coordinator checks that they are that version.
     """
 
-    def __init__(
-        self,
-        committed: CommittedVersion,
-        agreement: TeamAgreement,
-        records: RunRecords,
-        rounds: TeamRounds,
-        queue: SendQueue,
-        anchors: AnchorCoordinator,
-        options: WriterOptions,
-        lease: PublisherLease,
-    ) -> None:
-        self._committed, self._agreement, self._records, self._rounds = committed, agreement, records, rounds
-        self._queue, self._anchors, self._options, self._lease = queue, anchors, options, lease
-        self._was_refused = False  # on the coordinator: whether weights were refused that do not continue the run
+    _committed: CommittedVersion
+    _agreement: TeamAgreement
+    _records: RunRecords
+    _rounds: TeamRounds
+    _queue: SendQueue
+    _anchors: AnchorCoordinator
+    _options: WriterOptions
+    _lease: PublisherLease
+    _was_refused: bool = False  # on the coordinator: whether weights were refused that do not continue the run
 
     def find(self, version: PendingVersion, last_call: int) -> RankBase | TeamPlan:
         """Agree on a layout, and look for a run. Return the base of a run that can be resumed, or a plan for a root."""
@@ -117,10 +113,7 @@ class RunResumer:
         return CoordinatorMessage(self._records.sign(last), newest=last.anchor) if last else CoordinatorMessage()
 
     def _resume(self, plan: TeamPlan, last: Manifest, shards: Shards) -> tuple[RankBase, bool] | None:
-        """Rebuild the last version, each rank its own tiles; return it, and whether an anchor of it is due.
-
-        Returns None on all ranks if it cannot be rebuilt.
-        """
+        """Rebuild the last version; return it, and whether an anchor is due; None on all ranks if it cannot be."""
         writer = self._anchors.writer
 
         def rebuild() -> tuple[tuple[TileShare, WeightState] | None, RankReport]:
@@ -183,11 +176,7 @@ class RunResumer:
         return CoordinatorMessage(plan.record, anchor=self._anchors.is_due(last, layout))
 
     def _compare_resumed(self, base: RankBase, version: PendingVersion) -> None:
-        """Compare the first version of a publisher with the run's last one. Nothing was written yet.
-
-        Raises:
-            StateError: the weights do not continue the run.
-        """
+        """Compare the first version with the last one of the run. Raises: StateError, if it does not continue it."""
 
         def compare() -> tuple[None, RankReport]:
             assert version.shards is not None
@@ -202,14 +191,12 @@ class RunResumer:
                 if self.may_be_grafted(base.last, version.step):
                     self._was_refused = True
                     raise _grafted(self._records.store, base.last, version.step, changed, total)
-                logger.warning(
+                text = (
                     "%s of %s weights differ from version %d, the last one of the run at %s. If they are of another "
-                    "model or training, publish them to another location.",
-                    f"{changed:,}",
-                    f"{total:,}",
-                    base.last.version,
-                    location_of(self._records.store),
+                    "model or training, publish them to another location."
                 )
+                place = location_of(self._records.store)
+                logger.warning(text, f"{changed:,}", f"{total:,}", base.last.version, place)
             self._lease.hold()  # not before: a publisher that is refused must not keep the right one waiting
             self._committed.files = put_companions(self._records.store, self._options.files, version.source, base.last)
             return CoordinatorMessage()

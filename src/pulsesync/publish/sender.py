@@ -26,15 +26,8 @@ from pulsesync.store.base import is_local
 class VersionSender:
     """Sends queued versions until there are none: on a thread of its own, or on that of a caller who waits for it.
 
-    Args:
-        queue: Has the versions.
-        records: Of the run.
-        options: For the writer.
-        team: The processes that publish together.
-        cadence: How many steps are in a version.
-        events: Of the publisher.
-        spool: A folder for anchors that are not uploaded yet; None: a temporary one.
-        executor: Encodes and sends; None: one thread for versions and one for anchors. It is not shut down.
+    spool: a folder for anchors that are not uploaded yet; None: a temporary one.
+    executor: encodes and sends; None: one thread for versions and one for anchors. It is not shut down.
     """
 
     def __init__(
@@ -58,19 +51,14 @@ class VersionSender:
         folder = self._scratch.path if self._scratch else spool
         assert folder is not None
         link = LinkSpeed(options.link, is_local(records.store))
+        outbox = Outbox(folder / ("outbox" if queue.is_alone else f"outbox-{team.rank}"))
+        costs, wait = AnchorCosts(options.anchor_codec, link), queue.wait_until_quiet
         self.anchor_writer = AnchorWriter(
-            records.store,
-            Outbox(folder / ("outbox" if queue.is_alone else f"outbox-{team.rank}")),
-            self._sign,
-            anchor_executor,
-            queue.wait_until_quiet,
-            ranks=team.size,
-            costs=AnchorCosts(options.anchor_codec, link),
-            created=events.anchored,
+            records.store, outbox, self._sign, anchor_executor, wait, costs, team.size, events.anchored
         )
-        costs = PatchCosts(options.codec, link)
+        patch_costs, rounds = PatchCosts(options.codec, link), TeamRounds(team)
         self.writer = RunWriter(
-            records, TeamRounds(team), queue, cadence, self.anchor_writer, costs, options, events, lease
+            records, rounds, queue, cadence, self.anchor_writer, patch_costs, options, events, lease
         )
         self.committed = self.writer.committed
 
@@ -128,7 +116,6 @@ class VersionSender:
         return 0 if self.writer.rounds.is_lost else self.writer.anchors.finish(lambda: self.committed.base)
 
     def wait_until_compared(self) -> None:
-        """Wait until no comparison reads the trainer's weights."""
         if (baseline := self.committed.baseline) is not None:
             baseline.wait()
 

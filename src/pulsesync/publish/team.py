@@ -1,7 +1,7 @@
 """The messages that the ranks of a team exchange while they publish: in rounds, and if one rank fails, all fail."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -22,19 +22,14 @@ _DONE, _FAILED = b"+", b"-"
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class TeamRounds:
-    """Rounds in which every rank does its share of some work and gets a message from each rank, including itself.
+    """Rounds in which every rank does its share of some work and gets a message from each rank, including itself."""
 
-    Attributes:
-        step: The trainer's step that this rank publishes, which must be the same on all; None until that is agreed on.
-        is_lost: Whether this rank could not reach the others in the last round.
-    """
-
-    def __init__(self, team: Team) -> None:
-        self.team = team
-        self.step: int | None = None
-        self.is_lost = False
-        self._rounds = 0
+    team: Team
+    step: int | None = None  # the trainer's, which must be the same on all ranks; None until that is agreed on
+    is_lost: bool = False  # whether this rank could not reach the others in the last round
+    _rounds: int = 0
 
     @property
     def coordinates(self) -> bool:
@@ -156,12 +151,8 @@ class RankStatus:
         return json.dumps([*facts, self.busy, share, self.target, choice]).encode()
 
     @classmethod
-    def from_ranks(cls, messages: Sequence[bytes]) -> "list[RankStatus]":
-        """Read what `to_bytes` wrote on each rank. Raises: FormatError, if a message is malformed."""
-        return read_each(messages, cls._from_bytes)
-
-    @classmethod
-    def _from_bytes(cls, data: bytes) -> "RankStatus":
+    def from_bytes(cls, data: bytes) -> "RankStatus":
+        """Read what `to_bytes` wrote; `read_each` has the errors that bad bytes raise."""
         *facts, share, target, choice = json.loads(data)
         found = AnchorShare(share[0], read_parts(share[1])) if share else None
         call, calls, version, unsure, awaited, waits, unread, busy = facts

@@ -68,11 +68,7 @@ class RunWriter:
         self._warns_of_fp32 = options.warns_of_fp32  # on the coordinator
 
     def write(self, version: PendingVersion) -> PublishReport:
-        """Commit the current version with all ranks, and advance the base.
-
-        Raises:
-            PulseError: a rank failed; the base is still the last committed version.
-        """
+        """Commit the current version with all ranks, and advance the base. Raises: PulseError, if a rank failed."""
         clock = _Clock()
         self.rounds.begin()
         last_call = self.agreement.agree_on_call(version)
@@ -122,15 +118,12 @@ class RunWriter:
         with self._lease.creating():
             create(self._store, record, data, plan.last)
         if plan.last is not None and self._resumer.may_be_grafted(plan.last, version.step):
-            logger.warning(
+            text = (
                 "Version %d (step %d) is published in full, and its weights were not compared with version %d (step "
                 "%d), the last one of this run: no path leads to that version, or its tiles do not fit the shards. "
-                "If they are of another model or training, publish to another location.",
-                record.version,
-                record.step,
-                plan.last.version,
-                plan.last.step,
+                "If they are of another model or training, publish to another location."
             )
+            logger.warning(text, record.version, record.step, plan.last.version, plan.last.step)
         self.committed.tables = tables
         self.anchors.count(record)
         return CoordinatorMessage(data, newest=newest, written=len(plan.layout.data) + len(data))
@@ -166,16 +159,13 @@ class RunWriter:
         if not self._warns_of_fp32 or not self.rounds.coordinates or 2 * min(wide, report.changed) <= report.total:
             return
         self._warns_of_fp32 = False
-        logger.warning(
+        text = (
             "%s of %s weights (%.4g %%) changed in version %s, which has %s bytes, because they are published as FP32. "
             "Pass cast='BF16' to Publisher (pulse publish: --cast BF16) if workers use BF16: of BF16 weights about "
-            "1 %% change in a step of reinforcement learning. Pass cast={} to publish FP32 without this warning.",
-            f"{report.changed:,}",
-            f"{report.total:,}",
-            100 * report.density,
-            report.version,
-            f"{report.payload_bytes:,}",
+            "1 %% change in a step of reinforcement learning. Pass cast={} to publish FP32 without this warning."
         )
+        changed, total, size = (f"{number:,}" for number in (report.changed, report.total, report.payload_bytes))
+        logger.warning(text, changed, total, 100 * report.density, report.version, size)
 
     def _report_patch(
         self, clock: "_Clock", version: PendingVersion, base: RankBase, record: Manifest, changed: int, written: int

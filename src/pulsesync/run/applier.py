@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from pulsesync.errors import PulseError
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest, RecordKind
 from pulsesync.run.bodies import stream_bodies
-from pulsesync.run.fetcher import AHEAD, AHEAD_BYTES, PatchFetcher
+from pulsesync.run.fetcher import AHEAD, AHEAD_BYTES, fetch_groups
 from pulsesync.run.local import LocalWeights
 from pulsesync.run.planner import SyncPlan
 from pulsesync.run.reporting import SyncEvents, SyncMeter
@@ -29,37 +30,19 @@ class NotConfirmed(Exception):  # noqa: N818 - an event of a sync, whose caller 
         self.cause = cause
 
 
+@dataclass(eq=False)
 class PlanApplier:
-    """Applies plans to the local weights. Nothing is written before it is checked.
+    """Applies plans to the local weights. Nothing is written before it is checked."""
 
-    Args:
-        store: Where bodies are; it may be a cache.
-        origin: The store below the cache: the parts of anchors are kept in a spool of their own.
-        folder: For staged blocks and the spool of anchors; None: there is no spool, and staged blocks are in memory or
-            in a temporary folder.
-        local: The weights.
-        events: Transfers that may take long are reported there.
-        confirm: Called once in each sync that writes, before the first weight is written; what it raises ends the sync.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        origin: Store,
-        folder: Path | None,
-        local: LocalWeights,
-        events: SyncEvents,
-        confirm: Callable[[], None] | None,
-    ) -> None:
-        self._store, self._origin, self._folder = store, origin, folder
-        self._local, self._events, self._confirm = local, events, confirm
+    _store: Store  # where bodies are; it may be a cache
+    _origin: Store  # the store below the cache: the parts of anchors are kept in a spool of their own
+    _folder: Path | None  # for staged blocks and the spool of anchors; None: no spool, and the blocks are anywhere
+    _local: LocalWeights
+    _events: SyncEvents  # transfers that may take long are reported there
+    _confirm: Callable[[], None] | None  # called before the first weight is written; what it raises ends the sync
 
     def apply(self, plan: SyncPlan, meter: SyncMeter) -> None:
-        """Undo syncs, or load an anchor and then apply all patches, in as few commits as possible.
-
-        Raises:
-            RecordFailed: by one of the records.
-        """
+        """Undo syncs, or load an anchor and then apply patches, in as few commits as possible. Raises: RecordFailed."""
         if plan.undo:
             self._ask(meter)
             self._local.undo(meter, plan.undo)
@@ -109,7 +92,7 @@ class PlanApplier:
         total_bytes = sum(record.size_bytes for record in path)
         is_long = len(path) > AHEAD or total_bytes > AHEAD_BYTES
         transfer = self._events.transfer("patches", total_bytes if is_long else None)
-        with closing(PatchFetcher(self._store, self._local.state).groups(path)) as groups:
+        with closing(fetch_groups(self._store, self._local.state, path)) as groups:
             for group in groups:
                 versions = []
                 for record, fetching in group:
@@ -121,10 +104,9 @@ class PlanApplier:
                 yield versions
 
     def _load(self, anchor: Manifest, meter: SyncMeter) -> None:
-        """Load an anchor.
+        """Load an anchor: each part is fetched, hashed and decoded once, and what differs from the weights is staged.
 
-        The weights do not change until the entire anchor has been fetched and checked; what differs from them is
-        staged, and then written without interruption. Each part is fetched, hashed and decoded once.
+        They do not change until the entire anchor is checked; then it is written without interruption.
         """
         state = self._local.state
         assert state is not None

@@ -33,15 +33,8 @@ def inline_share(ranks: int = 1) -> int:
 
 
 def put_body(store: Store, part: EncodedPart, inline_limit: int) -> PartRef:
-    """Write a part to the store, unless it is small enough to be in its record; return the record's entry for it.
-
-    inline_limit: bytes up to which a part is stored in its record.
-
-    Raises:
-        StoreError.
-    """
-    inline = inline_part(part.data, inline_limit)
-    if inline is not None:
+    """Write a part to the store, unless a record may have one so small; return its entry there. Raises: StoreError."""
+    if (inline := inline_part(part.data, inline_limit)) is not None:
         return inline
     store.put(keys.part_key(part.id), part.data)
     return PartRef(part.id, len(part.data))
@@ -114,9 +107,8 @@ def check_room(store: Store, anchor: Manifest, layout: Layout) -> None:
     A record and a layout of a few hundred bytes can describe a state of any size. This is for readers without tensors
     to compare the layout with. It makes one small request for each part that is an object of its own.
 
-    Raises:
-        LimitError: the anchor is too small for such a state; FormatError: a part is shorter than the record states;
-        StoreError.
+    Raises: LimitError: the anchor is too small for such a state; FormatError: a part is shorter than the record states;
+    StoreError.
     """
     patch.check_fits(layout, anchor.size_bytes)
     for ref in anchor.parts:

@@ -9,8 +9,7 @@ from pulsesync.store.base import layers
 def store_time(store: Store) -> float:
     """Return the store's time in seconds since 1970: as its server states it, or that of an object just written.
 
-    Raises:
-        StoreError: the store can neither state it nor be written, or it cannot list.
+    Raises: StoreError: the store can neither state it nor be written, or it cannot list.
     """
     for layer in layers(store):
         if hasattr(layer, "now"):

@@ -23,34 +23,20 @@ AHEAD_SHARE = 32
 Fetching: TypeAlias = Started[Manifest, tuple[Body, int]]  # a record, and its parts with the bytes that they took
 
 
-class PatchFetcher:
-    """Fetches the bodies of records, as far as a state has their tiles.
-
-    Args:
-        store: Where they are.
-        state: What they are for.
-    """
-
-    def __init__(self, store: Store, state: WeightState) -> None:
-        self._store, self._state = store, state
-        self._ahead_bytes = max(AHEAD_BYTES, state.layout.size_bytes // AHEAD_SHARE)
-
-    def groups(self, path: Sequence[Manifest]) -> Generator[list[Fetching], None, None]:
-        """Yield records in groups that are decoded together, while their bodies are being fetched."""
-        some: list[Fetching] = []
-        with ExitStack() as stack:
-            executor = stack.enter_context(ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch"))
-            jobs = ((record, self._parts_of(record)) for record in path)
-            coming = read_ahead(executor, jobs, AHEAD, lambda record: record.size_bytes, self._ahead_bytes)
-            for one in stack.enter_context(closing(coming)):
-                size = sum(record.size_bytes for record, _ in (*some, one))
-                if some and (size > self._ahead_bytes or len(some) == TOGETHER or not self._state.backend.overlays):
-                    yield some
-                    some = []
-                some.append(one)
-            if some:
+def fetch_groups(store: Store, state: WeightState, path: Sequence[Manifest]) -> Generator[list[Fetching], None, None]:
+    """Yield records in groups to be decoded together, while their bodies are fetched, as far as a state has them."""
+    layout, wanted = state.layout, None if state.whole else state.places.keys()
+    ahead_bytes = max(AHEAD_BYTES, layout.size_bytes // AHEAD_SHARE)
+    jobs = ((record, [partial(fetch_body, store, ref, layout, wanted) for ref in record.parts]) for record in path)
+    some: list[Fetching] = []
+    with ExitStack() as stack:
+        executor = stack.enter_context(ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch"))
+        coming = read_ahead(executor, jobs, AHEAD, lambda record: record.size_bytes, ahead_bytes)
+        for one in stack.enter_context(closing(coming)):
+            size = sum(record.size_bytes for record, _ in (*some, one))
+            if some and (size > ahead_bytes or len(some) == TOGETHER or not state.backend.overlays):
                 yield some
-
-    def _parts_of(self, record: Manifest) -> list["partial[tuple[Body, int]]"]:
-        wanted = None if self._state.whole else self._state.places.keys()
-        return [partial(fetch_body, self._store, ref, self._state.layout, wanted) for ref in record.parts]
+                some = []
+            some.append(one)
+        if some:
+            yield some

@@ -47,7 +47,6 @@ class WorkerStatus:
 
     @property
     def version(self) -> int | None:
-        """The version that its weights are at."""
         return self.heartbeat.version if self.heartbeat else None
 
 
@@ -166,7 +165,7 @@ def _status(record: Manifest) -> VersionStatus:
 def _anchor(store: Store, reader: RunReader, newest: Manifest) -> VersionStatus | None:
     """The last anchor: by a listing, or, where there is none, the one that the newest version names."""
     epoch = newest.anchor
-    with suppress(StoreError, ValueError):
+    with suppress(StoreError):
         found = (int(entry.key[-16:]) for entry in store.list("anchors/") if keys.is_record(entry.key))
         epoch = max(found, default=epoch)
     with suppress(PulseError):
@@ -195,9 +194,8 @@ def _judge(
     if record.ended:
         return "ended", None
     if seen_s > max_age_s:
-        return "silent", f"no heartbeat for {seen_s:.0f} s" + (
-            f"; its last error: {record.error}" if record.error else ""
-        )
+        last = f"; its last error: {record.error}" if record.error else ""
+        return "silent", f"no heartbeat for {seen_s:.0f} s{last}"
     if record.torn:
         return "torn", f"its weights are between two versions and must not be used: {record.error}"
     if record.error is not None:

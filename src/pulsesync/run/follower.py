@@ -62,18 +62,8 @@ logger = logging.getLogger(__name__)
 class RunFollower:
     """Keeps weights at versions of a run. One thread at a time uses it.
 
-    Args:
-        store: Where the run is.
-        trust: Public keys; records that none of them signed are refused. None: signatures are not checked.
-        trust_pointers: Public keys that may sign moves of pointers, besides those in `trust`.
-        cache: A folder in which fetched bytes are kept.
-        slices: Which part of each tensor is local, by name.
-        undo: How many syncs can be undone.
-        widen: Accept FP32 tensors for BF16 tensors of the run.
-        goals: Finds the version to go to; if not given, the newest.
-        confirm: Called once in every sync that writes, before the first weight is written.
-        events: Recounts and long transfers are reported there.
-        epoch_patches: How many patches make an epoch of the run.
+    Its arguments are those of `Subscriber`, and: goals, which finds the version to go to (if not given, the newest);
+    events, where recounts and long transfers are reported; epoch_patches, how many patches make an epoch of the run.
     """
 
     def __init__(
@@ -302,10 +292,7 @@ class SyncAttempt:
             self._follower.events.newest = goals.newest
 
     def _bind(self, goal: Manifest, records: RunReader) -> None:
-        """Attach to the tensors, unless that was done for this layout.
-
-        If their weights are those of a published version, the sync starts from that version.
-        """
+        """Attach to the tensors, unless that was done for this layout; begin at a published version if they are one."""
         local, follower = self._local, self._follower
         if local.state is not None and local.state.layout.id == goal.layout:
             return
@@ -352,29 +339,20 @@ class SyncAttempt:
     def _report(self, records: RunReader) -> SyncReport:
         follower, position = self._follower, self._local.position
         assert position is not None
+        version, step = position.version, position.step
         repaired, self._integrity.to_repair = self._integrity.to_repair, ()
         run, from_version, from_step = follower.reported or (None, None, None)
         if run != position.run:
             from_version = from_step = None
         self.meter.fetched_bytes += records.fetched_bytes
-        report = self.meter.report(
-            position,
-            repaired=repaired,
-            from_version=from_version,
-            from_step=from_step,
-            pointer=follower.goals.pointer if self._version is None else None,
-            rewound_at=records.rewound_at(position.version),
-        )
-        follower.reported = (position.run, report.version, report.step)
+        pointer, rewound_at = follower.goals.pointer if self._version is None else None, records.rewound_at(version)
+        since = {"from_version": from_version, "from_step": from_step, "rewound_at": rewound_at}
+        report = self.meter.report(position, repaired=repaired, pointer=pointer, **since)
+        follower.reported = (position.run, version, step)
         if report.went_back:
-            logger.warning(
-                "The trainer went back to an earlier step%s: version %d was step %d, and version %d is step %d.",
-                "" if report.rewound_at is None else f" at version {report.rewound_at}",
-                from_version,
-                from_step,
-                report.version,
-                report.step,
-            )
+            text = "The trainer went back to an earlier step%s: version %d was step %d, and version %d is step %d."
+            at = "" if rewound_at is None else f" at version {rewound_at}"
+            logger.warning(text, at, from_version, from_step, version, step)
         return report
 
 

@@ -17,20 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 class SyncGate:
-    """Lets one sync at a time write to some weights, until it is closed.
+    """Lets one sync at a time write to some weights, until it is closed, and then has them released.
 
-    Args:
-        name: Of the class that syncs, for messages.
-        release: Releases the weights. Called once no sync runs after `close`.
+    name: of the class that syncs, for messages. release: called once no sync runs after `close`.
     """
 
     def __init__(self, name: str, release: Callable[[], None]) -> None:
         self._name, self._release = name, release
-        self.guard = ProcessGuard(
-            name,
-            forked=f", perhaps in the middle of a sync; create a new {name} in the child",
-            closed="was closed; create a new one to sync again",
-        )
+        forked = f", perhaps in the middle of a sync; create a new {name} in the child"
+        self.guard = ProcessGuard(name, forked, closed="was closed; create a new one to sync again")
         self._busy = threading.Lock()  # while a sync runs
         self._busy_thread: int | None = None  # the thread that has the lock
 
@@ -56,8 +51,7 @@ class SyncGate:
     def working(self) -> Iterator[None]:
         """Run one sync, unless this is closed; if it is closed meanwhile, release the weights afterwards.
 
-        Raises:
-            ClosedError: it was closed, or this is a forked process; StateError: this thread is in a sync already.
+        Raises: ClosedError: it was closed, or this is a forked process; StateError: this thread is in a sync already.
         """
         self.guard.claim()  # before the lock, which may stay locked for ever in a forked process
         if self._busy_thread == threading.get_ident():

@@ -46,8 +46,7 @@ class GoalFinder:
         pointer: Name of the pointer that names the version; None: the newest version is followed.
         max_staleness: By how many versions the local one may differ from the one to follow; None: any number.
 
-    Raises:
-        ValueError: the name is not valid, or max_staleness is negative.
+    Raises: ValueError: the name is not valid, or max_staleness is negative.
     """
 
     def __init__(self, pointer: str | None = None, max_staleness: int | None = None) -> None:
@@ -60,10 +59,9 @@ class GoalFinder:
     def find(self, records: RunReader, local: LocalVersion | None, version: int | None = None) -> Manifest | None:
         """Return the record of a given version, or of the one to follow; None if it is the local one.
 
-        Raises:
-            NothingPublishedError: there is no version, or no such pointer yet; MissingLinkError: the version is not
-            published, or was pruned; RunChangedError: the location has another run than the local version, or than a
-            pointer; ChainError: a pointer names another state of its version; FormatError, SignatureError, StoreError.
+        Raises: NothingPublishedError: there is no version, or no such pointer yet; MissingLinkError: the version is not
+        published, or was pruned; RunChangedError: the location has another run than the local version, or than a
+        pointer; ChainError: a pointer names another state of its version; FormatError, SignatureError, StoreError.
         """
         if local:
             records.check_run(local.run, local.version, local.digest)
@@ -126,8 +124,7 @@ class GoalFinder:
     ) -> Iterator[T]:
         """Call `update` repeatedly, without end, and yield what it returns each time that it did something.
 
-        After a temporary error, which is reported, the update is tried again. That nothing is published is reported
-        once.
+        After a temporary error the update is tried again. That nothing is published is reported once.
 
         Args:
             update: Updates to the version to follow; returns None if that is the local version already.
@@ -167,8 +164,7 @@ class GoalFinder:
 
         After a pointer was moved back, a worker that still has a newer version is as stale as one with an older one.
 
-        Raises:
-            StaleWeightsError: by more than `max_staleness`, or there is no local version.
+        Raises: StaleWeightsError: by more than `max_staleness`, or there is no local version.
         """
         version, limit = self.version, self.max_staleness
         if version is None or limit is None:

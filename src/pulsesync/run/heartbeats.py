@@ -19,9 +19,9 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from pulsesync.core.arguments import shown
 from pulsesync.core.location import without_credentials
@@ -77,12 +77,9 @@ class Heartbeat:
         return json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-_TEXTS = {"worker", "host", "package", "follows", "error", "rival"}
-_FLAGS = {"recount_equal", "torn", "ended"}
-_TIMES = {"time_s", "synced_s", "pause_s", "recounted_s"}
-_NULLABLE = {one.name for one in fields(Heartbeat) if one.default is None}
+_KINDS = {one.name: {*(get_args(one.type) or [one.type])} for one in fields(Heartbeat)}  # that each field may have
+_REQUIRED = {one.name for one in fields(Heartbeat) if one.default is MISSING}
 _NEWS = {"version", "newest", "recounted_s", "error", "torn"}  # what a record is written for, before its time has come
-_REQUIRED = {"worker", "host", "pid", "package", "time_s"}
 
 
 def check_worker(name: str) -> str:
@@ -103,37 +100,28 @@ def name_worker(*parts: str) -> str:
 
 
 def parse(data: bytes, worker: str) -> Heartbeat:
-    """Read the record of a worker. Fields that this version does not know are ignored.
-
-    Raises:
-        FormatError: it is none, is longer than MAX_BYTES, or is that of another worker.
-    """
+    """Read the record of a worker, without fields that this version does not know. Raises: FormatError."""
     if len(data) > MAX_BYTES:
         raise FormatError(f"the heartbeat of {worker} has more than {MAX_BYTES} bytes")
     table = load_json(data, f"the heartbeat of {worker}")
     if table.get("format") != FORMAT:
         raise FormatError(f"the heartbeat of {worker} is not of the format {FORMAT}")
-    known = {one.name: table[one.name] for one in fields(Heartbeat) if one.name in table}
+    known = {name: table[name] for name in _KINDS if name in table}
     if bad := sorted((_REQUIRED - known.keys()) | {name for name, value in known.items() if not _fits(name, value)}):
         raise FormatError(f"the heartbeat of {worker} has no usable {bad[0]}")
     if known["worker"] != worker:
         raise FormatError(f"the heartbeat of {worker} is that of another worker")
-    for name in _TEXTS & known.keys():
-        if known[name] is not None:
-            known[name] = printable(known[name], _ERROR_CHARACTERS if name == "error" else _TEXT_CHARACTERS)
+    for name, value in known.items():
+        if isinstance(value, str):
+            known[name] = printable(value, _ERROR_CHARACTERS if name == "error" else _TEXT_CHARACTERS)
     return Heartbeat(**known)
 
 
 def _fits(name: str, value: Any) -> bool:
-    if value is None:
-        return name in _NULLABLE
-    if name in _TEXTS:
-        return isinstance(value, str)
-    if name in _FLAGS:
-        return isinstance(value, bool)
-    if isinstance(value, bool) or not isinstance(value, (int, float) if name in _TIMES else int):
+    kinds = _KINDS[name]
+    if type(value) not in (kinds | {int} if float in kinds else kinds):
         return False
-    return 0 <= value <= _MAX_NUMBER  # false for NaN as well
+    return not isinstance(value, int | float) or 0 <= value <= _MAX_NUMBER  # false for NaN as well
 
 
 @dataclass(frozen=True)
@@ -148,11 +136,7 @@ class FoundHeartbeat:
 
 
 def find_heartbeats(store: Store) -> list[FoundHeartbeat]:
-    """The heartbeats of a run, by name; of a worker whose record cannot be read, the reason.
-
-    Raises:
-        StoreError: the store cannot list, or does not answer.
-    """
+    """The heartbeats of a run, by name; of one that cannot be read, the reason. Raises: StoreError."""
     entries = list(islice(_entries(store), MAX_WORKERS))
     if not entries:
         return []
@@ -202,16 +186,9 @@ class HeartbeatWriter:
         self._pid = os.getpid()
         # The fields of the record. Replaced, never changed: no lock is needed, and a signal handler may close this at
         # any moment. A record is made of them when it is written: that takes 20 µs, and a look at a folder 200.
-        self._facts: dict[str, Any] = asdict(
-            Heartbeat(
-                worker=check_worker(worker),
-                host=printable(socket.gethostname(), _TEXT_CHARACTERS),
-                pid=self._pid,
-                package=__version__,
-                time_s=0.0,
-                follows=follows,
-            )
-        )
+        name, host = check_worker(worker), printable(socket.gethostname(), _TEXT_CHARACTERS)
+        first = Heartbeat(worker=name, host=host, pid=self._pid, package=__version__, time_s=0.0, follows=follows)
+        self._facts: dict[str, Any] = asdict(first)
         self._news, self._end = SignalSafeFlag(), SignalSafeFlag()
         self._thread: threading.Thread | None = None
         self._ended = False  # apart from the fields: a handler may set it while a sync replaces them
@@ -230,22 +207,12 @@ class HeartbeatWriter:
         self._replace(newest=self._facts["newest"] if newest is None else newest)
 
     def synced(
-        self,
-        version: int,
-        step: int,
-        *,
-        newest: int | None = None,
-        pause_s: float | None = None,
-        fetched_bytes: int = 0,
+        self, version: int, step: int, newest: int | None = None, pause_s: float | None = None, fetched_bytes: int = 0
     ) -> None:
-        """Take a sync that succeeded into the record. This neither waits nor raises.
+        """Take a sync to a version into the record. This neither waits nor raises.
 
-        Args:
-            version: The version that the weights are at.
-            step: The trainer's, of that version.
-            newest: The version that is to be followed, as far as the worker knows.
-            pause_s: How long weights were written; None: there was nothing new.
-            fetched_bytes: By this sync.
+        newest: the version that is to be followed, as far as the worker knows.
+        pause_s: how long weights were written; None: there was nothing new.
         """
         before = self._facts
         self._replace(
@@ -335,11 +302,10 @@ class HeartbeatWriter:
         except Exception as e:  # noqa: BLE001 - a heartbeat is a hint; whatever a store raises, the worker goes on
             # A server keeps the name of a worker that was killed for a minute: the first conflict may be with that.
             if self._refused == isinstance(e, ConflictError) and not record.ended:
-                logger.warning(
-                    "The heartbeat of %s cannot be written, so pulse status will not show this worker; syncs go on: %s",
-                    record.worker,
-                    e,
+                text = (
+                    "The heartbeat of %s cannot be written, so pulse status will not show this worker; syncs go on: %s"
                 )
+                logger.warning(text, record.worker, e)
             self._refused += 1
             self._is_away = bool(getattr(e, "retryable", False))
         else:
@@ -357,12 +323,11 @@ class HeartbeatWriter:
         is_mine = (found.host, found.pid) == (self._wrote.host, self._wrote.pid) and found.time_s <= self._wrote.time_s
         rival = None if is_mine or found.ended else f"process {found.pid} on host {found.host}"[:_TEXT_CHARACTERS]
         if rival and not self._rival:
-            logger.warning(
+            text = (
                 "Another worker, %s, writes the heartbeat of %s too, so that pulse status shows only one of the two: "
-                "give each a name of its own. Syncs go on.",
-                rival,
-                worker,
+                "give each a name of its own. Syncs go on."
             )
+            logger.warning(text, rival, worker)
         self._rival = rival
 
 

@@ -18,12 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class IntegrityMonitor:
-    """Finds weights that something other than a sync has written to.
-
-    Args:
-        local: The weights. When they are damaged, their version is forgotten.
-        events: Each recount is reported there.
-    """
+    """Finds weights that something other than a sync has written to. The version of damaged weights is forgotten."""
 
     def __init__(self, local: LocalWeights, events: SyncEvents) -> None:
         self._local, self._events = local, events
@@ -42,13 +37,11 @@ class IntegrityMonitor:
         self._events.recounted(version, not damaged, began)
         if not damaged:
             return None
-        logger.warning(
-            "%s has written to %d of the tensors of version %d, first %r. All weights are loaded again from an anchor.",
-            "Another Subscriber of this process" if was_superseded else "Something other than a sync",
-            len(damaged),
-            version,
-            damaged[0],
+        text = (
+            "%s has written to %d of the tensors of version %d, first %r. All weights are loaded again from an anchor."
         )
+        writer = "Another Subscriber of this process" if was_superseded else "Something other than a sync"
+        logger.warning(text, writer, len(damaged), version, damaged[0])
         self._local.forget()
         self.to_repair = tuple(sorted({*self.to_repair, *damaged}))
         self._damage = None  # a scrub may have found the same

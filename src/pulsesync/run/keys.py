@@ -7,6 +7,7 @@ LEASES = "publisher/"
 LEASE = "publisher/lease"  # which publisher is alive, overwritten: a hint for other publishers
 PRUNED = "pruned/"  # what prunes took out of use
 CLOCK = "pruned/clock"  # an object that is written to read the store's own time
+RECORDS = ("manifests/", "anchors/", "squashes/")
 HEAD = "head"  # a hint at the newest version, which may be slightly older than the newest
 
 

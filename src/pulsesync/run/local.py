@@ -23,11 +23,7 @@ class _Undo(NamedTuple):
 
 
 class LocalWeights:
-    """The local weights and the undo logs that lead back from them.
-
-    Args:
-        undo: How many syncs can be undone.
-    """
+    """The local weights, and the undo logs that lead back from them, of at most `undo` syncs."""
 
     def __init__(self, undo: int) -> None:
         self.state: WeightState | None = None
@@ -53,15 +49,11 @@ class LocalWeights:
         self.state, state.position = state, Position.of(record) if record else None
 
     def forget(self) -> None:
-        """Release the weights and the undo logs."""
         self.state = None
         self._undo.clear()
 
     def commit(self, transition: Transition, record: Manifest, meter: SyncMeter, *, joins: bool = False) -> None:
-        """Write a transition to the weights, which are then the version of a record.
-
-        joins: it is undone together with the commit before it.
-        """
+        """Write a transition to the weights, to the version of a record; joins: it is undone with the one before."""
         assert self.state is not None
         before, position = self.position, Position.of(record)
         with meter.timed("apply"):
@@ -73,10 +65,7 @@ class LocalWeights:
             self._undo.append(_Undo(position, back))
 
     def load(self, anchor: Manifest, staged: StagedBlocks, sums: dict[int, Sum], meter: SyncMeter) -> None:
-        """Write the staged blocks of an anchor that was checked; an interrupt of the caller waits for the end.
-
-        If writing fails, the weights are forgotten.
-        """
+        """Write the blocks of an anchor, in spite of interrupts. If that fails, the weights are forgotten."""
         state = self.state
         assert state is not None
 

@@ -62,9 +62,8 @@ class SyncPlan:
 def accept(position: Position | None, record: Manifest) -> None:
     """Check that a record may follow a position.
 
-    Raises:
-        ChainError: the record belongs to another run, or has the wrong index in its epoch; MissingLinkError: it does
-            not follow the position.
+    Raises: ChainError: the record belongs to another run, or has the wrong index in its epoch; MissingLinkError: it
+    does not follow the position.
     """
     if position is not None and record.run != position.run:
         raise _another_run(position, record)
@@ -114,15 +113,10 @@ START_OVER = "follow_replaced=True (pulse follow --follow-replaced) starts over 
 def check_unchanged(
     run: str, version: int, digest: str, published: Manifest | None, newest: Manifest | None, advice: str = START_OVER
 ) -> None:
-    """Check that a run is still the one from which a local version was taken.
+    """Check that a run is still the one from which a local version, with this digest, was taken.
 
-    Args:
-        run: The id of the run that the local version belongs to.
-        version: The local version.
-        digest: The digest of its state.
-        published: The record of that version as the store has it now; None if there is none.
-        newest: The newest record in the store, which is used only if `published` is None.
-        advice: What to do, for the error's message.
+    published: the record of that version as the store has it now; None if there is none. newest: the newest record in
+    the store, which is used only if `published` is None. advice: what to do, for the error's message.
 
     Raises:
         RunReplacedError, RunForkedError, RunRolledBackError: it is another run. A version that was pruned is no error.
@@ -165,8 +159,7 @@ def find_path(position: Position | None, goal: Manifest, look: Look) -> list[Man
     The path from the newest anchor is planned first. A path from the position is read only as far as it has no more
     bytes than that one, and not many more records: a late worker does not read thousands before it takes an anchor.
 
-    Raises:
-        ChainError: the position belongs to another run; MissingLinkError: no published path leads to the version.
+    Raises: ChainError: the position belongs to another run; MissingLinkError: no published path leads to the version.
     """
     if position is not None and position.run != goal.run:
         raise _another_run(position, goal)

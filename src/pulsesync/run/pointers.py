@@ -57,11 +57,7 @@ def is_about_pointer(error: NothingPublishedError) -> bool:
 
 
 def check_target(pointer: Pointer, goal: Manifest | None) -> Manifest:
-    """Check that a pointer names this version, with this state.
-
-    Raises:
-        MissingLinkError, RunReplacedError, ChainError: as `GoalFinder.find`.
-    """
+    """Check that a pointer names this version, with this state. Raises: as `GoalFinder.find`."""
     named = f"pointer {pointer.name!r} names version {pointer.version}"
     again = f"move it with: pulse point RUN {pointer.name} VERSION"
     at: dict[str, Any] = {"key": keys.pointer_key(pointer.name, pointer.number), "version": pointer.version}

@@ -71,9 +71,8 @@ class RunReader:
     def look(self, key: str) -> Manifest | None:
         """Return the record under a key, None if there is none, or if it is in `avoid`.
 
-        Raises:
-            SignatureError: no trusted key signed it; FormatError: it is not a record, or not of the kind or version
-            that the key names.
+        Raises: SignatureError: no trusted key signed it; FormatError: it is not a record, or not of the kind or version
+        that the key names.
         """
         return None if key in self.avoid else self.fetched(key)
 
@@ -106,7 +105,6 @@ class RunReader:
         return record
 
     def key_of(self, record: Manifest) -> str:
-        """Return the key under which a record was found."""
         return next(key for key, known in self._known.items() if known is record)
 
     def rewound_at(self, version: int) -> int | None:
@@ -118,14 +116,9 @@ class RunReader:
         return self.fetched(keys.manifest_key(version))
 
     def required_version(self, version: int, local: bool = False) -> Manifest:
-        """Return the record of a version.
+        """Return the record of a version; local: there is a local version, so the run is known to have had versions.
 
-        Args:
-            version: Its number.
-            local: Whether there is a local version, so that the run is known to have had versions.
-
-        Raises:
-            NothingPublishedError: there is no version at all; MissingLinkError: there are others; and as `look`.
+        Raises: NothingPublishedError: there is no version at all; MissingLinkError: there are others; and as `look`.
         """
         record = self.version(version)
         if record is not None:
@@ -143,9 +136,8 @@ class RunReader:
     def pointer(self, name: str, after: int = -1) -> Pointer | None:
         """Return the newest move of a pointer after one, None if there is none; found as the newest version is.
 
-        Raises:
-            SignatureError: no key that may move pointers signed it; FormatError: it is not a pointer; ChainError: it
-            belongs to another key.
+        Raises: SignatureError: no key that may move pointers signed it; FormatError: it is not a pointer; ChainError:
+        it belongs to another key.
         """
         return self._last(
             keys.pointer_hint(name), keys.pointer_prefix(name), lambda number: self.move(name, number), after
@@ -211,9 +203,8 @@ class RunReader:
         A contradiction is read a second time, a little later: if two relays share an address, one of them may lag by a
         second; and a record without a signature may have been damaged in transit.
 
-        Raises:
-            RunReplacedError, RunForkedError, RunRolledBackError: as `planner.check_unchanged`; NothingPublishedError:
-            there is no version any more; FormatError, SignatureError: the record cannot be read.
+        Raises: RunReplacedError, RunForkedError, RunRolledBackError: as `planner.check_unchanged`;
+        NothingPublishedError: there is no version any more; FormatError, SignatureError: the record cannot be read.
         """
         try:
             self._check_run(run, version, digest, advice)
@@ -344,8 +335,7 @@ def read_again(store: Store, key: str, read: Callable[[], T]) -> T:
 
     Bytes that are bad twice were not damaged on the network: waiting, or fetching other objects again, does not help.
 
-    Raises:
-        FormatError: the bytes were bad both times. Any other error that `read` raises is raised at once.
+    Raises: FormatError: the bytes were bad both times. Any other error that `read` raises is raised at once.
     """
     try:
         with forgetting(store, key):

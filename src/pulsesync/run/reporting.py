@@ -114,7 +114,6 @@ class SyncMeter:
             yield body
 
     def report(self, position: Position, **facts: Any) -> SyncReport:
-        """Return the report of a sync that ended at a position."""
         return SyncReport(
             version=position.version,
             step=position.step,
@@ -130,18 +129,14 @@ class SyncMeter:
         )
 
 
+@dataclass(eq=False)
 class SyncEvents:
-    """The events of one subscriber.
+    """The events of one subscriber."""
 
-    Args:
-        location: The location of the run, without credentials.
-        heartbeat: Shows where this subscriber is to people; None: nothing does.
-    """
-
-    def __init__(self, location: str, heartbeat: HeartbeatWriter | None = None) -> None:
-        self.location, self.heartbeat = location, heartbeat
-        self.newest: int | None = None  # version that was seen; with a pointer to follow, the one that it names
-        self._idle_at = -math.inf  # when a sync that finds nothing new is emitted again
+    location: str  # of the run, without credentials
+    heartbeat: HeartbeatWriter | None = None  # shows where this subscriber is to people; None: nothing does
+    newest: int | None = None  # version that was seen; with a pointer to follow, the one that it names
+    _idle_at: float = -math.inf  # when a sync that finds nothing new is emitted again
 
     @classmethod
     def of(cls, store: Store, heartbeat: str | None, follow: str | None) -> "SyncEvents":
@@ -160,13 +155,9 @@ class SyncEvents:
         if report.path:
             logger.info("Synced from %s: %s.", self.location, report)
         if self.heartbeat is not None:
-            self.heartbeat.synced(
-                report.version,
-                report.step,
-                newest=self.newest,
-                pause_s=report.apply_s if report.path else None,
-                fetched_bytes=report.fetched_bytes,
-            )
+            pause_s, fetched = report.apply_s if report.path else None, report.fetched_bytes
+            at = report.version, report.step
+            self.heartbeat.synced(*at, newest=self.newest, pause_s=pause_s, fetched_bytes=fetched)
         if has_listeners() and (report.path or report.changed or time.monotonic() >= self._idle_at):
             self._idle_at = time.monotonic() + IDLE_S
             emit(Synced.of(report, location=self.location, newest=self.newest, pause_s=report.apply_s))
@@ -178,26 +169,16 @@ class SyncEvents:
     def failed(self, error: Exception, version: int | None, *, torn: bool | None = None) -> None:
         """Emit that a sync failed, with the version that the weights are at. It is not logged: the caller has it.
 
-        Args:
-            error: What it raised.
-            version: The version that the weights are at.
-            torn: Whether they are between two versions; None: as the error says.
+        torn: whether they are between two versions; None: as the error says.
         """
         torn = bool(getattr(error, "torn", False)) if torn is None else torn
         if self.heartbeat is not None:
             self.heartbeat.failed(error, version, torn=torn)
         if has_listeners():
             self._idle_at = -math.inf
-            emit(
-                SyncFailed(
-                    location=self.location,
-                    version=version,
-                    newest=self.newest,
-                    error=describe_error(error),
-                    retryable=bool(getattr(error, "retryable", False)),
-                    torn=torn,
-                )
-            )
+            at: dict[str, Any] = {"location": self.location, "version": version, "newest": self.newest}
+            text, retryable = describe_error(error), bool(getattr(error, "retryable", False))
+            emit(SyncFailed(**at, error=text, retryable=retryable, torn=torn))
 
     def recounted(self, version: int, equal: bool, began: float) -> None:
         """Log and emit a recount that began at a time of `perf_counter`. Damage is logged where it is known which."""
@@ -216,18 +197,17 @@ class SyncEvents:
         return Transfer(self.location, what, total_bytes)
 
 
+@dataclass(eq=False)
 class Transfer:
-    """A transfer that may take long: emits how much of it is done, a few times a second.
+    """A transfer that may take long: emits how much of it is done, a few times a second."""
 
-    Args:
-        location: The location of the run.
-        what: What is transferred.
-        total_bytes: Its size by the records; None: it is too short to be shown.
-    """
+    _location: str  # of the run
+    _what: str
+    _total: int | None  # bytes by the records; None: it is too short to be shown
+    _done: int = 0
+    _emitted_s: float = 0.0
 
-    def __init__(self, location: str, what: str, total_bytes: int | None) -> None:
-        self._location, self._what, self._total = location, what, total_bytes
-        self._done, self._emitted_s = 0, 0.0
+    def __post_init__(self) -> None:
         self.add(0)
 
     def add(self, size_bytes: int) -> None:
@@ -238,8 +218,5 @@ class Transfer:
         now = time.monotonic()
         if has_listeners() and (now - self._emitted_s >= PROGRESS_S or self._done == self._total):
             self._emitted_s = now
-            emit(
-                TransferProgress(
-                    location=self._location, what=self._what, done_bytes=self._done, total_bytes=self._total
-                )
-            )
+            sizes = {"done_bytes": self._done, "total_bytes": self._total}
+            emit(TransferProgress(location=self._location, what=self._what, **sizes))

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pulsesync.core.scratch import make_private
@@ -49,8 +50,7 @@ class AnchorSpool:
         or this object is garbage-collected. Parts are yielded in order, and some are fetched ahead while the caller
         uses one. Parts that are stored in the record stay in memory.
 
-        Raises:
-            StoreError: the store failed; FormatError and its subclasses: the bytes are bad.
+        Raises: StoreError: the store failed; FormatError and its subclasses: the bytes are bad.
         """
         with self._without_disk():
             self._lock_parts()
@@ -90,9 +90,8 @@ class AnchorSpool:
                 with self._without_disk():
                     stack.enter_context(locked(self.folder / _part_lock(ref.id)))
             except TimeoutError:
-                logger.warning(
-                    "Another process that uses %s does not finish part %s; fetching it.", self.folder, ref.id
-                )
+                text = "Another process that uses %s does not finish part %s; fetching it."
+                logger.warning(text, self.folder, ref.id)
             yield
 
     def _lock_parts(self) -> None:
@@ -108,9 +107,8 @@ class AnchorSpool:
                 if time.monotonic() < deadline:
                     time.sleep(0.01)
                     continue
-                logger.warning(
-                    "Another process does not finish removing parts from %s; not waiting for it.", self.folder
-                )
+                text = "Another process does not finish removing parts from %s; not waiting for it."
+                logger.warning(text, self.folder)
             return
 
     def close(self) -> None:
@@ -131,12 +129,11 @@ class AnchorSpool:
         except (OSError, StoreError) as e:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning(
+                text = (
                     "Cannot keep the parts of an anchor in %s (%s). They are used from memory, and fetched again the "
-                    "next time. Make room there, or use another folder.",
-                    self.folder,
-                    (e.__cause__ or e) if isinstance(e, StoreError) else e,
+                    "next time. Make room there, or use another folder."
                 )
+                logger.warning(text, self.folder, (e.__cause__ or e) if isinstance(e, StoreError) else e)
 
     def keep_only(self, record: Manifest | None) -> None:
         """Remove all parts that do not belong to this anchor; none while another process fetches or loads an anchor."""
@@ -166,16 +163,16 @@ def _part_lock(id_: str) -> str:
     return f".lock-{id_[:16]}"
 
 
+@dataclass(frozen=True)
 class Outbox:
     """Anchors that are complete on disk and not yet uploaded; they outlive the process that wrote them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def stage(self, epoch: int, parts: Iterable[EncodedPart], inline_limit: int) -> tuple[PartRef, ...]:
         """Write the parts of an anchor to disk, one after the other, and return its record's entries for them.
 
-        inline_limit: bytes, of all parts together, up to which small parts are stored in the record and not in a file.
+        Small parts, up to this many bytes together, are stored in the record and not in a file.
         """
         self.discard(epoch)
         with suppress(OSError):  # the first write reports it

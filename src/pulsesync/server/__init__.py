@@ -17,6 +17,7 @@ import os
 import shutil
 from pathlib import Path
 
+from pulsesync.core.scratch import nearest
 from pulsesync.server.service import make_app
 from pulsesync.server.serving import serve
 from pulsesync.store.base import Store
@@ -48,7 +49,6 @@ def relay(upstream: Store, folder: str | os.PathLike[str], max_bytes: int | None
 def _half_of_the_disk(folder: Path) -> int:
     """Return half of the disk space that is free for a folder, counting what it takes already as free."""
     try:
-        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        return (shutil.disk_usage(existing).free + folder_bytes(folder)) // 2
+        return (shutil.disk_usage(nearest(folder)).free + folder_bytes(folder)) // 2
     except OSError:  # then nothing can be kept there either
         return MAX_BYTES

@@ -52,8 +52,7 @@ class HeartbeatBoard:
     there are as many, a new name takes the place of a worker that has ended, or was silent for five minutes: first one
     that was heard once only, then the one that is silent longest. If there is none, no new name is accepted.
 
-    Args:
-        store: What is served. A relay's store passes heartbeats on to its upstream, in the background.
+    The store is what is served. A relay's passes heartbeats on to its upstream, in the background.
     """
 
     def __init__(self, store: Store) -> None:
@@ -72,9 +71,8 @@ class HeartbeatBoard:
     def put(self, key: str, data: bytes, secret: str | None = None, client: str = "") -> None:
         """Keep a heartbeat instead of the one before. client: the network that it comes from.
 
-        Raises:
-            FormatError: it is malformed; ConflictError: the name belongs to another client; StoreError, retryable:
-            there are too many workers.
+        Raises: FormatError: it is malformed; ConflictError: the name belongs to another client; StoreError, retryable:
+        there are too many workers.
         """
         record, now_s = parse(data, key.rpartition("/")[2]), time.time()
         owner = None if secret is None else hashlib.sha256(secret.encode()).digest()  # a header may be long
@@ -166,11 +164,8 @@ class HeartbeatBoard:
 
     def _drop_old(self) -> None:
         now_s = time.time()
-        while self._kept:
-            key, kept = next(iter(self._kept.items()))
-            if abs(now_s - kept.came_s) <= KEEP_S:
-                return
-            del self._kept[key]
+        while self._kept and abs(now_s - next(iter(self._kept.values())).came_s) > KEEP_S:
+            del self._kept[next(iter(self._kept))]
 
     def _send(self) -> None:
         """Send heartbeats upstream, repeatedly. Those that the upstream does not accept are dropped."""
@@ -198,13 +193,11 @@ class HeartbeatBoard:
     def _warn_full(self) -> None:
         if time.monotonic() - self._full_at >= _WARN_EVERY_S:
             self._full_at = time.monotonic()
-            logger.warning(
+            text = (
                 "%d workers have sent heartbeats; %d are kept, half of them from one network: another worker is not "
-                "shown until one of them has ended, or was silent for %.0f minutes.",
-                len(self._kept),
-                MAX_WORKERS,
-                ROOM_S / 60,
+                "shown until one of them has ended, or was silent for %.0f minutes."
             )
+            logger.warning(text, len(self._kept), MAX_WORKERS, ROOM_S / 60)
 
     def _warn(self, error: Exception) -> None:
         if time.monotonic() - self._warned_at >= _WARN_EVERY_S:

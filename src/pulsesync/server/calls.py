@@ -36,12 +36,7 @@ async def in_thread(call: Callable[[], T]) -> T:
 
 
 class SharedPlaces:
-    """Places for requests at a time, of which those of one client take some at most; all others wait.
-
-    Args:
-        places: How many there are.
-        each: How many of them one client takes.
-    """
+    """Places for requests at a time, of which those of one client take some at most (each); all others wait."""
 
     def __init__(self, places: int, each: int) -> None:
         self._places, self._each = asyncio.Semaphore(places), each
@@ -65,8 +60,7 @@ class SharedPlaces:
 class SharedBytes:
     """Bytes that are being sent, of which those to one client may be half. What several are sent counts once.
 
-    Args:
-        most: How many there may be. One object may be larger, if nothing else is being sent.
+    One object may be larger than the most that there may be, if nothing else is being sent.
     """
 
     def __init__(self, most: int) -> None:
@@ -98,10 +92,8 @@ class SharedBytes:
 class RememberedCall(Generic[T]):
     """A blocking call whose outcome many ask for. It is made once at a time, and its outcome kept for a while.
 
-    Args:
-        call: It does not raise.
-        keep_s: How long its outcome is valid.
-        limit_s: How long it may take, before those who wait for it do without.
+    The call does not raise. Its outcome is valid for keep_s; if it takes longer than limit_s, those who wait for it do
+    without.
     """
 
     def __init__(self, call: Callable[[], T], keep_s: float, limit_s: float) -> None:

@@ -35,20 +35,14 @@ class Connections:
     """An ASGI application that notes which connections have a request, and closes those of clients with too many.
 
     It lets this process open more files, if the system permits that, and leaves some of them for files.
-
-    Args:
-        app: What answers.
-
-    Attributes:
-        limit: How many connections there may be.
-        backlog: How many may wait to be accepted.
     """
 
     def __init__(self, app: "ASGIApp") -> None:
         self._app = app
         self._busy: set[tuple[str, int]] = set()
         self._all = _permitted()
-        self.backlog = min(_BACKLOG, max(128, self._all // 8))  # granian takes no fewer than 128
+        # Connections that may wait to be accepted (granian takes no fewer than 128), and that there may be.
+        self.backlog = min(_BACKLOG, max(128, self._all // 8))
         self._usual = max(self._all // 2, self._all - self.backlog - _SPARE)
         self.limit = min(_CONNECTIONS, self._usual - min(_FILES, self._usual // 2))
         self._let_open(self._usual)

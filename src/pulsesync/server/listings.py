@@ -23,12 +23,7 @@ _KEPT = 8  # prefixes of which the entries of the store are kept
 
 
 class Listing:
-    """The lines of a listing, sorted by key.
-
-    Args:
-        entries: The objects, sorted by key.
-        folder: What the keys begin with and the lines leave out.
-    """
+    """The lines of a listing, of objects sorted by key, without the folder that all keys begin with."""
 
     def __init__(self, entries: Iterable[ObjectEntry], folder: str) -> None:
         self._keys: list[str] = []
@@ -52,11 +47,7 @@ class Listing:
 
 
 class RecentEntries:
-    """What a store lists below a few prefixes, kept for a second: for listings to which this server adds its own.
-
-    Args:
-        list_: Returns the objects whose keys begin with a prefix.
-    """
+    """What a store lists below a few prefixes, kept for a second: for listings to which this server adds its own."""
 
     def __init__(self, list_: Callable[[str], Iterable[ObjectEntry]]) -> None:
         self._list = list_
@@ -84,11 +75,7 @@ class _Flight:
 
 
 class Listings:
-    """Makes listings. To be used on one event loop.
-
-    Args:
-        list_: Returns the objects whose keys begin with a prefix, sorted; called in a thread.
-    """
+    """Makes listings, of what a function returns for a prefix, called in a thread. To be used on one event loop."""
 
     def __init__(self, list_: Callable[[str], Iterable[ObjectEntry]]) -> None:
         self._list = list_

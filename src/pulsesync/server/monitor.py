@@ -36,8 +36,6 @@ class SentAnswer:
     store_failed: bool = False
 
     def counting(self, send: "Send") -> "Send":
-        """Return a `send` that counts."""
-
         async def count(message: "Message") -> None:
             await send(message)
             if message["type"] == "http.response.start":
@@ -51,11 +49,7 @@ class SentAnswer:
 class ServerMonitor:
     """Counts what a server sends, and asks its store whether it is there. To be used on one event loop.
 
-    Args:
-        store: What is served.
-
-    Raises:
-        PulseError: prometheus_client is not installed.
+    Raises: PulseError: prometheus_client is not installed.
     """
 
     def __init__(self, store: Store) -> None:
@@ -69,15 +63,7 @@ class ServerMonitor:
 
     def served(self, method: str, key: str, answer: SentAnswer, seconds: float) -> None:
         """Count an answer, and emit it as an event."""
-        event = RequestServed(
-            location=self._location,
-            method=method,
-            status=answer.status,
-            cache=answer.cache,
-            store_failed=answer.store_failed,
-            sent_bytes=answer.sent_bytes,
-            seconds=seconds,
-        )
+        event = RequestServed.of(answer, location=self._location, method=method, seconds=seconds)
         self._metrics(event)
         emit(event)
         if answer.status in (200, 206, 304) and (record := _RECORD.fullmatch(key)):

@@ -83,11 +83,7 @@ class ObjectRange:
 
 
 def find_range(read: Read, size: Size, asked: tuple[int | None, int | None]) -> ObjectRange:
-    """Read the first piece of the requested range, and find out where the range ends.
-
-    Raises:
-        StoreError: the object cannot be read, or was replaced meanwhile.
-    """
+    """Read the first piece of the requested range, and find out where that ends. Raises: StoreError."""
     begin, end = asked
     if begin is None:  # the last bytes
         total = size()
@@ -109,7 +105,6 @@ def find_range(read: Read, size: Size, asked: tuple[int | None, int | None]) -> 
 
 
 def _bounded(begin: int, end: int | None) -> int:
-    """Return the end of a piece."""
     limit = begin - begin % PIECE_BYTES + PIECE_BYTES
     return limit if end is None else min(end, limit)
 

@@ -120,9 +120,9 @@ class _Service:
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         from starlette.requests import Request
 
-        request, answer, began_s = Request(scope), SentAnswer(), time.monotonic()
+        request, answer, began_s = Request(scope, receive), SentAnswer(), time.monotonic()
         try:
-            await self._respond(request, answer, receive, answer.counting(send))
+            await self._respond(request, answer, answer.counting(send))
         except BaseException as e:
             answer.store_failed |= isinstance(e, StoreError)
             answer.status = answer.status or (500 if isinstance(e, Exception) else _LEFT)
@@ -147,16 +147,16 @@ class _Service:
         page, content_type = await self._monitor.page(request.headers.get("accept", ""))
         return Response(page, headers={"Cache-Control": "no-store", "Content-Type": content_type})
 
-    async def _respond(self, request: "Request", answer: SentAnswer, receive: "Receive", send: "Send") -> None:
+    async def _respond(self, request: "Request", answer: SentAnswer, send: "Send") -> None:
         if not self._may_read(request.headers.get("authorization", "")):
-            await _no_token()(request.scope, receive, send)
+            await _no_token()(request.scope, request.receive, send)
             return
         if request.method == "PUT":
-            await (await self._accept(request, receive))(request.scope, receive, send)
+            await (await self._accept(request))(request.scope, request.receive, send)
             return
         key, prefix = request.path_params["key"], request.query_params.get("list")
         if prefix is not None and (key == "" or key.endswith("/")):
-            await self._send_listing(key, prefix, request, answer, receive, send)
+            await self._send_listing(key, prefix, request, answer, send)
             return
         if not is_content_addressed(key):
             places, ahead = self._records, _AHEAD
@@ -168,11 +168,11 @@ class _Service:
         async with places:
             response = await self._answer(request, answer)
             if isinstance(response, RangeResponse):
-                await response.send(receive, send, ahead)
+                await response.send(request.receive, send, ahead)
             else:
-                await response(request.scope, receive, send)
+                await response(request.scope, request.receive, send)
 
-    async def _accept(self, request: "Request", receive: "Receive") -> "Response":
+    async def _accept(self, request: "Request") -> "Response":
         """Keep the heartbeat of a worker: the one thing that clients may write."""
         key = request.path_params["key"]
         if not is_heartbeat(key):
@@ -181,7 +181,7 @@ class _Service:
             check_key(key)
             async with asyncio.timeout(_HEARTBEAT_S):
                 secret = request.headers.get(WRITER_HEADER)
-                self._board.put(key, await _read_body(receive, MAX_BYTES), secret, _client(request))
+                self._board.put(key, await _read_body(request.receive, MAX_BYTES), secret, _client(request))
                 self._listings.forget(key)
         except TimeoutError:
             return _words(408, "the heartbeat did not arrive in time")
@@ -214,7 +214,6 @@ class _Service:
             return self._failed(key, e, answer)
 
     def _failed(self, asked: str, error: StoreError | LimitError, answer: SentAnswer) -> "Response":
-        """Return the answer to a request for which the store failed."""
         answer.store_failed = True
         status = 503 if isinstance(error, StoreError) and error.retryable else 500
         if time.monotonic() - self._logged_at >= _LOG_EVERY_S:
@@ -233,7 +232,7 @@ class _Service:
         return self._authorization is None or secrets.compare_digest(shown.encode(), self._authorization)
 
     async def _send_listing(
-        self, folder: str, prefix: str, request: "Request", answer: SentAnswer, receive: "Receive", send: "Send"
+        self, folder: str, prefix: str, request: "Request", answer: SentAnswer, send: "Send"
     ) -> None:
         """List the objects below a prefix of a run, which may be in a folder of the store, with the run's keys.
 
@@ -244,27 +243,18 @@ class _Service:
             check_prefix(folder + prefix)
         except StoreError:
             words = _words(400, "the prefix to list must be a key that ends in a slash")
-            await words(request.scope, receive, send)
+            await words(request.scope, request.receive, send)
             return
-        lines = self._send_lines(folder, prefix, request, _client(request), answer, receive, send)
-        if not await while_connected(receive, lines):
+        if not await while_connected(request.receive, self._send_lines(folder, prefix, request, answer, send)):
             answer.status = answer.status or _LEFT
 
-    async def _send_lines(
-        self,
-        folder: str,
-        prefix: str,
-        request: "Request",
-        client: str,
-        answer: SentAnswer,
-        receive: "Receive",
-        send: "Send",
-    ) -> None:
+    async def _send_lines(self, folder: str, prefix: str, request: "Request", answer: SentAnswer, send: "Send") -> None:
+        client = _client(request)
         async with self._sent_listings.taken(client):
             try:
                 listing = await self._listings.get(folder, prefix, client)
             except (StoreError, LimitError) as e:
-                await self._failed(prefix, e, answer)(request.scope, receive, send)
+                await self._failed(prefix, e, answer)(request.scope, request.receive, send)
                 return
             headers, data = {"Content-Type": LISTING_TYPE, "Cache-Control": "no-store"}, listing.data
             if (after := request.query_params.get("after")) is not None:
@@ -276,7 +266,7 @@ class _Service:
                 try:
                     sending.enter_context(self._listing_bytes.taken(client, data))
                 except StoreError as e:
-                    await self._failed(prefix, e, answer)(request.scope, receive, send)
+                    await self._failed(prefix, e, answer)(request.scope, request.receive, send)
                     return
                 await send_start(send, 200, headers)
                 async with asyncio.timeout(SEND_TIMEOUT_S + len(data) / SEND_BYTES_PER_S):
@@ -357,7 +347,6 @@ def _words(status: int, text: str, headers: dict[str, str] | None = None) -> "Re
 
 
 def _client(request: "Request") -> str:
-    """Return the network that a request comes from."""
     return network(request.client.host).hex() if request.client is not None else ""
 
 

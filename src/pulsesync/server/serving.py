@@ -129,7 +129,6 @@ def _make_server(
 
 
 async def _run(server: "Server", host: str, port: int, on_ready: Callable[[], None], ending: SignalSafeFlag) -> None:
-    """Run a server until a signal stops it."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def end(*_: object) -> None:

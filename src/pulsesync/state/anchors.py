@@ -27,18 +27,16 @@ class AnchorLoader:
 
         No weight is written; blocks that differ from the weights are staged if `staged` is given.
 
-        Raises:
-            FormatError: or a subclass, for bad bytes; VerificationError: the weights are not those of the record;
-            StoreError: the disk is full, or failed.
+        Raises: FormatError: or a subclass, for bad bytes; VerificationError: the weights are not those of the record;
+        StoreError: the disk is full, or failed.
         """
         return self._take_whole(manifest, parts, lambda blocks: self._backend.check_blocks(blocks, staged))
 
     def load_whole(self, staged: StagedBlocks, sums: Mapping[int, Sum]) -> None:
         """Write an anchor that was checked into the weights, which have not changed since.
 
-        Raises:
-            StoreError: the disk failed; VerificationError: it returned other weights than those staged;
-            SupersededError: as `WeightState.commit`.
+        Raises: StoreError: the disk failed; VerificationError: it returned other weights than those staged;
+        SupersededError: as `WeightState.commit`.
         """
         with self._state.lock:
             check_claim(self._state)
@@ -50,10 +48,7 @@ class AnchorLoader:
     def join_whole(self, manifest: Manifest, parts: Iterable[Body]) -> None:
         """Write the parts of an anchor into the weights as they arrive, and check them in the same pass.
 
-        For weights that are not in use: if this fails halfway, they must not be used.
-
-        Raises:
-            as `check_whole`.
+        For weights that are not in use: if this fails halfway, they must not be used. Raises: as `check_whole`.
         """
         with self._state.lock:
             with self._backend.exclusive():
@@ -72,10 +67,7 @@ class AnchorLoader:
     def _take_whole(
         self, manifest: Manifest, parts: Iterable[Body], take: Callable[[Sequence[WholeBlock]], Sequence[BlockSums]]
     ) -> dict[int, Sum]:
-        """Check the parts of an anchor; return the digests of its tiles.
-
-        take: a function that decodes and counts some blocks.
-        """
+        """Check the parts of an anchor, of which `take` decodes and counts blocks; return the digests of its tiles."""
         state, layout, version = self._state, self._state.layout, manifest.version
         if manifest.layout != layout.id:
             raise BaseMismatchError(

@@ -29,23 +29,16 @@ def match_tensors(
 ) -> MatchedTensors[Flat]:
     """Find the tensors of a layout among those of a model.
 
-    Args:
-        views: The model's tensors under all their names.
-        layout: Of the run.
-        slices: What of it is local.
-        widen: BF16 tensors of the run may be FP32 in the model.
-        widens: Whether the memory can do that.
-        span: See `SpanOf`.
+    views: the model's tensors under all their names. widen: BF16 tensors of the run may be FP32 in the model. widens:
+    whether the memory can do that.
 
-    Raises:
-        StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
+    Raises: StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
     """
     specs = {name: window.local for name, window in windows(layout.tensors, slices).items()}
     wanted = specs | {alias: specs[name] for alias, name in layout.ties.items() if name in specs}
     dtypes = {name: view.spec.dtype for name, view in views.items()}
-    wide = {name for name, spec in specs.items() if (dtypes.get(name), spec.dtype) == ("F32", "BF16")}
-    if not (widen and widens):
-        wide = set()
+    may_be_wide = specs.items() if widen and widens else ()
+    wide = {name for name, spec in may_be_wide if (dtypes.get(name), spec.dtype) == ("F32", "BF16")}
     missing, extra = [name for name in specs if name not in views], sorted(views.keys() - wanted.keys())
     if missing or extra:
         raise other_names(missing, extra, "; a process that has a part of the model passes slices=")

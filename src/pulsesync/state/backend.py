@@ -17,7 +17,7 @@ from pulsesync.format.body import Body
 from pulsesync.format.history import History
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import WholeBlock
-from pulsesync.state.slices import Slices, TileStorage, find_places
+from pulsesync.state.slices import TileStorage, find_places
 from pulsesync.state.staging import StagedBlocks
 
 # Each backend has its own types for these, which only the backend and its callers of the same kind look into.
@@ -62,8 +62,7 @@ class StateBackend(ABC):
         layout: Of the run.
         flats: The tensors by canonical name.
         copies: By canonical name, tied tensors that have memory of their own.
-        slices: What of the run is local.
-        places: Where its tiles lie in the tensors, if that is known already; else it follows from the slices.
+        places: Where its tiles lie in the tensors; all of each tensor is there if this is not given.
     """
 
     overlays: ClassVar[bool]  # whether a patch can be prepared over a transition that is not committed yet
@@ -74,11 +73,10 @@ class StateBackend(ABC):
         layout: Layout,
         flats: Mapping[str, Flat],
         copies: Mapping[str, Sequence[Flat]] | None = None,
-        slices: Slices | None = None,
         places: Mapping[int, TileStorage] | None = None,
     ) -> None:
         self.layout, self.flats, self.copies = layout, dict(flats), dict(copies or {})
-        self.places: Mapping[int, TileStorage] = find_places(layout, slices or {}) if places is None else places
+        self.places: Mapping[int, TileStorage] = find_places(layout, {}) if places is None else places
         self.whole = all(tile.ordinal in self.places or not tile.size for tile in layout.tiles) and all(
             place.whole for place in self.places.values()
         )
@@ -163,9 +161,8 @@ class StateBackend(ABC):
         All are patches of one epoch. A backend that cannot prepare patches over each other is given one version, and no
         changes. The given changes may be modified and returned.
 
-        Raises:
-            StateError: a local slice splits a tile. Bad bytes may be raised if there is one version; for a version that
-            follows another they are always its `fault`.
+        Raises: StateError: a local slice splits a tile. Bad bytes may be raised if there is one version; for a version
+        that follows another they are always its `fault`.
         """
 
     @abstractmethod
@@ -198,8 +195,7 @@ class StateBackend(ABC):
     def write_blocks(self, blocks: Sequence[WholeBlock]) -> None:
         """Decode blocks of an anchor and write the local weights into their tensors, and into those tied to them.
 
-        Raises:
-            FormatError: one is broken; StoreError, VerificationError: one cannot be read from disk, or has changed.
+        Raises: FormatError: one is broken; StoreError, VerificationError: one cannot be read from disk, or has changed.
         """
 
     @abstractmethod
@@ -210,6 +206,5 @@ class StateBackend(ABC):
     def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> Sequence[BlockSums]:
         """Decode blocks of an anchor and return the digests of each. Those that differ from the weights are staged.
 
-        Raises:
-            FormatError: one is broken; StoreError: the disk is full, or failed.
+        Raises: FormatError: one is broken; StoreError: the disk is full, or failed.
         """

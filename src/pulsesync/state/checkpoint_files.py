@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,8 +155,8 @@ def missing_companions(files: Mapping[str, bytes]) -> tuple[str, ...]:
 def open_file(path: Path, *, private: bool = False) -> dict[str, Array]:
     """The tensors of one safetensors file, on mapped memory. Raises: NotFoundError, FormatError, UnsupportedError."""
     with reading_from(path), path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        begin, entries = _parse_header(file.read(8), file.read, size, path)
+        size, begin, table = _read_header(file, path)
+        entries = _check_table(table, begin, size, path)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY if private else mmap.ACCESS_READ)
     arrays = {}
     for spec, at in entries:
@@ -169,21 +169,23 @@ def open_file(path: Path, *, private: bool = False) -> dict[str, Array]:
 def read_metadata(path: Path) -> dict[str, str]:
     """The `__metadata__` of a safetensors file. Raises: NotFoundError, FormatError."""
     with reading_from(path), path.open("rb") as file:
-        count = int.from_bytes(file.read(8), "little")
-        if count > min(MAX_HEADER_BYTES, os.fstat(file.fileno()).st_size):
-            raise FormatError(f"{path} is not a safetensors file, or is cut off")
-        metadata = load_json(file.read(count), f"the header of {path}").get("__metadata__", {})
+        metadata = _read_header(file, path)[2].get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise FormatError(f"{path} has a __metadata__ that does not map strings to strings")
     return metadata
 
 
-def _parse_header(length: bytes, read: Any, size: int, path: Path) -> tuple[int, list[tuple[TensorSpec, int]]]:
-    """Check a header as safetensors does; return where the data begins, and each tensor with its offset there."""
+def _read_header(file: IO[bytes], path: Path) -> tuple[int, int, dict[str, Any]]:
+    """Return the size of a file, where its data begins, and the table of its header. Raises: FormatError."""
+    size, length = os.fstat(file.fileno()).st_size, file.read(8)
     count = int.from_bytes(length, "little")
     if len(length) < 8 or not 2 <= count <= min(MAX_HEADER_BYTES, size - 8):
         raise FormatError(f"{path} is not a safetensors file, or is cut off")
-    table = load_json(read(count), f"the header of {path}")
+    return size, 8 + count, load_json(file.read(count), f"the header of {path}")
+
+
+def _check_table(table: dict[str, Any], begin: int, size: int, path: Path) -> list[tuple[TensorSpec, int]]:
+    """Check the table of a header as safetensors does; return each tensor with its offset in the data."""
     table.pop("__metadata__", None)
     entries, spans = [], []
     for name, entry in table.items():
@@ -205,9 +207,9 @@ def _parse_header(length: bytes, read: Any, size: int, path: Path) -> tuple[int,
         if start != at:
             raise FormatError(f"{path} is not a valid safetensors file: its tensors overlap, or leave gaps")
         at = end
-    if 8 + count + at != size:
-        raise FormatError(f"{path} must have {8 + count + at} bytes by its header; it has {size}")
-    return 8 + count, entries
+    if begin + at != size:
+        raise FormatError(f"{path} must have {begin + at} bytes by its header; it has {size}")
+    return entries
 
 
 @cache
@@ -248,14 +250,13 @@ class WeightFiles:
 
 
 def plan_files(layout: Layout, *, adapter: bool = False) -> WeightFiles:
-    """Return the files for a layout.
-
-    They contain one of each set of tied tensors, under the name that loaders look for.
+    """Return the files for a layout, with one of each set of tied tensors, under the name that loaders look for.
 
     The weights of an adapter are in one file, however large: PEFT reads no other.
     """
+    stored = stored_names(layout)
     if adapter:
-        return WeightFiles((_shard(ADAPTER_WEIGHTS, layout.tensors, stored_names(layout)),), None)
+        return WeightFiles((_shard(ADAPTER_WEIGHTS, layout.tensors, stored),), None)
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in layout.tensors:
@@ -265,7 +266,6 @@ def plan_files(layout: Layout, *, adapter: bool = False) -> WeightFiles:
             filled = 0
         groups[-1].append(spec)
         filled += size
-    stored = stored_names(layout)
     if len(groups) == 1:
         return WeightFiles((_shard("model.safetensors", groups[0], stored),), None)
     names = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
@@ -295,14 +295,11 @@ def stored_names(layout: Layout) -> dict[str, str]:
 
 
 def by_layout(layout: Layout, tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """Tensors of a checkpoint under the names of a layout.
-
-    If only an alias of a tensor is present, it stands for the tensor.
-    """
+    """Tensors of a checkpoint under the names of a layout: an alias stands for a tensor that is not there itself."""
     out = dict(tensors)
     for alias, name in layout.ties.items():
-        if name not in out and alias in out:
-            out[name] = out[alias]
+        if alias in tensors:
+            out.setdefault(name, tensors[alias])
     return out
 
 
@@ -340,19 +337,14 @@ class TensorFolder:
 
     @staticmethod
     def fits(folder: Path, plan: WeightFiles) -> bool:
-        """Whether the files of a plan are in a folder, with the right sizes and headers, and are no links.
-
-        The weights are not checked.
-        """
+        """Whether the files of a plan, no links, are in a folder, by their sizes and headers but not their weights."""
         try:
             for shard in plan.shards:
                 path = folder / shard.name
                 with path.open("rb") as file:
-                    as_planned = (
-                        os.fstat(file.fileno()).st_size == shard.size and file.read(len(shard.head)) == shard.head
-                    )
-                    if not as_planned or path.is_symlink():
-                        return False
+                    found = os.fstat(file.fileno()).st_size, file.read(len(shard.head))
+                if found != (shard.size, shard.head) or path.is_symlink():
+                    return False
         except OSError:
             return False
         return True

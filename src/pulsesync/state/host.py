@@ -138,9 +138,8 @@ class HostBackend(StateBackend):
         spread(self._write_decoded, blocks)
 
     def take_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
-        return spread(
-            lambda block: _sums_of(block, self.places[block.tile.ordinal], self._write_decoded(block)), blocks
-        )
+        places = self.places
+        return spread(lambda b: _sums_of(b, places[b.tile.ordinal], self._write_decoded(b)), blocks)
 
     def _write_decoded(self, block: WholeBlock) -> Bits:
         """Decode a block in place, if its memory has the run's order; else into memory of this thread."""
@@ -176,9 +175,8 @@ def _count_tile(tile: Tile, place: TileStorage, memory: Memory) -> Sum:
     if not tile.pieces and place.tile == tile and isinstance(place, LocalTile):
         return digest.count_tile(tile, memory[tile.tensor.name][0])
     numbers = range(tile.block_count)
-    total = digest.sum_up(
-        spread(lambda n: digest.count_block(tile, n, place.read(memory, *tile.block_range(n))), numbers)
-    )
+    sums = spread(lambda n: digest.count_block(tile, n, place.read(memory, *tile.block_range(n))), numbers)
+    total = digest.sum_up(sums)
     if isinstance(place, WidenedTile | GatheredTile) and not all(spread(lambda n: place.exact(memory, n), numbers)):
         return total + Sum(1, 1)  # the run's dtype has no such numbers: this differs from every published state
     return total

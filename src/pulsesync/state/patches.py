@@ -47,9 +47,8 @@ class PatchTransaction:
 
         Returns the transition from the live weights to the version, including the changes of `after`.
 
-        Raises:
-            BaseMismatchError: it is for another state or history; FormatError: or a subclass, for bad bytes;
-            VerificationError: the decoded weights are not those of the record.
+        Raises: BaseMismatchError: it is for another state or history; FormatError: or a subclass, for bad bytes;
+        VerificationError: the decoded weights are not those of the record.
         """
         try:
             return self.prepare_all([[(manifest, parts)]], after)
@@ -67,8 +66,7 @@ class PatchTransaction:
 
         All patches of a group are decoded before the first is checked, but they are checked in order.
 
-        Raises:
-            RecordFailed: by the first bad one.
+        Raises: RecordFailed: by the first bad one.
         """
         base = after or self._state.no_changes()
         changes, sums, history = copy(base.changes), base.sums, base.history
@@ -80,10 +78,7 @@ class PatchTransaction:
     def _prepare(
         self, versions: Sequence[tuple[Manifest, Parts]], changes: Delta, sums: Mapping[int, Sum], history: EpochHistory
     ) -> tuple[Delta, Mapping[int, Sum], EpochHistory]:
-        """Prepare consecutive patches of one epoch, or one squashed patch.
-
-        Return changes, sums and history after them.
-        """
+        """Prepare consecutive patches of one epoch, or one squashed patch; return changes, sums and history after."""
         first = versions[0][0]
         with about(first):
             history = self._check_base(first, sums, history)
@@ -191,8 +186,7 @@ class PatchTransaction:
     ) -> dict[int, Sum]:
         """Return the digests that changed tiles will have, computed from the changes.
 
-        Raises:
-            VerificationError: they differ from the index. Only tiles that are completely local can be checked.
+        Raises: VerificationError: they differ from the index. Only tiles that are completely local can be checked.
         """
         sums = {ordinal: before[ordinal] + by for ordinal, by in digest_changes.items()}
         for ordinal, total in sums.items():

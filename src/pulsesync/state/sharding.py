@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from glob import escape
 from typing import Any
 
 from pulsesync.core.types import Bits, TensorSpec, Tile
@@ -95,20 +96,6 @@ class Shards:
     ties: Mapping[str, str]  # alias -> name
     partial: bool = False  # whether any tensor is a DTensor or `Placed`
 
-    @property
-    def tensors(self) -> list[TensorSpec]:
-        """The checkpoint's tensors of which these are parts."""
-        return [window.tensor for window in self.windows.values()]
-
-    def weights(self, layout: Layout) -> "ShardWeights":
-        """Read them in the tiles of a layout, those that are completely local."""
-        found = {tile.ordinal: place_tile(tile, self.windows) for tile in layout.tiles}
-        return ShardWeights(self.published, {n: place for n, place in found.items() if place and place.whole})
-
-    def slices(self) -> dict[str, Slice | None]:
-        """The same for a `Subscriber` or a `HostBackend`: tensors that are not listed are not local."""
-        return _slices(self.windows)
-
 
 @dataclass(frozen=True)
 class ShardWeights:
@@ -129,8 +116,7 @@ def shards_of(source: Any, cast: Mapping[str, str] | None = None, read: Read = r
 
     read: how plain tensors are read; the default reads host memory only.
 
-    Raises:
-        StateError: a part that is not a rectangle of its tensor, or anything that `view_bits` refuses.
+    Raises: StateError: a part that is not a rectangle of its tensor, or anything that `view_bits` refuses.
     """
     tensors = dict(named(source))
     parts = {name: part for name, value in tensors.items() if (part := _part(name, value))}
@@ -158,16 +144,12 @@ def local_tensors(source: Any) -> dict[str, Any]:
     return {name: part.tensor if (part := _part(name, value)) else value for name, value in named(source)}
 
 
-def _is_dtensor(value: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
 def _part(name: str, value: Any) -> Placed | None:
     """The part of its tensor that a DTensor or `Placed` is; None for a plain tensor."""
     if isinstance(value, Placed):
         return value
-    if not _is_dtensor(value):
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(value, module.DTensor):
         return None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -175,9 +157,9 @@ def _part(name: str, value: Any) -> Placed | None:
         raise StateError(
             f"tensor {name!r}: DTensor has a Partial placement ({value.placements}); redistribute it first", tensor=name
         )
-    whole = tuple(int(n) for n in value.shape)
+    whole, local = tuple(int(n) for n in value.shape), value.to_local()
     if value.device_mesh.get_coordinate() is None:  # this process has no part of it
-        return Placed(value.to_local(), whole, (0, 0) if whole else None)
+        return Placed(local, whole, (0, 0) if whole else None)
     shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if shape[2:] != whole[2:]:
         raise StateError(
@@ -191,8 +173,6 @@ def _part(name: str, value: Any) -> Placed | None:
     if len(whole) > 1 and shape[1] != whole[1]:
         width = TensorSpec(name, "", whole[1:]).columns
         columns = (int(offset[1]) * width, int(offset[1] + shape[1]) * width)
-    if not local.numel():
-        rows = (0, 0) if whole else None
     return Placed(local, whole, rows, columns)
 
 
@@ -250,11 +230,7 @@ def windows_from(data: bytes) -> tuple[dict[str, Window], dict[str, str]]:
 def layout_of(
     everyones: Sequence[Windows], ties: Mapping[str, str] | None = None, grid: Grid | None = None, min_tile: int = 1
 ) -> Layout:
-    """The layout in which the parts of every process are whole tiles; the grid may cut it further.
-
-    Raises:
-        StateError: two processes have different tensors under one name.
-    """
+    """The layout in which the parts of all processes are whole tiles, cut by a grid. Raises: StateError."""
     specs: dict[str, TensorSpec] = {}
     borders: dict[str, tuple[set[int], set[int]]] = {}
     for windows in everyones:
@@ -279,27 +255,19 @@ def layout_of(
 
 
 def owner_of(layout: Layout, everyones: Sequence[Windows]) -> dict[int, int]:
-    """For each tile that has weights, the first process that has all of it.
-
-    Raises:
-        StateError: no process has all of a tile.
-    """
+    """For each tile that has weights, the first process that has all of it. Raises: StateError, if none has."""
     owners = {}
     for tile in layout.tiles:
-        holders = (
-            n for n, windows in enumerate(everyones) if (place := place_tile(tile, windows)) is not None and place.whole
-        )
-        owner = next(holders, None)
+        placed = (place_tile(tile, windows) for windows in everyones)
+        owner = next((n for n, place in enumerate(placed) if place and place.whole), None)
         if owner is not None:
             owners[tile.ordinal] = owner
         elif tile.size:
-            names = " and ".join(map(repr, tile.names[:2]))
-            raise StateError(
-                f"no process has rows {tile.row} to {tile.row + tile.rows} of tensor {tile.tensor.name!r}"
-                if not tile.pieces
-                else f"no process has all of the {len(tile.pieces)} pieces that are bundled with those of {names}",
-                tensor=tile.names[0],
-            )
+            missing = f"rows {tile.row} to {tile.row + tile.rows} of tensor {tile.tensor.name!r}"
+            if tile.pieces:
+                names = " and ".join(map(repr, tile.names[:2]))
+                missing = f"all of the {len(tile.pieces)} pieces that are bundled with those of {names}"
+            raise StateError(f"no process has {missing}", tensor=tile.names[0])
     return owners
 
 
@@ -323,11 +291,8 @@ class TileShare:
 
     @property
     def slices(self) -> Slices | None:
-        """The slices for a state or subscriber of these tiles only.
-
-        None for all tiles, which marks the state as complete.
-        """
-        return None if self.whole else _slices(self.windows)
+        """The slices of a follower of these tiles only; None for all tiles, which marks its state as complete."""
+        return None if self.whole else slices_of(self.windows)
 
     @cached_property
     def copy_places(self) -> dict[int, TileStorage]:
@@ -348,19 +313,18 @@ class TileShare:
         sides: list[dict[str, Window | str]] = [{**one.windows, **one.ties} for one in (self.shards, shards)]
         before, now = sides
         if before != now:
-            name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            name = min(name for name, _ in before.items() ^ now.items())
             old, new = before.get(name), now.get(name)
-            if isinstance(old, Window) and isinstance(new, Window) and old.tensor == new.tensor:
-                raise StateError(
-                    f"this process has another shard of {name!r} than before; the shards of a publisher must stay the "
-                    "same: create a new Publisher, which resumes the run",
-                    tensor=name,
-                )
-            raise StateError(
+            problem = (
                 f"the tensors of a run must not change, but {name!r} {_change(old, new)}; publish the changed model to "
-                "a new location",
-                tensor=name,
+                "a new location"
             )
+            if isinstance(old, Window) and isinstance(new, Window) and old.tensor == new.tensor:
+                problem = (
+                    f"this process has another shard of {name!r} than before; the shards of a publisher must stay the "
+                    "same: create a new Publisher, which resumes the run"
+                )
+            raise StateError(problem, tensor=name)
 
 
 def _change(old: Window | str | None, new: Window | str | None) -> str:
@@ -374,7 +338,6 @@ def _change(old: Window | str | None, new: Window | str | None) -> str:
 
 
 def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shards) -> TileShare:
-    """The tiles of a layout that a rank owns, and where they lie in its shards."""
     tiles = tuple(layout.tiles[ordinal] for ordinal, owner in owners.items() if owner == rank)
     whole = sum(tile.size for tile in tiles) == layout.size
     windows = {spec.name: Window.around(spec) for spec in layout.tensors if whole}  # those without weights as well
@@ -393,11 +356,6 @@ def share_of(layout: Layout, owners: Mapping[int, int], rank: int, shards: Shard
     return TileShare(layout, tiles, windows, kept, places)
 
 
-def _slices(windows: Windows) -> dict[str, Slice | None]:
-    """Tensors that are not listed are not local."""
-    return {_literal(name): Slice(w.rows, w.columns) for name, w in windows.items()} | {"*": None}
-
-
-def _literal(name: str) -> str:
-    """A pattern that fits this name alone."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+def slices_of(windows: Windows) -> dict[str, Slice | None]:
+    """Windows as the slices of a `Subscriber`: tensors that are not listed are not local."""
+    return {escape(name): Slice(w.rows, w.columns) for name, w in windows.items()} | {"*": None}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +35,8 @@ class Slice:
 
     def __post_init__(self) -> None:
         for name, span in (("rows", self.rows), ("columns", self.columns)):
-            if span is not None and not (
-                isinstance(span, tuple | list) and len(span) == 2 and all(map(is_whole, span))
-            ):
+            is_span = isinstance(span, tuple | list) and len(span) == 2 and all(map(is_whole, span))
+            if span is not None and not is_span:
                 raise TypeError(f"{name} must be None or two whole numbers, first and end; got {span!r:.80}")
 
     def of(self, spec: TensorSpec) -> "Window":
@@ -56,10 +55,7 @@ Slices = Mapping[str, Slice | None]  # by name, or else by pattern, the first th
 
 
 def place_tile(tile: Tile, local: "Mapping[str, Window]", wide: Collection[str] = ()) -> "TileStorage | None":
-    """Where a tile lies in the local tensors; None if none of its weights is local.
-
-    wide: tensors that are FP32 in the model.
-    """
+    """Where a tile lies in the local tensors, of which some are FP32 (wide); None if none of its weights is local."""
     found = []
     for piece in tile.pieces or (tile,):
         name = piece.tensor.name
@@ -82,10 +78,8 @@ def windows(specs: Iterable[TensorSpec], slices: Slices) -> "dict[str, Window]":
     patterns = [(pattern, local) for pattern, local in slices.items() if not _SIGNS.isdisjoint(pattern)]
     found = {}
     for spec in specs:
-        if spec.name in slices:
-            local = slices[spec.name]
-        else:
-            local = next((local for pattern, local in patterns if fnmatchcase(spec.name, pattern)), Slice())
+        by_pattern = (local for pattern, local in patterns if fnmatchcase(spec.name, pattern))
+        local = slices[spec.name] if spec.name in slices else next(by_pattern, Slice())
         if local is not None:
             found[spec.name] = local.of(spec)
     return found
@@ -115,13 +109,8 @@ class Window:
     def local(self) -> TensorSpec:
         """The tensor as the worker has it."""
         rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
-        if columns == self.tensor.columns and self.tensor.shape:
-            shape = (rows, *self.tensor.shape[1:])
-        elif self.tensor.shape:
-            shape = (rows, columns)
-        else:
-            shape = ()
-        return replace(self.tensor, shape=shape, row_cuts=(), column_cuts=())
+        shape = (rows, *self.tensor.shape[1:]) if columns == self.tensor.columns else (rows, columns)
+        return replace(self.tensor, shape=shape if self.tensor.shape else (), row_cuts=(), column_cuts=())
 
     def place(self, tile: Tile) -> "LocalTile | None":
         """Where a piece of the tensor lies in this window; None if none of its weights does."""
@@ -139,58 +128,20 @@ class Window:
 Memory = Mapping[str, Sequence[Bits]]
 
 
-class TileStorage(Protocol):
-    """Where a tile lies in a process."""
+@dataclass(frozen=True)
+class LocalTile:
+    """A tile in the worker's own coordinates. One that is only partly local begins or ends outside its tensor."""
 
-    @property
-    def tile(self) -> Tile:
-        """The tile in the coordinates of the local tensors; of a tile with pieces, these are `GatheredTile.local`."""
-        ...
-
-    @property
-    def whole(self) -> bool:
-        """Whether all of it is local."""
-        ...
+    tile: Tile
+    whole: bool  # whether all of it is local
 
     @property
     def splits_coding_group(self) -> bool:
         """Whether weights that are coded together are partly local, which rules out coding against old weights."""
-        ...
-
-    def read(self, memory: Memory, begin: int, end: int) -> Bits:
-        """The weights of the tile from begin to end; those that are not local read as zero."""
-        ...
-
-    def keep(self, change: BlockChange) -> BlockChange | None:
-        """The part of a change that is in local weights."""
-        ...
-
-    def write(self, memory: Memory, change: BlockChange) -> None: ...
-
-    def write_range(self, memory: Memory, begin: int, bits: Bits) -> None:
-        """Write weights of the tile, from the one numbered begin on, as far as they are local."""
-        ...
-
-    def has(self, memory: Memory, begin: int, bits: Bits) -> bool:
-        """Whether `write_range` would change nothing; may also return False if a comparison would take long."""
-        ...
-
-
-@dataclass(frozen=True)
-class LocalTile:
-    """A tile in the worker's own coordinates.
-
-    If it is only partly local, it begins or ends outside the local tensor.
-    """
-
-    tile: Tile
-    whole: bool
-
-    @property
-    def splits_coding_group(self) -> bool:
         return not self.whole
 
     def read(self, memory: Memory, begin: int, end: int) -> Bits:
+        """The weights of the tile from begin to end; those that are not local read as zero."""
         flat = memory[self.tile.tensor.name][0]
         if self.whole:
             return self.tile.read(flat, begin, end)
@@ -201,9 +152,11 @@ class LocalTile:
         return out
 
     def keep(self, change: BlockChange) -> BlockChange | None:
+        """The part of a change that is in local weights."""
         return change if self.whole else kept_of(change, self.is_local(change.tile_positions()))
 
     def write_range(self, memory: Memory, begin: int, bits: Bits) -> None:
+        """Write weights of the tile, from the one numbered begin on, as far as they are local."""
         for flat in memory[self.tile.tensor.name]:
             if self.whole:
                 self.tile.write(flat, begin, bits)
@@ -213,6 +166,7 @@ class LocalTile:
             flat[self.tile.flat_indices(positions[local])] = bits[local]
 
     def has(self, memory: Memory, begin: int, bits: Bits) -> bool:
+        """Whether `write_range` would change nothing; may also return False if a comparison would take long."""
         flats = memory[self.tile.tensor.name]
         return self.whole and all(_same(self.tile.read(flat, begin, begin + bits.size), bits) for flat in flats)
 
@@ -303,26 +257,20 @@ def _widen(bits: Bits) -> Bits:
 class GatheredTile:
     """A tile whose pieces lie in several places of the process: gathered to be read, scattered to be written.
 
-    A bundle of a run, or of the tensors that ranks of a group send each other.
-
-    Args:
-        tile: The tile, with its pieces.
-        places: Where these lie; None for those of which nothing is local.
+    A bundle of a run, or of the tensors that ranks of a group send each other. A piece of which nothing is local has
+    None for a place.
     """
 
     def __init__(self, tile: Tile, places: Sequence[LocalTile | WidenedTile | None]) -> None:
         self.places = places
         self._found: tuple[Memory, _PieceViews | None] | None = None
         self.starts: NDArray[np.int64] = np.cumsum([0, *(piece.size for piece in tile.pieces)])
-        self.whole = all(place is not None and place.whole for place in places)
-        kept = None if self.whole else tuple(np.flatnonzero(self._whole_groups(tile)).tolist())
+        local = [place is not None and place.whole for place in places]
+        self.whole, kept = all(local), None
+        if not self.whole:  # the groups that are completely local
+            whole = np.logical_and.reduceat(local, np.searchsorted(self.starts, tile.groups[:-1]))
+            kept = tuple(np.flatnonzero(whole).tolist())
         self.tile = replace(tile, kept=kept)
-
-    def _whole_groups(self, tile: Tile) -> NDArray[np.bool_]:
-        """Which groups are completely local. Partly local groups do not count."""
-        local = [place is not None and place.whole for place in self.places]
-        first = np.searchsorted(self.starts, tile.groups[:-1])
-        return np.logical_and.reduceat(local, first)
 
     @cached_property
     def splits_coding_group(self) -> bool:
@@ -454,6 +402,9 @@ class GatheredTile:
             if (place := self.places[n]) is not None:
                 yield place, first, bits[at : at + end - first]
             at += end - first
+
+
+TileStorage = LocalTile | WidenedTile | GatheredTile  # where a tile lies in a process
 
 
 class _PieceViews(NamedTuple):

@@ -26,14 +26,11 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class StagedBlocks:
-    """Decoded blocks, in memory as far as the machine can spare it, and the rest in an unnamed temporary file.
+    """Decoded blocks, in memory as far as the machine can spare it, and the rest in an unnamed file of a folder.
 
     The file is for this process alone: no other can open it, and it is gone when this one ends. So blocks are not
     hashed and decoded again when they are read. The digest of what the disk returns is still checked, like that of all
-    weights from outside the process.
-
-    Args:
-        folder: Folder of the file; None: the system's temporary folder.
+    weights from outside the process. Without a folder it is the system's temporary one.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -47,9 +44,7 @@ class StagedBlocks:
         self._lock = threading.Lock()
 
     def room_for(self, block: WholeBlock) -> Bits | None:
-        """Memory to decode a block into, which is not copied if the block is added next.
-
-        None: there is no memory to spare.
+        """Memory to decode a block into, which is not copied if the block is added next; None: there is none to spare.
 
         It belongs to this thread, until the thread asks for the next.
         """
@@ -61,11 +56,7 @@ class StagedBlocks:
         return mine.room
 
     def add(self, block: WholeBlock, bits: Bits, total: Sum) -> None:
-        """Keep a block with these weights and this digest. Any thread may call this.
-
-        Raises:
-            StoreError: the folder cannot be written, or the disk is full, or failed.
-        """
+        """Keep a block with these weights and this digest. Any thread may call this. Raises: StoreError."""
         if (room := self._mine.room) is not bits and (room := self.room_for(block)) is not None:
             room[:] = bits
         if room is None:

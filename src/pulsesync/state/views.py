@@ -25,22 +25,13 @@ if TYPE_CHECKING:
 
 Cast: TypeAlias = "str | torch.dtype | np.dtype[Any] | type[Any]"  # a dtype to which FP32 is cast
 
+CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _NUMPY_NAMES = {
     "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (32, 64)},
+    **{name: label for label, name in CASTS.items()},
 }
 
 
@@ -202,7 +193,6 @@ def _find_prefix(short: Sequence[str], long: Sequence[str]) -> str | None:
 
 
 def torch_dtype(dtype: str) -> Any:
-    """The torch dtype with this name in the format."""
     import torch
 
     return getattr(torch, dtype_in_torch(dtype))
@@ -273,8 +263,7 @@ def read_published(source: Any, cast: Mapping[str, str]) -> tuple[HostSource, Ma
 def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str, str]:
     """The dtypes to which FP32 tensors are cast, by the first pattern that matches the name.
 
-    Raises:
-        StateError: a pattern asks for another dtype than that of a tensor of 16 bits, which is not cast.
+    Raises: StateError: a pattern asks for another dtype than that of a tensor of 16 bits, which is not cast.
     """
     dtypes = {}
     for spec in specs:
@@ -291,15 +280,8 @@ def find_casts(specs: Iterable[TensorSpec], cast: Mapping[str, str]) -> dict[str
     return dtypes
 
 
-CASTS = {"BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-
-
 def read_cast(cast: "Cast | Mapping[str, Cast] | None") -> dict[str, str]:
-    """The format's names of the dtypes that `cast=` asks for, by name pattern; an empty one means no cast.
-
-    Raises:
-        ValueError: a dtype to which FP32 cannot be cast.
-    """
+    """The format's names of the dtypes that `cast=` asks for, by pattern; empty: no cast. Raises: ValueError."""
     given = cast if isinstance(cast, Mapping) else {} if cast is None else {"*": cast}
     return {pattern: _cast_dtype(dtype) for pattern, dtype in given.items()}
 

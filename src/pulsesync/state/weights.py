@@ -28,11 +28,7 @@ class WeightState:
     """What is known of the weights in a memory: which they are, by their digests, and the history of their epoch.
 
     One thread at a time changes it; `snapshot` and `Recount` may run concurrently. Nothing else may write the weights
-    while it is in use; `Recount` detects it.
-
-    Args:
-        backend: The memory.
-        sums: The digests of the local tiles; None: they are counted.
+    while it is in use; `Recount` detects it. The digests of the local tiles (`sums`) are counted if they are not given.
     """
 
     def __init__(self, backend: StateBackend, sums: Mapping[int, Sum] | None = None) -> None:
@@ -62,12 +58,11 @@ class WeightState:
 
         widen: BF16 tensors of the run may be FP32.
 
-        Raises:
-            StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
+        Raises: StateError: names, dtypes or shapes differ from the layout, or a tensor cannot be written in place.
         """
         views = kind.views(source)
         found: MatchedTensors[Flat] = match_tensors(views, layout, slices or {}, widen, kind.widens, kind.span)
-        state = cls(kind(layout, found.flats, found.copies, slices, found.places))
+        state = cls(kind(layout, found.flats, found.copies, found.places))
         state._addresses = {name: view.address for name, view in views.items()}
         state._marks = SourceMarks.of(source)
         return state
@@ -122,8 +117,7 @@ class WeightState:
 
         Returns the transition back, which is the undo log: committing it undoes this.
 
-        Raises:
-            SupersededError: another state of this process has claimed the memory, and nothing was written.
+        Raises: SupersededError: another state of this process has claimed the memory, and nothing was written.
         """
         backend = self.backend
         inverse = backend.inverse(transition.changes)
@@ -150,7 +144,6 @@ class WeightState:
         self.sums, self.history, self.position = transition.sums, transition.history, transition.position
 
     def join(self, first: Transition, then: Transition) -> Transition:
-        """Two transitions as one."""
         changes = self.backend.compose(first.changes, then.changes)
         return replace(then, changes=changes, changed=self.backend.count_changed(changes))
 
@@ -167,11 +160,7 @@ class Recount:
         self._state, self._backend = state, state.backend
 
     def digest(self) -> str:
-        """Count the digest from all the weights, keep it, and return it.
-
-        Raises:
-            VerificationError: a tied tensor differs from the one it is tied to.
-        """
+        """Count the digest anew, keep it, and return it. Raises: VerificationError, if a tied tensor differs."""
         state = self._state
         state.differing_tie = self._backend.find_differing_tie()
         if state.differing_tie:
