@@ -64,11 +64,6 @@ class Bucket:
     sums: Mapping[int, Sum]
 
 
-def size_of(message: Message) -> int:
-    """The bytes of a message."""
-    return int(message.nbytes)
-
-
 def write_next(message: Message, length: int) -> None:
     """Write how long the next message is."""
     number = np.array([length], np.int64).view(np.uint8)
@@ -203,11 +198,6 @@ class Table:
 def sums_of(sums: Mapping[int, Sum], ordinals: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Digests of tiles as an array: (tiles, 2)."""
     return np.array([sums[n] for n in ordinals.tolist()], np.uint64).reshape(-1, 2)
-
-
-def raw_size(wire: BundlePlan, tiles: Sequence[Tile]) -> int:
-    """The length of the message with these tiles, whole."""
-    return Table.of_whole(wire, tiles).size
 
 
 def longest(wire: BundlePlan, tiles: Sequence[Tile]) -> int:
