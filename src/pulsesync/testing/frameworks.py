@@ -227,12 +227,7 @@ class FrameworkTests:
 
 
 class FailingWeights:
-    """Weights of which one write fails, possibly after half of it is done.
-
-    Args:
-        weights: The weights.
-        failing: Which write fails, counted from 0.
-    """
+    """Weights of which one write fails, counted from 0, after it is done."""
 
     def __init__(self, weights: FrameworkWeights, failing: int) -> None:
         self._weights, self._left = weights, failing
