@@ -85,10 +85,7 @@ class FragmentTensors:
         return out
 
     def read_piece(self, here: slice) -> Vector:
-        """Some of the current weights. Read-only: it may be the parameters' own memory.
-
-        If a tensor is not contiguous, every piece of it costs a copy of all of it.
-        """
+        """Some of the current weights, read-only. A tensor that is not contiguous is copied whole for every piece."""
         return self.vectors.join([self.vectors.flat(tensor)[part] for tensor, part in self._parts(here)])
 
     def _parts(self, here: slice) -> Iterator[tuple[Any, slice]]:
@@ -157,11 +154,7 @@ class FragmentTensors:
 
 
 def _vectors_of(tensors: Mapping[str, Any]) -> VectorOps:
-    """The backend for the device of all tensors of a fragment.
-
-    Raises:
-        StateError: they are on several devices, or on a device that is neither host memory nor a GPU.
-    """
+    """The backend for the device of all tensors. Raises: StateError: there are several, or one is no GPU."""
     where = device.find(tensors)
     if where is not None:
         for name, tensor in tensors.items():
@@ -187,19 +180,13 @@ class Commit(NamedTuple):
 
 @dataclass
 class PendingUpdates:
-    """The updates that a trainer has sent since its last round.
-
-    A round may contain one of them although it raised an error.
-    """
+    """The updates that a trainer has sent since its last round, which may contain one although it raised an error."""
 
     by_payload: dict[str, SentUpdate] = field(default_factory=dict)
     attempts: int = 0  # with new updates, since the round began or steps were discarded
 
     def choose(self, part: SentUpdate) -> SentUpdate:
-        """Return the update to send: this one, or after many attempts the last one again.
-
-        Later progress is in the weights, and is part of the next round.
-        """
+        """The update to send: this one, or after many attempts the last again; later progress is for the next round."""
         if self.attempts < MOST_ATTEMPTS:
             return part
         return replace(next(reversed(self.by_payload.values())), largest=part.largest)
@@ -287,11 +274,7 @@ def in_own_streams(fragments: Iterable[Fragment]) -> Iterator[None]:
 
 
 def named_tensors(model: Any) -> dict[str, Any]:
-    """The tensors of a model, of masters, or of a sequence of either, by name.
-
-    Raises:
-        StateError: two pieces have a tensor of the same name.
-    """
+    """The tensors of a model, masters, or several of either, by name. Raises: StateError: a name is in two pieces."""
     if hasattr(model, "state_dict"):
         return dict(model.state_dict(keep_vars=True))
     if isinstance(model, Mapping):

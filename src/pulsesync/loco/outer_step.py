@@ -10,7 +10,7 @@ add where the machine can, so replicas on different machines would diverge.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -111,57 +111,34 @@ class OuterStep(NamedTuple):
     finite: bool  # whether the new weights and the new trend are
 
 
-class OuterRule(Protocol):
-    """How a trainer's steps become its update, and how the sum of all updates moves the shared weights."""
-
-    @property
-    def own_momentum(self) -> bool:
-        """Whether each trainer has an outer momentum of its own."""
-
-    def first_trend(self, size: int, v: VectorOps = HOST) -> Trend:
-        """The trend before the first round, on the device of the fragment's vectors."""
-
-    def start(self, theta: Vector, residual: Vector) -> Vector:
-        """The weights at which a trainer begins a round; they may be the shared ones, in the same memory."""
-
-    def advance(
-        self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
-    ) -> tuple[Vector, Vector | None]:
-        """Return the update of a trainer whose weights are `local`, and its next momentum; for a piece of a fragment.
-
-        Nothing is modified.
-        """
-
-    def first_momentum(self, before: Vector, after: Vector) -> Vector | None:
-        """The momentum of a trainer whose updates have always been the step between two shared weights."""
-
-    def step(self, theta: Vector, trend: Trend, total: Vector, trainers: int) -> OuterStep:
-        """Apply the sum of the updates of this number of trainers, whose memory may be used for the result."""
-
-
 @dataclass(frozen=True)
 class SharedMomentum:
     """DiLoCo's outer step, and that of PULSELoCo as it was published: one momentum, of the mean of the updates."""
 
     outer: SGD
-    own_momentum = False
+    own_momentum = False  # whether each trainer has an outer momentum of its own
 
     def first_trend(self, size: int, v: VectorOps = HOST) -> Trend:
+        """The trend before the first round, on the device of the fragment's vectors."""
         return v.zeros(size)
 
     def start(self, theta: Vector, residual: Vector) -> Vector:
+        """The weights at which a trainer begins a round; they may be the shared ones, in the same memory."""
         return theta
 
     def advance(
         self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
     ) -> tuple[Vector, Vector | None]:
+        """The update of a trainer whose weights are `local`, and its next momentum; for a piece of a fragment."""
         with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that all is finite
             return residual + (theta - local), None
 
     def first_momentum(self, before: Vector, after: Vector) -> Vector | None:
+        """The momentum of a trainer whose updates have always been the step between two shared weights."""
         return None
 
     def step(self, theta: Vector, trend: Trend, total: Vector, trainers: int) -> OuterStep:
+        """Apply the sum of the updates of this number of trainers, whose memory may be used for the result."""
         kernels = kernels_of(theta)
         largest, moved = kernels.largest(total), kernels.count_nonzero(total)
         after, momentum = self.outer.step(theta, trend, total, trainers)
@@ -208,6 +185,9 @@ class OwnMomentum:
         largest_mean = as_number(max((one.largest_mean for one in done), default=0))
         largest = as_number(max((one.largest_theta for one in done), default=0))
         return OuterStep(total, signs, sum(one.moved for one in done), largest_mean, bool(np.isfinite(largest)))
+
+
+OuterRule = SharedMomentum | OwnMomentum
 
 
 @dataclass(frozen=True, eq=False)

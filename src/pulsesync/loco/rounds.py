@@ -68,7 +68,7 @@ class FragmentTrainer:
         self._fragments = [Fragment.of(index, these, rule) for index, these in enumerate(tensors)]
         self._round_exchange = RoundExchange(exchange, gate)
         self._committer = RoundCommitter(self._fragments)
-        self._rejoiner = self._rejoiner_class(self._fragments, self._round_exchange, self._committer, about)
+        self._rejoiner = self._rejoiner_class(self._round_exchange, self._committer, about)
         self._begun = False  # until then, weights that are loaded into the model are the start
         self._hook: Any = None
 

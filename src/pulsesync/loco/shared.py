@@ -155,11 +155,7 @@ def _newest(parts: Mapping[str, Contribution]) -> Mapping[str, Contribution]:
 
 
 def read_trend(values: NDArray[Any], like: Trend) -> Trend:
-    """Check a trend that was saved or received, and copy it to where `like` is.
-
-    Raises:
-        FormatError: it is of another type than `like`, or has invalid values.
-    """
+    """Check a trend, and copy it to where `like` is. Raises: FormatError: it has another type, or invalid values."""
     wanted = np.dtype(TREND_TYPES[_trend_type(like)]).newbyteorder("=")
     if values.dtype.newbyteorder("=") != wanted or values.shape != (len(like),):
         raise FormatError(

@@ -302,10 +302,7 @@ class StoreExchange:
         return not self._objects.is_gone(coder.fragment, coder.round)
 
     def confirm(self, coder: Coder, outcome: Outcome, after: SharedState | None) -> None:
-        """Announce the next round.
-
-        Every `state_every` rounds save the shared state, and delete rounds before the last saved state.
-        """
+        """Announce the next round; every `state_every` rounds save the state, and delete those before the last."""
         fragment, round_ = coder.fragment, coder.round
         self._known[fragment] = set(outcome.members)
         self._objects.announce(fragment, round_ + 1)

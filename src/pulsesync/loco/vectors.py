@@ -47,10 +47,7 @@ def as_number(bits: int) -> np.float32:
 
 
 class HostKernels:
-    """What numpy and torch cannot both do, in host memory: kernels of numba, on threads.
-
-    `device.vectors.DeviceKernels` has the same methods.
-    """
+    """What numpy and torch cannot both do: kernels of numba, on threads. `DeviceKernels` has the same methods."""
 
     @property
     def chunk(self) -> int:
