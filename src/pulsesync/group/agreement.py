@@ -13,12 +13,7 @@ Result = TypeVar("Result")
 
 
 def read_each(messages: Sequence[bytes], read: Callable[[bytes], Result]) -> list[Result]:
-    """Read the message of each rank, given in the order of the ranks.
-
-    Raises:
-        FormatError: the message of a rank, which it names, is malformed: reading it has raised a ValueError, TypeError
-        or LookupError.
-    """
+    """Read the messages of all ranks. Raises: FormatError, which names a rank whose message is malformed."""
     out = []
     for rank, message in enumerate(messages):
         try:

@@ -98,7 +98,7 @@ def describe_shards(shards: Shards) -> bytes:
 
 
 def agree(notes: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
-    """Compute what is sent from the descriptions of all ranks; every rank computes the same.
+    """Compute what is sent from the descriptions of all ranks, the same on every rank.
 
     Raises:
         StateError: the ranks do not have the same model; FormatError: a description is malformed.
@@ -153,11 +153,7 @@ def _without_ties(
 
 
 def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[str, str]) -> BundlePlan:
-    """Compute the bundles from the windows of all ranks; every rank computes the same.
-
-    Raises:
-        StateError: ranks have different tensors under one name, or weights that no source has.
-    """
+    """Compute the bundles from the windows of all ranks. Raises: StateError: they differ, or no source has a weight."""
     groups: dict[tuple[str, int, frozenset[int]], list[TensorRegion]] = {}
     apart = set[TensorRegion]()  # regions that are not contiguous on a rank
     for tile in layout_of(everyones).tiles:

@@ -89,11 +89,7 @@ class HelperThread:
         weakref.finalize(self, calls.put, None)
 
     def call(self, function: Callable[[], Any], most_s: float) -> Any:
-        """Return what the function returns, or raise what it raises.
-
-        Raises:
-            TimeoutError: it has not returned in time. This thread can no longer be used.
-        """
+        """Return or raise what the function does. Raises: TimeoutError: too late; this thread can no longer be used."""
         outcome = Future[Any]()
         self._calls.put((outcome, function))
         try:
@@ -199,10 +195,7 @@ class Collective:
             self._unstage(there, tensor)
 
     def swap(self, outgoing: Sequence[bytes], most: int) -> list[bytes]:
-        """Send each rank its bytes, `most` at most; return what each has sent here.
-
-        Nothing is sent to this rank itself.
-        """
+        """Send each other rank its bytes, `most` at most; return what each has sent here."""
         import torch
 
         lengths = [0 if rank == self.rank else len(data) for rank, data in enumerate(outgoing)]

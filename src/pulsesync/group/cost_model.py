@@ -115,10 +115,7 @@ class CostModel:
         return self.off.get(method, sum(known) / len(known)) * self._by_stages(method, load)
 
     def _by_stages(self, method: Method, load: TransferLoad) -> float:
-        """The longest stage, and the part of the others that the first bucket cannot hide.
-
-        Ends that share cores take longer.
-        """
+        """The longest stage, and the part of the others that the first bucket cannot hide: ends may share cores."""
         cost, buckets = self.methods[method], self._buckets(method, load)
         ends = cost.source.of(load, buckets), cost.receiver.of(load, buckets)
         stages = [ends[0], cost.wire_bytes(load) * self.byte_s, ends[1]]

@@ -166,11 +166,7 @@ class DeviceSourceWeights:
         self.bundles.make_room()
 
     def write_whole(self, buckets: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
-        """Read the weights again into the copy, so that messages that were sent need not stay in memory.
-
-        Raises:
-            StateError: something has written them since they were sent.
-        """
+        """Copy the weights again, so that messages need not stay in memory. Raises: StateError: they have changed."""
         with self._work():
             for bucket in buckets:
                 self.bundles.keep_copy({ordinal: sums[ordinal] for ordinal in bucket.whole})
@@ -297,10 +293,7 @@ def _write_head(message: torch.Tensor, table: Table, sums: NDArray[np.uint64]) -
 
 
 def _bring(message: Bits, device: torch.device) -> torch.Tensor:
-    """Copy a message from the host to the device.
-
-    The copy is asynchronous: the caller waits before it reuses the buffer.
-    """
+    """Copy a message to the device, asynchronously: the caller waits before it reuses the buffer."""
     return torch.from_numpy(message).to(device, non_blocking=True)
 
 

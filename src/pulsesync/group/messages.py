@@ -95,11 +95,7 @@ def cut(wire: BundlePlan, tiles: Sequence[Tile], most: int) -> Iterator[list[Til
 
 
 def read_sums(message: Bits, wire: BundlePlan) -> dict[int, Sum]:
-    """The digests in a message in host memory: all that a source needs of the other sources' messages.
-
-    Raises:
-        FormatError: or a subclass, for bad bytes.
-    """
+    """The digests in a message in host memory, all that a source needs of those of others. Raises: FormatError."""
     if bytes(message[:8]) == TABLE:
         table, sums = Table.open(message, message.size, wire)
         return table.named(sums)

@@ -136,10 +136,7 @@ class GroupEnd(ABC):
             self.joined = False
 
     def reach(self, name: str) -> None:
-        """Return to a version, rolling back the last sync if it began there.
-
-        An end that cannot return has no version.
-        """
+        """Return to a version, rolling back the last sync if it began there; else the end has no version."""
         if self.before is not None and self.before[0].name == name:
             point, back = self.before
 
@@ -280,11 +277,7 @@ class ReceiverEnd(GroupEnd):
         super().attach(shards)
 
     def verify(self, point: RankVersion) -> None:
-        """Recount the weights. If they are not those of the version, forget it, so that the next pull brings all.
-
-        Raises:
-            VerificationError: they are not.
-        """
+        """Recount the weights. Raises: VerificationError: they are not those pulled; the next pull brings all."""
         if (ordinal := self._find_damaged(point)) is None:
             return
         self.at = self.before = None
