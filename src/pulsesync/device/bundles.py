@@ -91,10 +91,7 @@ class WholeTiles:
             self._pieces.table  # noqa: B018 - made when it is first asked for
 
     def begin_count(self, message: torch.Tensor) -> Callable[[], NDArray[np.uint64]]:
-        """Begin to count the digests of the tiles in the message.
-
-        Returns a function that waits for them: (tiles, 2).
-        """
+        """Begin to count the digests of the tiles in the message; return a function that waits for them: (tiles, 2)."""
         pile = self.pile
         at = message.data_ptr() + self._begins[pile.tile_of] + pile.host_begins * self._wide
         with on(pile.device):
@@ -127,11 +124,7 @@ class TileSums:
 
 
 class MessageShapes:
-    """Which tiles are whole in messages, and where: tables for launches are kept for the next message.
-
-    Args:
-        parts: Finds the piles of tiles, by ordinal, and the piles of only these tiles.
-    """
+    """Which tiles are whole in messages, and where: tables for launches are kept for the next message."""
 
     def __init__(self, parts: Callable[[Iterable[int]], Sequence[tuple[Pile, Pile]]]) -> None:
         self._parts = parts
@@ -160,10 +153,7 @@ class ChangeTable(NamedTuple):
     def of(
         cls, tiles: int, ordinals: NDArray[np.int64], changes: NDArray[np.int64], begins: NDArray[np.int64]
     ) -> "ChangeTable":
-        """The tiles in the table, of a layout of this number of tiles.
-
-        begins: of positions, and of values (tiles, 2).
-        """
+        """Some of this number of tiles; begins: of positions, and of values (tiles, 2)."""
         rows = np.zeros((3, tiles), np.int64)
         rows[:, ordinals] = np.stack([changes, begins[:, 0], begins[:, 1]])
         return cls(*rows)
@@ -195,11 +185,7 @@ def write_table(run: PileChanges, starts: NDArray[np.int64], table: ChangeTable,
 def read_table(
     backend: DeviceBackend, ordinals: Iterable[int], table: ChangeTable, message: torch.Tensor
 ) -> list[PileChanges]:
-    """Read the changes of some local tiles from a table, without the old weights: see `with_old`.
-
-    Raises:
-        FormatError: a change is outside its tile, or they are not in order.
-    """
+    """Read changes of local tiles, without the old weights (`with_old`). Raises: FormatError: one is out of place."""
     runs, faults = list[PileChanges](), list[torch.Tensor]()
     for _, part in backend.piles.parts(ordinals):
         with on(part.device):
@@ -318,11 +304,7 @@ class SourceBundles:
         self._rooms, self._pairs = {}, {}
 
     def keep_copy(self, sums: Mapping[int, Sum]) -> None:
-        """Copy the current tiles into the copy of what was last sent, given the digests of what was sent.
-
-        Raises:
-            StateError: they differ from what was sent.
-        """
+        """Copy the current tiles, given the digests of what was sent. Raises: StateError: they differ from it."""
         assert self.base is not None
         by_room: dict[torch.Tensor, dict[int, int]] = {}
         for ordinal in sorted(sums):
@@ -378,10 +360,7 @@ class SourceBundles:
         return out
 
     def sample(self, begins: Mapping[int, int], size: int) -> dict[int, int]:
-        """How many weights of a sample of each tile differ from the copy, by ordinal.
-
-        A sample has `size` weights, or all.
-        """
+        """How many of at most `size` weights of each tile, from `begins` on, differ from the copy, by ordinal."""
         if not begins:
             return {}
         counted, waiting = dict[int, int](), []

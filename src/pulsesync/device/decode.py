@@ -73,11 +73,7 @@ class OpenedPayloads:
 def open_part(
     opened: OpenedIndex, sections: Mapping[int, memoryview], tiles: Mapping[int, Tile], memories: DeviceHistory | None
 ) -> OpenedPayloads:
-    """Begin to read the payloads of some tiles of a part, by ordinal.
-
-    Raises:
-        FormatError: or a subclass, as `format.patch.decode_tiles`.
-    """
+    """Begin to read the payloads of some tiles of a part, by ordinal. Raises: as `format.patch.decode_tiles`."""
     plain: list[Plain] = []
     predicted: list[tuple[Codec, Tile, memoryview]] = []
     for entry, body in patch.payloads(opened, sections, tiles):
@@ -198,10 +194,7 @@ def _kept_contents(
 
 
 class _StreamDecoder:
-    """Decodes the streams of a pile's blocks.
-
-    Everything that does not depend on the hot weights is copied to the device at once.
-    """
+    """Decodes the streams of a pile's blocks. What does not depend on the hot weights is copied to the device first."""
 
     def __init__(
         self, pile: Pile, weights: PileAddresses, table: FrequencyTable, stream: torch.Tensor, blocks: _Blocks
@@ -218,11 +211,7 @@ class _StreamDecoder:
         self._at = weights.at[chosen]
 
     def begin(self, hot: HotWeights) -> tuple[PileChanges, torch.Tensor]:
-        """Launch the decoding of the streams; the result is valid if no faults are reported.
-
-        Raises:
-            FormatError: a stream has more changes than there are hot weights.
-        """
+        """Launch the decoding; the result is valid if no faults are reported. Raises: FormatError: too many changes."""
         if (hot.counts < self._blocks.changes).any():  # before memory is allocated for them
             raise FormatError(spec.FAULTS[spec.OTHER_COUNT])
         pile, table, device, coded = self._pile, self._table, self._pile.device, self._coded
@@ -279,11 +268,7 @@ def _begin_cold(
 
 
 def _move_cold(old: Bits, steps: NDArray[np.int64], least: Bits) -> Bits:
-    """Move cold weights by their steps; least: the lowest bits that are not hot, without the sign.
-
-    Raises:
-        FormatError: one is hot, or has a step of half the range in the wrong direction.
-    """
+    """Move cold weights by their steps; least: the lowest bits that are not hot, unsigned. Raises: FormatError."""
     if not old.size:
         return old
     half = 1 << (8 * old.itemsize - 1)

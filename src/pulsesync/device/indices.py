@@ -68,10 +68,7 @@ class BlockIndices:
 
     @cached_property
     def runs(self) -> tuple[IndexRuns, IndexRuns]:
-        """The runs of all weights: first those that can be read in words of eight bytes, then the others.
-
-        Tiles begin at a multiple of eight bytes in memory.
-        """
+        """All runs: those to be read in words of eight bytes, at which tiles begin in memory, and then the others."""
         block = np.repeat(np.arange(self._count.size), self._count)
         number = np.arange(block.size) - np.repeat(starts_of(self._count)[:-1], self._count)
         piece = self._first[block] + number

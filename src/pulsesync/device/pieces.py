@@ -106,10 +106,7 @@ class Pieces:
     def gather(
         self, flats: Mapping[str, torch.Tensor], itemsize: int, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Gather the weights of all bundles into a run, which is allocated if none is given.
-
-        Masters are cast, unless itemsize is theirs. The weights of groups that are not local are zeros.
-        """
+        """Gather all bundles into a run, with zeros for other groups. Masters are cast, unless itemsize is theirs."""
         plain, masters, _memory = self._locate(flats, itemsize)  # copies must live until they are read
         new = torch.zeros if self._partial else torch.empty
         run = new(int(self.starts[-1]), dtype=INTEGERS[itemsize], device=self.device) if into is None else into

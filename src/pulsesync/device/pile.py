@@ -91,10 +91,7 @@ class Pile:
         return np.array(list(self.index), np.int64)
 
     def find_blocks(self, per_tile: NDArray[np.int64], positions: NDArray[np.int64]) -> "FoundBlocks":
-        """Find the block of each position; positions are given tile after tile, ascending.
-
-        per_tile: how many each tile has.
-        """
+        """Find the blocks of ascending positions, given tile after tile; per_tile: how many each tile has."""
         offsets, begins, ends = self._laid_out
         where = positions + np.repeat(offsets, per_tile)
         first = np.searchsorted(where, begins)  # a fifth of the time of a search for every position
@@ -264,10 +261,7 @@ class PileTables:
 
 
 class PilePlacement:
-    """Where the weights of a pile lie in tensors.
-
-    The addresses that are found are cached, because tensors seldom move.
-    """
+    """Where the weights of a pile lie in tensors; the addresses are cached, because tensors seldom move."""
 
     def __init__(self, pile: Pile) -> None:
         self._places, self._device = pile.places, pile.device
@@ -460,10 +454,7 @@ class Piles(Sequence[Pile]):
 
 
 def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mapping[str, torch.device]) -> "Piles":
-    """Piles of the local tiles.
-
-    devices: the devices that work on the tensors, by name; for a bundle, that of its first tensor.
-    """
+    """Piles of the local tiles. devices: of the tensors, by name; a bundle is on that of its first tensor."""
     groups: dict[tuple[str, torch.device], list[Tile]] = {}
     for tile in tiles:
         if tile.ordinal in places:

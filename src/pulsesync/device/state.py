@@ -222,9 +222,7 @@ class DeviceBackend(StateBackend):
     ) -> Iterator[tuple[Sequence[WholeBlock], Sequence[torch.Tensor]]]:
         """Decode and write some blocks at a time; yield them, with their weights on the device."""
         with memory.on(self.device):
-            for begin in range(0, len(blocks), TOGETHER):
-                some = blocks[begin : begin + TOGETHER]
-                _, here = _decode_blocks(some, self.device)
+            for some, _, here in self._decoded(blocks):
                 for block, bits in zip(some, here, strict=True):
                     self._blocks.write(block.tile, block.number, bits)
                 yield some, here
@@ -232,9 +230,7 @@ class DeviceBackend(StateBackend):
     def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> list[BlockSums]:
         out: list[BlockSums] = []
         with memory.on(self.device):
-            for begin in range(0, len(blocks), TOGETHER):
-                some = blocks[begin : begin + TOGETHER]
-                decoded, here = _decode_blocks(some, self.device)
+            for some, decoded, here in self._decoded(blocks):
                 found = self._blocks.count(some, here)
                 for block, weights, bits, sums in zip(some, decoded, here, found, strict=True):
                     if staged is not None and not self._blocks.has(block, bits):
@@ -242,11 +238,14 @@ class DeviceBackend(StateBackend):
                 out += found
         return out
 
-
-def _decode_blocks(blocks: Sequence[WholeBlock], device: torch.device) -> tuple[list[Bits], list[torch.Tensor]]:
-    """Decode blocks on the host, and copy each to the device once."""
-    decoded = spread(WholeBlock.decode, blocks)
-    return decoded, [to_stream(bits, device) for bits in decoded]
+    def _decoded(
+        self, blocks: Sequence[WholeBlock]
+    ) -> Iterator[tuple[Sequence[WholeBlock], list[Bits], list[torch.Tensor]]]:
+        """Some blocks at a time, with their weights: decoded on the host, and copied to the device once."""
+        for begin in range(0, len(blocks), TOGETHER):
+            some = blocks[begin : begin + TOGETHER]
+            decoded = spread(WholeBlock.decode, some)
+            yield some, decoded, [to_stream(bits, self.device) for bits in decoded]
 
 
 def backend_of(state: WeightState) -> DeviceBackend:

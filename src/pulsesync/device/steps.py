@@ -43,9 +43,10 @@ def _fetching(device: torch.device) -> DeviceStream:
     return DeviceStream(device)
 
 
-@lru_cache(maxsize=64)  # the pieces of a fragment, one per trainer, for a few fragments
-def _pile_of(size: int, device: torch.device) -> tuple[Layout, Pile]:
-    layout = layouts.make([TensorSpec(NAME, "BF16", (size,))])
+@lru_cache(maxsize=128)  # the pieces of a fragment, one per trainer, for a few fragments
+def pile_of(name: str, dtype: str, size: int, device: torch.device) -> tuple[Layout, Pile]:
+    """The layout of one tensor, and its pile."""
+    layout = layouts.make([TensorSpec(name, dtype, (size,))])
     return layout, Pile(layout.tiles, layout.tiles, device)
 
 
@@ -55,7 +56,7 @@ def encode_steps(
     """Write which entries are sent, their sizes in steps, and whether each is negative, 1 or 0."""
     if not positions.numel():
         return b""
-    layout, pile = _pile_of(described.numel(), described.device)
+    layout, pile = pile_of(NAME, "BF16", described.numel(), described.device)
     flats = {NAME: described}
     weights, before = pile.locate(flats), count_pile(pile, flats)
     old = described[positions]
@@ -74,17 +75,13 @@ def encode_steps(
 def decode_steps(
     described: torch.Tensor, data: memoryview, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Positions, sizes, and whether each is negative, of this number of entries.
-
-    Raises:
-        FormatError: or a subclass, for bad bytes.
-    """
+    """Positions, sizes, and whether each is negative, of this number of entries. Raises: FormatError, or a subclass."""
     if not count:
         if len(data):
             raise FormatError("a payload without entries must have no bytes for them")
         nothing = torch.empty(0, dtype=torch.int64, device=described.device)
         return nothing, nothing, nothing
-    layout, pile = _pile_of(described.numel(), described.device)
+    layout, pile = pile_of(NAME, "BF16", described.numel(), described.device)
     flats = {NAME: described}
     header, sections = container.open_part(data, None)
     opened = patch.open_index(header, sections[0], layout)

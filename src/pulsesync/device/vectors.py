@@ -8,18 +8,16 @@ between machines.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from pulsesync.core.types import MovedEntries, Sum, TensorSpec, VisibleEntries
+from pulsesync.core.types import MovedEntries, Sum, VisibleEntries
 from pulsesync.device import steps
 from pulsesync.device.blocks import count_pile
 from pulsesync.device.memory import DeviceStream, StreamPoint, empty, on, scan, shared, to_host, unsigned
-from pulsesync.device.pile import WORDS, Pile
-from pulsesync.format import layout as layouts
+from pulsesync.device.pile import WORDS
 from pulsesync.kernels import cuda
 from pulsesync.kernels.spec import GPU_CHUNK
 
@@ -30,18 +28,8 @@ SPAN = 1024  # entries of a program
 EXACT = {"enable_fp_fusion": False}  # option of a launch: products and sums are rounded separately
 
 
-@lru_cache(64)
-def _pile_of(name: str, dtype: str, size: int, device: torch.device) -> Pile:
-    tiles = layouts.make([TensorSpec(name, dtype, (size,))]).tiles
-    return Pile(tiles, tiles, device)
-
-
 class DeviceKernels:
-    """As `loco.vectors.HostKernels` describes them. Everything is launched in the current stream.
-
-    Args:
-        device: Where the vectors are.
-    """
+    """As `loco.vectors.HostKernels` describes them. Everything is launched in the current stream."""
 
     chunk = CHUNK
 
@@ -101,7 +89,8 @@ class DeviceKernels:
         if not values.numel():
             return Sum(0, 0)
         with on(self.device):
-            return count_pile(_pile_of(name, dtype, values.numel(), self.device), {name: values.view(bits)})[0]
+            _, pile = steps.pile_of(name, dtype, values.numel(), self.device)
+            return count_pile(pile, {name: values.view(bits)})[0]
 
     def advance(
         self,
@@ -128,9 +117,7 @@ class DeviceKernels:
         chunks = -(-size // GPU_CHUNK)
         bitmap = empty(chunks * WORDS, torch.int32, device)
         counts, largest = (empty(chunks, torch.int32, device) for _ in range(2))
-        cuda.flag_visible[(chunks,)](
-            theta, s, _rounded(reach), unsigned(bitmap), counts, largest, size, **EXACT
-        )  # fmt: skip
+        cuda.flag_visible[(chunks,)](theta, s, _rounded(reach), unsigned(bitmap), counts, largest, size, **EXACT)
         offsets = scan(counts)
         count, most = to_host(torch.stack((offsets[-1], largest.max().to(torch.int64))))[0].tolist()
         positions, values = empty(count, torch.int64, device), self._empty(count)
