@@ -18,6 +18,7 @@ from pulsesync.device.blocks import TiedTensors, begin_count
 from pulsesync.device.changes import PileChanges, device_keys, digest_changes_by_block
 from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once
 from pulsesync.device.memory import (
+    I64,
     INTEGERS,
     all_to_stream,
     empty,
@@ -48,14 +49,12 @@ Places = Mapping[int, TileStorage]  # by ordinal: where bundles lie in the tenso
 
 
 class WholeTiles:
-    """Tiles of a pile that are whole in a message.
+    """The tiles of a pile, whole in a message.
 
-    Args:
-        pile: These tiles and no others, as they lie in tensors.
-        begins: Where each begins in the message, in bytes: a multiple of 8.
+    begins: where each begins in the message, in bytes: a multiple of 8.
     """
 
-    def __init__(self, pile: Pile, begins: NDArray[np.int64]) -> None:
+    def __init__(self, pile: Pile, begins: I64) -> None:
         self.pile, self._begins, self._wide = pile, begins, pile.kind.itemsize
         self._addresses: dict[tuple[TiedTensors, int], torch.Tensor] = {}
 
@@ -109,7 +108,7 @@ def count_whole(some: Sequence[WholeTiles], message: torch.Tensor) -> "TileSums"
 class TileSums:
     """Digests of tiles, or how they change."""
 
-    ordinals: NDArray[np.int64]
+    ordinals: I64
     sums: NDArray[np.uint64]  # (tiles, 2)
 
     @classmethod
@@ -117,7 +116,7 @@ class TileSums:
         ordinals = np.concatenate([np.empty(0, np.int64), *(one.ordinals for one in some)])
         return cls(ordinals, np.concatenate([np.empty((0, 2), np.uint64), *(one.sums for one in some)]))
 
-    def of(self, ordinals: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def of(self, ordinals: I64) -> NDArray[np.uint64]:
         """Those of some of the tiles."""
         order = np.argsort(self.ordinals)
         return self.sums[order[np.searchsorted(self.ordinals, ordinals, sorter=order)]]
@@ -145,21 +144,19 @@ class MessageShapes:
 class ChangeTable(NamedTuple):
     """A table of changes in a message, by ordinal: how many each tile has, and where these begin, in bytes."""
 
-    changes: NDArray[np.int64]
-    places: NDArray[np.int64]
-    values: NDArray[np.int64]
+    changes: I64
+    places: I64
+    values: I64
 
     @classmethod
-    def of(
-        cls, tiles: int, ordinals: NDArray[np.int64], changes: NDArray[np.int64], begins: NDArray[np.int64]
-    ) -> "ChangeTable":
+    def of(cls, tiles: int, ordinals: I64, changes: I64, begins: I64) -> "ChangeTable":
         """Some of this number of tiles; begins: of positions, and of values (tiles, 2)."""
         rows = np.zeros((3, tiles), np.int64)
         rows[:, ordinals] = np.stack([changes, begins[:, 0], begins[:, 1]])
         return cls(*rows)
 
 
-def count_changed(runs: Sequence[PileChanges], starts: Sequence[NDArray[np.int64]], tiles: int) -> NDArray[np.int64]:
+def count_changed(runs: Sequence[PileChanges], starts: Sequence[I64], tiles: int) -> I64:
     """How many changes each tile of a layout has, by ordinal. starts: those of the runs, on the host."""
     counts = np.zeros(tiles, np.int64)
     for run, at in zip(runs, starts, strict=True):
@@ -167,7 +164,7 @@ def count_changed(runs: Sequence[PileChanges], starts: Sequence[NDArray[np.int64
     return counts
 
 
-def write_table(run: PileChanges, starts: NDArray[np.int64], table: ChangeTable, message: torch.Tensor) -> None:
+def write_table(run: PileChanges, starts: I64, table: ChangeTable, message: torch.Tensor) -> None:
     """Write changes into a table. starts: those of the run, on the host."""
     pile, base = run.pile, message.data_ptr()
     tiles = pile.ordinals[pile.tile_of]
@@ -251,11 +248,7 @@ def _by_tile(piles: Sequence[Pile], by_block: Sequence[NDArray[Any]]) -> TileSum
 class SourceBundles:
     """The bundles that a rank sends, in its tensors, and a copy of what was last sent, if one is kept.
 
-    Args:
-        layout: The bundles of all ranks.
-        places: Where the bundles that this rank sends lie in its tensors.
-        source: The tensors.
-        device: The first device of the tensors.
+    layout: the bundles of all ranks. places: where those of this rank lie in its tensors. device: the first of these.
     """
 
     def __init__(self, layout: Layout, places: Places, source: DeviceSource, device: torch.device) -> None:

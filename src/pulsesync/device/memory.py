@@ -14,6 +14,7 @@ from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.state.views import dtype_name, named, torch_dtype
 
+I64 = NDArray[np.int64]  # on the host
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ALIGNED = 16  # alignment of arrays in bytes, for which kernels are compiled
 PINNED = 1 << 24  # up to this size in bytes, an array is copied to the device through pinned memory
@@ -78,10 +79,8 @@ def view(source: Any) -> tuple[dict[str, DeviceView], dict[str, str]]:
 class Tensors(Mapping[str, torch.Tensor]):
     """Tensors by name, flat.
 
-    Args:
-        flats: The tensors.
-        place: While this is the same object, the tensors have not moved; None: not known.
-        masters: The names of FP32 tensors that are published in another dtype, and that dtype.
+    place: while this is the same object, they have not moved; None: not known. masters: the names of FP32 tensors that
+    are published in another dtype, and that dtype.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, Sum, Tile
@@ -49,8 +50,8 @@ class DeviceBackend(StateBackend):
     def __init__(
         self,
         layout: Layout,
-        flats: Mapping[str, torch.Tensor],
-        copies: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        flats: Mapping[str, Tensor],
+        copies: Mapping[str, Sequence[Tensor]] | None = None,
         slices: Slices | None = None,
         places: Mapping[int, TileStorage] | None = None,
         device: torch.device | None = None,
@@ -90,15 +91,15 @@ class DeviceBackend(StateBackend):
 
     @classmethod
     def addresses(cls, source: Any) -> Mapping[str, int]:
-        tensors = ((name, found) for name, found in named(source) if isinstance(found, torch.Tensor))
+        tensors = ((name, found) for name, found in named(source) if isinstance(found, Tensor))
         return {name: found.data_ptr() for name, found in tensors}  # 0 for those without weights
 
     @staticmethod
-    def span(flat: torch.Tensor) -> tuple[int, int]:
+    def span(flat: Tensor) -> tuple[int, int]:
         return flat.data_ptr(), flat.data_ptr() + flat.numel() * flat.element_size()
 
     @staticmethod
-    def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def equal(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b.to(a.device))
 
     # Reading
@@ -217,9 +218,7 @@ class DeviceBackend(StateBackend):
     def take_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
         return [found for some, here in self._write_decoded(blocks) for found in self._blocks.count(some, here)]
 
-    def _write_decoded(
-        self, blocks: Sequence[WholeBlock]
-    ) -> Iterator[tuple[Sequence[WholeBlock], Sequence[torch.Tensor]]]:
+    def _write_decoded(self, blocks: Sequence[WholeBlock]) -> Iterator[tuple[Sequence[WholeBlock], Sequence[Tensor]]]:
         """Decode and write some blocks at a time; yield them, with their weights on the device."""
         with memory.on(self.device):
             for some, _, here in self._decoded(blocks):
@@ -238,9 +237,7 @@ class DeviceBackend(StateBackend):
                 out += found
         return out
 
-    def _decoded(
-        self, blocks: Sequence[WholeBlock]
-    ) -> Iterator[tuple[Sequence[WholeBlock], list[Bits], list[torch.Tensor]]]:
+    def _decoded(self, blocks: Sequence[WholeBlock]) -> Iterator[tuple[Sequence[WholeBlock], list[Bits], list[Tensor]]]:
         """Some blocks at a time, with their weights: decoded on the host, and copied to the device once."""
         for begin in range(0, len(blocks), TOGETHER):
             some = blocks[begin : begin + TOGETHER]

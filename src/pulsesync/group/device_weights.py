@@ -46,16 +46,12 @@ class _Work:
     """Launches of one end, in a separate stream, after what the caller had launched when the sync began."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices, self._stream = devices, DeviceStream(*devices)
+        self.devices, self._stream = devices, DeviceStream(*devices)
         self._begun: StreamPoint | None = None
 
     def begin(self) -> None:
         """Order all later work after what the calling thread has launched."""
-        self._begun = StreamPoint(*self._devices)
-
-    def order_streams(self) -> None:
-        """Order later launches on each device after all launches so far on the others."""
-        order_streams(self._devices)
+        self._begun = StreamPoint(*self.devices)
 
     @contextmanager
     def __call__(self) -> Iterator[DeviceStream]:
@@ -121,7 +117,7 @@ class DeviceSourceWeights:
         table = Table.of_whole(self._wire, tiles)
         with clock.timed("encode"):
             message = _new_message(table, self._device)
-            self._work.order_streams()
+            order_streams(self._work.devices)
             some = self.bundles.gather(_begins(table), message)
         with clock.timed("digest"):
             sums = count_whole(some, message).of(table.ordinals)
@@ -140,7 +136,7 @@ class DeviceSourceWeights:
             table = Table(self._wire, ordinals, changed[ordinals])
             sums = messages.sums_of(self.bundles.base.sums, ordinals) + by.of(ordinals)
             message = _new_message(table, self._device)
-            self._work.order_streams()
+            order_streams(self._work.devices)
             changes = _change_table(self._wire, table)
             for run, at in zip(runs, starts, strict=True):
                 write_table(run, at, changes, message)
@@ -151,7 +147,7 @@ class DeviceSourceWeights:
         table = Table.of_whole(self._wire, tiles)
         with clock.timed("encode"), self._work():
             message = _new_message(table, self._device)
-            self._work.order_streams()
+            order_streams(self._work.devices)
             self.bundles.saved(_begins(table), message)
             _write_head(message, table, messages.sums_of(sums, table.ordinals))
         return Bucket(message, (), 0, {}, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
