@@ -222,9 +222,8 @@ class Collective:
 
         if tensor.device == self.device:
             return tensor
-        there = torch.empty(
-            tensor.shape, dtype=torch.uint8, device=self.device, pin_memory=tensor.is_cuda and not self._over_nccl
-        )
+        pinned = tensor.is_cuda and not self._over_nccl
+        there = torch.empty(tensor.shape, dtype=torch.uint8, device=self.device, pin_memory=pinned)
         if filled:
             _copy(there, tensor)
         return there

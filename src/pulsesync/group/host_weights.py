@@ -50,13 +50,7 @@ class SpareBuffers:
 
 
 class _HostWeights:
-    """What a rank sends or receives.
-
-    Args:
-        wire: The bundles of the group.
-        backend: Of the copy of what was sent, or of the live weights that are received.
-        sums: The digests of the bundles, if they are known.
-    """
+    """What a rank sends or receives: the copy of what was sent, or the live weights. sums: of the bundles, if known."""
 
     def __init__(self, wire: BundlePlan, backend: HostBackend, sums: Mapping[int, Sum]) -> None:
         self._wire, self.backend, self.state, self.spare = wire, backend, WeightState(backend, sums), SpareBuffers()

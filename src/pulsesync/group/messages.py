@@ -109,10 +109,7 @@ def read_sums(message: Bits, wire: BundlePlan) -> dict[int, Sum]:
 class Table:
     """The tiles of a table, the number of changes of each, and where their positions and values begin.
 
-    Args:
-        wire: The bundles of the group.
-        ordinals: The tiles.
-        changes: How many changes each has; WHOLE: all its weights.
+    changes: how many each of the tiles has; WHOLE: all its weights.
     """
 
     def __init__(self, wire: BundlePlan, ordinals: NDArray[np.int64], changes: NDArray[np.int64]) -> None:

@@ -73,8 +73,7 @@ class FragmentTensors:
     def read(self, gradients: bool = False) -> Vector:
         """A copy. Raises: StateError, if a parameter has moved to another device."""
         self.check_place()
-        v = self.vectors
-        out = v.empty(self.size)
+        v, out = self.vectors, self.vectors.empty(self.size)
 
         def copy(item: tuple[str, Any, slice]) -> None:
             _, tensor, place = item
@@ -104,8 +103,7 @@ class FragmentTensors:
         v = self.vectors
 
         def write(here: slice) -> None:
-            parts = [tensor.detach().view(-1)[part] for tensor, part in self._parts(here)]
-            v.kernels.assign(parts, read(here))
+            v.kernels.assign([tensor.detach().view(-1)[part] for tensor, part in self._parts(here)], read(here))
 
         def write_tensor(item: tuple[str, Any, slice]) -> None:
             _, tensor, place = item
@@ -293,13 +291,8 @@ def named_tensors(model: Any) -> dict[str, Any]:
 def fragments_of(model: Any) -> list[FragmentTensors]:
     """One for a module or a mapping of masters, or one for each of several."""
     pieces = model if isinstance(model, Sequence) and not hasattr(model, "named_parameters") else [model]
-    found = [
-        dict(piece)
-        if isinstance(piece, Mapping)
-        else {name: tensor for name, tensor in piece.named_parameters() if tensor.requires_grad}
-        for piece in pieces
-    ]
-    for name, tensor in ((name, tensor) for tensors in found for name, tensor in tensors.items()):
+    found = [_parameters_of(piece) for piece in pieces]
+    for name, tensor in (item for tensors in found for item in tensors.items()):
         if tensor.numel() and not tensor.data_ptr():
             raise StateError(
                 f"parameter {name!r} is a {type(tensor).__name__}, not a plain tensor. Pass the local tensors of "
@@ -312,6 +305,12 @@ def fragments_of(model: Any) -> list[FragmentTensors]:
     if not all(found):
         raise StateError("a fragment must have parameters that require gradients; one has none")
     return [FragmentTensors(tensors) for tensors in found]
+
+
+def _parameters_of(piece: Any) -> dict[str, Any]:
+    if isinstance(piece, Mapping):
+        return dict(piece)
+    return {name: tensor for name, tensor in piece.named_parameters() if tensor.requires_grad}
 
 
 def check_covered(optimizer: Any, fragments: Sequence[FragmentTensors]) -> None:

@@ -21,6 +21,7 @@ from pulsesync.loco.vectors import HOST, Vector, VectorOps, as_number, kernels_o
 
 # Where the shared weights are heading, entry by entry: the shared momentum, or the signs of the last shared step, int8.
 Trend = Vector
+Advanced = tuple[Vector, Vector | None]  # the update of a trainer, and its next momentum
 
 # The largest value of an update, and of the mean of a round: 1.1e12. A larger value means that a trainer has diverged.
 # In the limit, momentum moves weights by lr / (1 - momentum) times the mean, which stays finite for any product up to
@@ -126,10 +127,8 @@ class SharedMomentum:
         """The weights at which a trainer begins a round; they may be the shared ones, in the same memory."""
         return theta
 
-    def advance(
-        self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
-    ) -> tuple[Vector, Vector | None]:
-        """The update of a trainer whose weights are `local`, and its next momentum; for a piece of a fragment."""
+    def advance(self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector) -> Advanced:
+        """Advance a trainer whose weights are `local`, for a piece of a fragment; nothing is modified."""
         with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that all is finite
             return residual + (theta - local), None
 
@@ -163,9 +162,7 @@ class OwnMomentum:
     def start(self, theta: Vector, residual: Vector) -> Vector:
         return theta - residual
 
-    def advance(
-        self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
-    ) -> tuple[Vector, Vector | None]:
+    def advance(self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector) -> Advanced:
         assert momentum is not None
         outer, kernels = self.outer, kernels_of(theta)
         return kernels.advance(theta, residual, momentum, local, outer.lr, outer.momentum, outer.nesterov)
@@ -208,7 +205,7 @@ class TrainerUpdate:
     def read(self, here: slice) -> Vector:
         return self._advance(here)[0]
 
-    def _advance(self, here: slice) -> tuple[Vector, Vector | None]:
+    def _advance(self, here: slice) -> Advanced:
         momentum = None if self.momentum is None else self.momentum[here]
         return self.rule.advance(self.theta[here], self.residual[here], momentum, self.local(here))
 

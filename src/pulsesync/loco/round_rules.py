@@ -47,19 +47,12 @@ class Announced:
 
 @dataclass(frozen=True)
 class RoundRules:
-    """When a round is decided, and of whom.
+    """When a round is decided, and of whom."""
 
-    Args:
-        trainers: How many trainers the first round waits for.
-        quorum: How many trainers a round needs after the deadline.
-        deadline_s: How long a trainer waits for those that announced themselves, after it has sent its update.
-        patience_s: How long it waits for a quorum.
-    """
-
-    trainers: int
-    quorum: int
-    deadline_s: float
-    patience_s: float
+    trainers: int  # that the first round waits for
+    quorum: int  # of trainers, that a round needs after the deadline
+    deadline_s: float  # for trainers that announced themselves, after this one has sent its update
+    patience_s: float  # for a quorum
 
     @property
     def most(self) -> int:

@@ -170,8 +170,7 @@ class FragmentTrainer:
         self._committer.finish(self._committer.complete_pending)
 
     def _report(self, fragment: Fragment, done: ExchangedRound, began: float) -> None:
-        members = done.result.members
-        shared = fragment.shared  # for a late trainer, newer than the round
+        members, shared = done.result.members, fragment.shared  # for a late trainer, newer than the round
         self.last_report = RoundReport(
             fragment.index,
             shared.round,

@@ -150,13 +150,7 @@ class HostKernels:
 
 
 class VectorOps:
-    """Vectors in one place: what numpy and torch can both do.
-
-    Args:
-        xp: The library of the vectors: numpy or torch.
-        kernels: What is not the same in both.
-        **place: The device, for torch.
-    """
+    """Vectors in one place: what numpy and torch (xp) can both do; place: the device, for torch."""
 
     def __init__(self, xp: Any, kernels: HostKernels, **place: Any) -> None:
         self.xp, self.kernels, self._place = xp, kernels, place
