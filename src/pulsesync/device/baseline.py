@@ -36,10 +36,7 @@ from pulsesync.state.weights import WeightState
 
 
 class DeviceBaseline:
-    """Source on a device, base there as well (keep "device") or in pinned host memory ("host").
-
-    A source that is spread over several devices has its base spread in the same way; device: the first of them.
-    """
+    """Source on a device, the first of several; base there as well ("device") or in pinned host memory ("host")."""
 
     def __init__(self, device: torch.device, keep: Literal["device", "host"]) -> None:
         self.device, self.keep = device, keep

@@ -49,10 +49,7 @@ Places = Mapping[int, TileStorage]  # by ordinal: where bundles lie in the tenso
 
 
 class WholeTiles:
-    """The tiles of a pile, whole in a message.
-
-    begins: where each begins in the message, in bytes: a multiple of 8.
-    """
+    """The tiles of a pile, whole in a message; begins: where each begins there, in bytes: a multiple of 8."""
 
     def __init__(self, pile: Pile, begins: I64) -> None:
         self.pile, self._begins, self._wide = pile, begins, pile.kind.itemsize

@@ -132,9 +132,7 @@ class DecodedTiles:
 def decode_coded(
     whole: Pile, coded: BegunPayloads, table: FrequencyTable, weights: PileAddresses, memories: DeviceHistory
 ) -> DecodedTiles:
-    """Decode the tiles of a part that share a table; weights: of the whole pile.
-
-    The device finds the hot weights and decodes while the host continues reading.
+    """Decode the tiles of a part that share a table, while the host continues reading; weights: of the whole pile.
 
     Raises:
         FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights do

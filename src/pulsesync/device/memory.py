@@ -45,11 +45,7 @@ class DeviceView:
 
 
 def view(source: Any) -> tuple[dict[str, DeviceView], dict[str, str]]:
-    """View a module, a state dict or a mapping of tensors as bits; return canonical tensors, and aliases by name.
-
-    Raises:
-        StateError: something that is not a tensor, of a dtype that the format does not support, or not a plain tensor.
-    """
+    """View a source as bits; return canonical tensors, and aliases by name. Raises: StateError: one is not plain."""
     views: dict[str, DeviceView] = {}
     ties: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}

@@ -188,8 +188,7 @@ class Pile:
         """Find the blocks in tensors. Bundles in many tensors are gathered, and cast if some of these are masters.
 
         Tiles that are not contiguous, or not at a multiple of 8 bytes, are copied.
-
-        itemsize: of a weight, if it differs from that of the dtype: masters, which are not cast.
+        itemsize: that of masters, which are then not cast.
         """
         return self.placement.locate(flats, itemsize or self.kind.itemsize)
 

@@ -24,11 +24,7 @@ def read_each(messages: Sequence[bytes], read: Callable[[bytes], Result]) -> lis
 
 
 def exchange_notes(team: Collective, note: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
-    """Send a note to all ranks, in one message of this many bytes; return the notes of all.
-
-    Raises:
-        GroupError: as `Collective`; FormatError: a rank sent something else than a note with these fields.
-    """
+    """Send a note of this many bytes to all ranks; return those of all. Raises: GroupError, FormatError."""
     data = json.dumps(note).encode().ljust(size)
     assert len(data) == size, data
 

@@ -302,11 +302,7 @@ class Broadcast:
         return self._end
 
     def _exchange(self, note: Mapping[str, Any], faults: Sequence[Exception], failed: str) -> list[dict[str, Any]]:
-        """Exchange notes: the version of each rank, some fields, and its first error; return the notes of all ranks.
-
-        Raises:
-            The first of the faults; GroupError: another rank has one, or sent a malformed note.
-        """
+        """Exchange notes, each with the first error of its rank. Raises: that of this rank; GroupError: of another."""
         end = self._end
         mine = {
             "alike": hashlib.sha256(str(self._sources).encode()).hexdigest()[:16],

@@ -98,11 +98,7 @@ def describe_shards(shards: Shards) -> bytes:
 
 
 def agree(notes: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
-    """Compute what is sent from the descriptions of all ranks, the same on every rank.
-
-    Raises:
-        StateError: the ranks do not have the same model; FormatError: a description is malformed.
-    """
+    """Compute what is sent, the same on every rank. Raises: StateError: the models differ; FormatError: bad bytes."""
     read = [windows_from(note[4:]) for note in notes]
     ties = {alias: name for rank in sources for alias, name in read[rank][1].items()}
     everyones = [_without_ties(rank, *both, ties, rank in sources) for rank, both in enumerate(read)]

@@ -190,12 +190,7 @@ class HostReceiverWeights(_HostWeights):
         return self.spare.take(size)
 
     def read(self, message: Bits, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
-        """Check a message and decode its tiles that are local, against the digests that tiles had before.
-
-        Raises:
-            FormatError: or a subclass, for bad bytes; VerificationError: its tiles would not have the digests that it
-            states.
-        """
+        """Check a message and decode its local tiles; before: their digests. Raises: FormatError, VerificationError."""
         if bytes(message[:8]) == messages.TABLE:
             return self._read_table(message, before, clock)
         with clock.timed("prepare"):

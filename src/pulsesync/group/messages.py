@@ -161,12 +161,9 @@ class Table:
 
     @classmethod
     def open(cls, head: Bits, size: int, wire: BundlePlan) -> tuple["Table", NDArray[np.uint64]]:
-        """Read the tiles of a table of this size, and the digests they must have: (tiles, 2).
+        """Read the tiles of a table of this size, and the digests they must have: (tiles, 2). Raises: FormatError.
 
         head: the beginning of the message, as long as the header of all tiles would be, or all of it.
-
-        Raises:
-            FormatError: it is not a valid table.
         """
         if size < _HEAD.itemsize + TRAILER:
             raise FormatError("a table is cut off")

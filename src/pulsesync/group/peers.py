@@ -155,10 +155,7 @@ class GroupEnd(ABC):
 
     @contextmanager
     def leaving(self, name: str) -> Iterator[None]:
-        """Sync from a version. If there is no such version and the sync fails, the end keeps the version that it had.
-
-        Nothing is written inside: the commit follows.
-        """
+        """Sync from a version, writing nothing inside; if there is none and the sync fails, the end keeps its own."""
         left = self.at, self.before
         self.reach(name)
         try:

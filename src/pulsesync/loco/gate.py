@@ -97,6 +97,17 @@ class SentUpdate:
     largest: np.float32  # of the whole update, without its sign; not finite if an entry is not
 
 
+class GateRule(Protocol):
+    """Chooses which part of an update is sent."""
+
+    @property
+    def dense(self) -> bool:
+        """Whether all of it is always sent: then it travels as plain FP32."""
+
+    def select(self, theta: Vector, update: Update) -> SentUpdate:
+        """Choose the part of an update that is sent. If an entry is not finite, only `largest` is meaningful."""
+
+
 @dataclass(frozen=True)
 class VisibilityGate:
     """PULSELoCo's rule: send what the BF16 forward pass would see.
@@ -108,7 +119,7 @@ class VisibilityGate:
 
     bits: int | None = None
     reach: float = 1.0
-    dense = False  # whether all of an update is always sent: then it travels as plain FP32
+    dense = False
 
     def __post_init__(self) -> None:
         if not 0 < self.reach <= MOST_REACH:
@@ -117,7 +128,6 @@ class VisibilityGate:
             raise ValueError(f"compact must be None or 0 to {MOST_BITS} bits; got {self.bits}")
 
     def select(self, theta: Vector, update: Update) -> SentUpdate:
-        """Choose the part of an update that is sent. If an entry is not finite, only `largest` is meaningful."""
         v = vectors_of(theta)
 
         def search(here: slice) -> VisibleEntries:
@@ -152,9 +162,6 @@ class DenseGate:
 
         v.kernels.each(fill, update.size)
         return SentUpdate(SparseVector.whole(values), None, v.kernels.largest(values))
-
-
-GateRule = VisibilityGate | DenseGate
 
 
 def unit_of(values: Vector, bits: int) -> int:

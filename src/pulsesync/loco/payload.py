@@ -89,12 +89,7 @@ class Coder:
     def decode(
         self, data: bytes | memoryview, trainer: str, begin: int, end: int, terms: int = 1
     ) -> tuple[PayloadHeader, SparseVector]:
-        """Check a payload that a trainer sent for these entries, and read it.
-
-        Raises:
-            FormatError: or a subclass, for bad bytes, or a payload of another trainer or round; BaseMismatchError: a
-            payload for another shared state.
-        """
+        """Read a payload that a trainer sent for these entries. Raises: FormatError, or BaseMismatchError."""
         head, body = read_head(data)
         if (head.trainer, head.fragment, head.round) != (trainer, self.fragment, self.round):
             found = f"{head.trainer}, fragment {head.fragment}, round {head.round}"

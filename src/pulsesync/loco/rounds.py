@@ -236,10 +236,7 @@ def _log_round(report: RoundReport) -> None:
 
 @contextmanager
 def noting_failure(fragment: Fragment) -> Iterator[None]:
-    """Emit that the next round of a fragment failed, if it does inside. It is not logged: the caller has the error.
-
-    A trainer that was away for so long that it must rejoin has not failed: it does so.
-    """
+    """Emit that the next round failed, if it does inside; not if the trainer must rejoin. The caller has the error."""
     round_ = fragment.shared.round + 1
     try:
         yield

@@ -109,11 +109,7 @@ class SharedState:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, like: "SharedState") -> "SharedState":
-        """Read what `to_bytes` wrote; like: a state with the same tensors and the same kind of trend.
-
-        Raises:
-            FormatError: it is not a shared state, or one of other tensors; ChecksumError: it is damaged.
-        """
+        """Read what `to_bytes` wrote; like: a state with the same tensors and trend. Raises: FormatError."""
         view = memoryview(data)
         line, newline, _ = bytes(view[:MAX_HEAD_BYTES]).partition(b"\n")
         head = load_json(line, "a shared state")

@@ -244,12 +244,7 @@ class StoreExchange:
         return aggregate(parts.values(), size), parts.get(self.trainer)
 
     def _fetch_decided(self, coder: Coder, trainer: str, id_: str, size: int) -> SparseVector:
-        """Fetch a payload of a decided round. Without it, the trainer needs a later state.
-
-        Raises:
-            MissingLinkError: the payload is lost, and there is a later state; RoundError: there is none, or the store
-                failed.
-        """
+        """Fetch a payload of a decided round. Raises: MissingLinkError: it is lost, with a later state; RoundError."""
         faults: list[PulseError] = []
         while len(faults) < TRIES:
             try:
