@@ -302,11 +302,12 @@ class SourceBundles:
             by_room.setdefault(room, {})[ordinal] = begin
         for room, begins in by_room.items():
             first = min(begins.values())
-            last = max(begin + self._size_of(ordinal) for ordinal, begin in begins.items())
+            tiles = ((begin, self.layout.tiles[ordinal]) for ordinal, begin in begins.items())
+            last = max(begin + padded(tile.size) * tile.tensor.kind.itemsize for begin, tile in tiles)
             here = {ordinal: begin - first for ordinal, begin in begins.items()}
             # Only the part in use: casting FP32 masters needs as much memory as the target.
-            for tiles in self.gather(here, room[first:last]):
-                counted, sent = tiles.begin_count(room[first:last])(), [sums[n] for n in tiles.pile.index]
+            for some in self.gather(here, room[first:last]):
+                counted, sent = some.begin_count(room[first:last])(), [sums[n] for n in some.pile.index]
                 if not np.array_equal(counted, np.array(sent, np.uint64)):
                     raise StateError(
                         "the weights changed while they were pushed: receivers have what was sent, and the next push "
@@ -314,11 +315,6 @@ class SourceBundles:
                     )
         with self.base.lock:
             self.base.sums = {**self.base.sums, **sums}
-
-    def _size_of(self, ordinal: int) -> int:
-        """The bytes of a tile in the copy."""
-        tile = self.layout.tiles[ordinal]
-        return padded(tile.size) * tile.tensor.kind.itemsize
 
     def saved(self, begins: Mapping[int, int], message: torch.Tensor) -> None:
         """Copy tiles as they were last sent into a message."""

@@ -112,7 +112,8 @@ class Rejoiner:
 
     def __init__(self, round_exchange: RoundExchange, committer: RoundCommitter, about: str) -> None:
         self._round_exchange, self._committer, self._about = round_exchange, committer, about
-        self.known_as = round_exchange.trainer  # in the last round it took part in: ranks change with their group
+        # Its name in the last round it took part in: ranks change with their group.
+        self.known_as = round_exchange.exchange.trainer
 
     def rejoin(self) -> None:
         """Continue from the states of the trainers with the most rounds, and apply the rounds decided since then."""
@@ -155,7 +156,7 @@ class Rejoiner:
         A new trainer begins with the momentum of a trainer whose updates have always been this round's step. Without
         it, the momentum of trainers that leave would be lost, and every new one would have to build up its own first.
         """
-        payload = result.members.get(self._round_exchange.trainer)
+        payload = result.members.get(self._round_exchange.exchange.trainer)
         if payload in fragment.pending.by_payload:
             self._close_completed(fragment, result.after, payload)
             return
@@ -171,7 +172,7 @@ class Rejoiner:
             sent = fragment.pending.by_payload[payload].sent
             self._committer.close(fragment, Commit(update, sent, shared, blend=0.0))
         else:
-            self._committer.drop(fragment, update, shared, self._round_exchange.trainer)
+            self._committer.drop(fragment, update, shared, self._round_exchange.exchange.trainer)
 
 
 class SameRoundRejoiner(Rejoiner):

@@ -37,11 +37,6 @@ class RoundExchange:
     exchange: Exchange
     gate: GateRule
 
-    @property
-    def trainer(self) -> str:
-        """The name of this trainer."""
-        return self.exchange.trainer
-
     def coder(self, fragment: Fragment, shared: SharedState) -> Coder:
         """The coder of the round after a shared state."""
         described = None if self.gate.dense else describe(shared.theta, shared.trend)
