@@ -1144,7 +1144,7 @@ def gathered(rank: int, size: int, folder: str) -> int:
         plain = SyncSession.conclude
 
         def conclude(self: SyncSession, *args: Any) -> Any:
-            most[0] = sum(bucket.message.nbytes for bucket in self.made)
+            most[0] = sum(bucket.message.nbytes for bucket in self.buckets)
             return plain(self, *args)
 
         with patch.object(SyncSession, "conclude", conclude):

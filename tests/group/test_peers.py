@@ -62,7 +62,7 @@ class Joined:
         for one, tiles in planned[0] if jobs is None else jobs:
             bucket = self.source.weights.encode(tiles, one, clock)
             if bucket is not None:
-                arrived = self.receiver.weights.room(bucket.message.size, None)
+                arrived = self.receives.room(bucket.message.size, None)
                 arrived[:] = bucket.message
                 made.append(bucket)
                 got.append(self.receiver.weights.read(arrived, before, clock))

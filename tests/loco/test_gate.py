@@ -87,9 +87,7 @@ def wild(seed: int, size: int = 300) -> tuple[np.ndarray, np.ndarray]:
         few = rng.integers(0, size, 3)
         s[few] = random_floats(rng, 3, 0, 253)
     if rng.random() < 0.3:  # updates of the size of their weights
-        s = (theta * rng.standard_normal(size).astype(np.float32) * np.float32(2.0 ** -rng.integers(3, 12))).astype(
-            "f4"
-        )
+        s = theta * (rng.standard_normal(size).astype(np.float32) * np.float32(2.0 ** -rng.integers(3, 12)))
     return theta, s
 
 

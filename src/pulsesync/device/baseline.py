@@ -36,10 +36,7 @@ from pulsesync.state.weights import WeightState
 
 
 class DeviceBaseline:
-    """Source on a device, base there as well (keep "device") or in pinned host memory ("host").
-
-    A source that is spread over several devices has its base spread in the same way; device: the first of them.
-    """
+    """Source on a device, the first of several; base there as well ("device") or in pinned host memory ("host")."""
 
     def __init__(self, device: torch.device, keep: Literal["device", "host"]) -> None:
         self.device, self.keep = device, keep
@@ -125,10 +122,7 @@ class DeviceBaseline:
     def compare_later(
         self, share: TileShare, state: WeightState, shards: Shards, codec: CodecName
     ) -> "DeviceDifference | LaterDifference":
-        """Compare in a thread with a base in host memory, which is copied over the bus piece by piece.
-
-        A source on several devices is compared at once.
-        """
+        """Compare with a base in host memory in a thread, piece by piece; a source on several devices at once."""
         base = backend_of(state)
         if self.keep != "host" or len(base.devices) > 1:
             return self.compare(share, state, shards, codec)
@@ -218,7 +212,7 @@ def _weights_in(window: Window, shards: Shards) -> torch.Tensor:
     shard = shards.windows[name]
     row, column = window.rows[0] - shard.rows[0], window.columns[0] - shard.columns[0]
     place = Tile(0, shard.local, row, column, window.local.rows, window.local.columns)
-    return rectangle(shards.published.cast(name), place)
+    return rectangle(shards.published.tensors.published(name), place)
 
 
 @dataclass(frozen=True)
@@ -249,11 +243,7 @@ class DeviceDifference:
 
 
 class LaterDifference:
-    """A difference that a thread is still computing; `encode` raises the error of the thread.
-
-    Args:
-        find: Compares, and waits for the end.
-    """
+    """A difference that a thread is still computing; `encode` raises the error of the thread."""
 
     def __init__(self, find: Callable[[], DeviceDifference]) -> None:
         self._find: Callable[[], DeviceDifference] | None = find
@@ -272,7 +262,7 @@ class LaterDifference:
             self._found.set_exception(e)
         finally:
             self._find = None  # frees the source as well
-            self.over.reached()
+            self.over.set()
 
     @property
     def changed(self) -> int:

@@ -1,7 +1,7 @@
 """Blocks of tiles in the tensors of a process on a GPU: read, counted and written one by one, as anchors have them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,7 @@ from pulsesync.state.backend import BlockSums
 
 
 class TiedTensors:
-    """Tensors, and those tied to them that have memory of their own: a tensor has one memory or more.
-
-    Args:
-        flats: The tensors by canonical name.
-        copies: Those tied to them, by the same names.
-    """
+    """Tensors by name, and those tied to them that have memory of their own: each has one memory or more."""
 
     def __init__(self, flats: Mapping[str, torch.Tensor], copies: Mapping[str, Sequence[torch.Tensor]]) -> None:
         self._flats, self._copies = flats, copies
@@ -62,24 +57,20 @@ class TiedTensors:
         return known
 
 
+@dataclass(frozen=True, eq=False)
 class PlacedBlocks:
-    """Blocks of the local tiles.
+    """Blocks of the local tiles."""
 
-    Args:
-        places: The tiles in the coordinates of the local tensors, by ordinal.
-        piles: Of these tiles.
-        tied: The tensors.
-        device: On which blocks are counted.
-    """
-
-    def __init__(self, places: Mapping[int, Tile], piles: Piles, tied: TiedTensors, device: torch.device) -> None:
-        self._places, self._piles, self._tied, self._device = places, piles, tied, device
+    places: Mapping[int, Tile]  # in the coordinates of the local tensors, by ordinal
+    piles: Piles  # of these tiles
+    tied: TiedTensors
+    device: torch.device  # on which blocks are counted
 
     def read(self, tensors: Tensors, tile: Tile, number: int) -> torch.Tensor:
         """A block, as a view or a copy; groups of a bundle that are not local are zeros."""
-        place = self._places[tile.ordinal]
+        place = self.places[tile.ordinal]
         if place.pieces:
-            pile = self._piles.of(tile.ordinal).part([tile.ordinal])
+            pile = self.piles.of(tile.ordinal).part([tile.ordinal])
             assert pile.placement.pieces is not None
             with on(pile.device):
                 return pile.placement.pieces.gather(tensors, tile.tensor.kind.itemsize)[: tile.size]
@@ -88,38 +79,38 @@ class PlacedBlocks:
 
     def _where(self, flat: torch.Tensor, tile: Tile, number: int, size: int) -> "slice | torch.Tensor":
         """Where the weights of a block lie in a tensor."""
-        place, begin = self._places[tile.ordinal], number * BLOCK
+        place, begin = self.places[tile.ordinal], number * BLOCK
         if place.contiguous:
             return slice(place.start + begin, place.start + begin + size)
         return torch.from_numpy(place.flat_indices(np.arange(begin, begin + size))).to(flat.device)
 
     def write(self, tile: Tile, number: int, bits: torch.Tensor) -> None:
         """Write a block of a tile into all the memory that its tensors have."""
-        place = self._places[tile.ordinal]
-        for n in range(self._tied.count(place.names)):
+        place = self.places[tile.ordinal]
+        for n in range(self.tied.count(place.names)):
             if not place.pieces:
-                flat = self._tied.memory(place.tensor.name, n)
+                flat = self.tied.memory(place.tensor.name, n)
                 flat[self._where(flat, tile, number, bits.numel())] = bits.to(flat.device)
                 continue
-            places = [rectangle(self._tied.memory(piece.tensor.name, n), piece) for piece in place.pieces]
+            places = [rectangle(self.tied.memory(piece.tensor.name, n), piece) for piece in place.pieces]
             begins = piece_begins(replace(tile, kept=place.kept)).tolist()
             runs = [bits[at : at + to.numel()].view(to.shape) for at, to in zip(begins, places, strict=True)]
             torch._foreach_copy_(places, runs)
 
     def has(self, block: WholeBlock, bits: torch.Tensor) -> bool:
         """Whether writing a block would change nothing; False for a bundle, which is not compared."""
-        place = self._places[block.tile.ordinal]
+        place = self.places[block.tile.ordinal]
         if place.pieces:
             return False
-        flats = [self._tied.memory(place.tensor.name, n) for n in range(self._tied.count(place.names))]
+        flats = [self.tied.memory(place.tensor.name, n) for n in range(self.tied.count(place.names))]
         runs = [flat[self._where(flat, block.tile, block.number, block.size)] for flat in flats]
         return all(torch.equal(run, bits.to(run.device)) for run in runs)
 
     def count(self, blocks: Sequence[WholeBlock], here: Sequence[torch.Tensor]) -> list[BlockSums]:
         """The digests of blocks, given their weights on the device."""
-        in_part = [n for n, block in enumerate(blocks) if self._places[block.tile.ordinal].kept is not None]
+        in_part = [n for n, block in enumerate(blocks) if self.places[block.tile.ordinal].kept is not None]
         local = [self._kept_of(blocks[n].tile, here[n]) for n in in_part]
-        counted = count_blocks([*blocks, *(blocks[n] for n in in_part)], [*here, *local], self._device)
+        counted = count_blocks([*blocks, *(blocks[n] for n in in_part)], [*here, *local], self.device)
         sums = [Sum(*both) for both in to_host(counted)[0].view(np.uint64).reshape(-1, 2).tolist()]
         of_local = dict(zip(in_part, sums[len(blocks) :], strict=True))
         return [BlockSums(sums[n], of_local.get(n, sums[n])) for n in range(len(blocks))]
@@ -127,7 +118,7 @@ class PlacedBlocks:
     def _kept_of(self, tile: Tile, bits: torch.Tensor) -> torch.Tensor:
         """The weights of a bundle, with zeros for groups that are not local."""
         out = torch.zeros_like(bits)
-        for n in self._places[tile.ordinal].kept or ():
+        for n in self.places[tile.ordinal].kept or ():
             out[tile.groups[n] : tile.groups[n + 1]] = bits[tile.groups[n] : tile.groups[n + 1]]
         return out
 

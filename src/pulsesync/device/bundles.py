@@ -18,6 +18,7 @@ from pulsesync.device.blocks import TiedTensors, begin_count
 from pulsesync.device.changes import PileChanges, device_keys, digest_changes_by_block
 from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once
 from pulsesync.device.memory import (
+    I64,
     INTEGERS,
     all_to_stream,
     empty,
@@ -48,14 +49,9 @@ Places = Mapping[int, TileStorage]  # by ordinal: where bundles lie in the tenso
 
 
 class WholeTiles:
-    """Tiles of a pile that are whole in a message.
+    """The tiles of a pile, whole in a message; begins: where each begins there, in bytes: a multiple of 8."""
 
-    Args:
-        pile: These tiles and no others, as they lie in tensors.
-        begins: Where each begins in the message, in bytes: a multiple of 8.
-    """
-
-    def __init__(self, pile: Pile, begins: NDArray[np.int64]) -> None:
+    def __init__(self, pile: Pile, begins: I64) -> None:
         self.pile, self._begins, self._wide = pile, begins, pile.kind.itemsize
         self._addresses: dict[tuple[TiedTensors, int], torch.Tensor] = {}
 
@@ -91,10 +87,7 @@ class WholeTiles:
             self._pieces.table  # noqa: B018 - made when it is first asked for
 
     def begin_count(self, message: torch.Tensor) -> Callable[[], NDArray[np.uint64]]:
-        """Begin to count the digests of the tiles in the message.
-
-        Returns a function that waits for them: (tiles, 2).
-        """
+        """Begin to count the digests of the tiles in the message; return a function that waits for them: (tiles, 2)."""
         pile = self.pile
         at = message.data_ptr() + self._begins[pile.tile_of] + pile.host_begins * self._wide
         with on(pile.device):
@@ -112,7 +105,7 @@ def count_whole(some: Sequence[WholeTiles], message: torch.Tensor) -> "TileSums"
 class TileSums:
     """Digests of tiles, or how they change."""
 
-    ordinals: NDArray[np.int64]
+    ordinals: I64
     sums: NDArray[np.uint64]  # (tiles, 2)
 
     @classmethod
@@ -120,18 +113,14 @@ class TileSums:
         ordinals = np.concatenate([np.empty(0, np.int64), *(one.ordinals for one in some)])
         return cls(ordinals, np.concatenate([np.empty((0, 2), np.uint64), *(one.sums for one in some)]))
 
-    def of(self, ordinals: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def of(self, ordinals: I64) -> NDArray[np.uint64]:
         """Those of some of the tiles."""
         order = np.argsort(self.ordinals)
         return self.sums[order[np.searchsorted(self.ordinals, ordinals, sorter=order)]]
 
 
 class MessageShapes:
-    """Which tiles are whole in messages, and where: tables for launches are kept for the next message.
-
-    Args:
-        parts: Finds the piles of tiles, by ordinal, and the piles of only these tiles.
-    """
+    """Which tiles are whole in messages, and where: tables for launches are kept for the next message."""
 
     def __init__(self, parts: Callable[[Iterable[int]], Sequence[tuple[Pile, Pile]]]) -> None:
         self._parts = parts
@@ -152,24 +141,19 @@ class MessageShapes:
 class ChangeTable(NamedTuple):
     """A table of changes in a message, by ordinal: how many each tile has, and where these begin, in bytes."""
 
-    changes: NDArray[np.int64]
-    places: NDArray[np.int64]
-    values: NDArray[np.int64]
+    changes: I64
+    places: I64
+    values: I64
 
     @classmethod
-    def of(
-        cls, tiles: int, ordinals: NDArray[np.int64], changes: NDArray[np.int64], begins: NDArray[np.int64]
-    ) -> "ChangeTable":
-        """The tiles in the table, of a layout of this number of tiles.
-
-        begins: of positions, and of values (tiles, 2).
-        """
+    def of(cls, tiles: int, ordinals: I64, changes: I64, begins: I64) -> "ChangeTable":
+        """Some of this number of tiles; begins: of positions, and of values (tiles, 2)."""
         rows = np.zeros((3, tiles), np.int64)
         rows[:, ordinals] = np.stack([changes, begins[:, 0], begins[:, 1]])
         return cls(*rows)
 
 
-def count_changed(runs: Sequence[PileChanges], starts: Sequence[NDArray[np.int64]], tiles: int) -> NDArray[np.int64]:
+def count_changed(runs: Sequence[PileChanges], starts: Sequence[I64], tiles: int) -> I64:
     """How many changes each tile of a layout has, by ordinal. starts: those of the runs, on the host."""
     counts = np.zeros(tiles, np.int64)
     for run, at in zip(runs, starts, strict=True):
@@ -177,7 +161,7 @@ def count_changed(runs: Sequence[PileChanges], starts: Sequence[NDArray[np.int64
     return counts
 
 
-def write_table(run: PileChanges, starts: NDArray[np.int64], table: ChangeTable, message: torch.Tensor) -> None:
+def write_table(run: PileChanges, starts: I64, table: ChangeTable, message: torch.Tensor) -> None:
     """Write changes into a table. starts: those of the run, on the host."""
     pile, base = run.pile, message.data_ptr()
     tiles = pile.ordinals[pile.tile_of]
@@ -195,11 +179,7 @@ def write_table(run: PileChanges, starts: NDArray[np.int64], table: ChangeTable,
 def read_table(
     backend: DeviceBackend, ordinals: Iterable[int], table: ChangeTable, message: torch.Tensor
 ) -> list[PileChanges]:
-    """Read the changes of some local tiles from a table, without the old weights: see `with_old`.
-
-    Raises:
-        FormatError: a change is outside its tile, or they are not in order.
-    """
+    """Read changes of local tiles, without the old weights (`with_old`). Raises: FormatError: one is out of place."""
     runs, faults = list[PileChanges](), list[torch.Tensor]()
     for _, part in backend.piles.parts(ordinals):
         with on(part.device):
@@ -265,11 +245,7 @@ def _by_tile(piles: Sequence[Pile], by_block: Sequence[NDArray[Any]]) -> TileSum
 class SourceBundles:
     """The bundles that a rank sends, in its tensors, and a copy of what was last sent, if one is kept.
 
-    Args:
-        layout: The bundles of all ranks.
-        places: Where the bundles that this rank sends lie in its tensors.
-        source: The tensors.
-        device: The first device of the tensors.
+    layout: the bundles of all ranks. places: where those of this rank lie in its tensors. device: the first of these.
     """
 
     def __init__(self, layout: Layout, places: Places, source: DeviceSource, device: torch.device) -> None:
@@ -318,11 +294,7 @@ class SourceBundles:
         self._rooms, self._pairs = {}, {}
 
     def keep_copy(self, sums: Mapping[int, Sum]) -> None:
-        """Copy the current tiles into the copy of what was last sent, given the digests of what was sent.
-
-        Raises:
-            StateError: they differ from what was sent.
-        """
+        """Copy the current tiles, given the digests of what was sent. Raises: StateError: they differ from it."""
         assert self.base is not None
         by_room: dict[torch.Tensor, dict[int, int]] = {}
         for ordinal in sorted(sums):
@@ -330,11 +302,12 @@ class SourceBundles:
             by_room.setdefault(room, {})[ordinal] = begin
         for room, begins in by_room.items():
             first = min(begins.values())
-            last = max(begin + self._size_of(ordinal) for ordinal, begin in begins.items())
+            tiles = ((begin, self.layout.tiles[ordinal]) for ordinal, begin in begins.items())
+            last = max(begin + padded(tile.size) * tile.tensor.kind.itemsize for begin, tile in tiles)
             here = {ordinal: begin - first for ordinal, begin in begins.items()}
             # Only the part in use: casting FP32 masters needs as much memory as the target.
-            for tiles in self.gather(here, room[first:last]):
-                counted, sent = tiles.begin_count(room[first:last])(), [sums[n] for n in tiles.pile.index]
+            for some in self.gather(here, room[first:last]):
+                counted, sent = some.begin_count(room[first:last])(), [sums[n] for n in some.pile.index]
                 if not np.array_equal(counted, np.array(sent, np.uint64)):
                     raise StateError(
                         "the weights changed while they were pushed: receivers have what was sent, and the next push "
@@ -342,11 +315,6 @@ class SourceBundles:
                     )
         with self.base.lock:
             self.base.sums = {**self.base.sums, **sums}
-
-    def _size_of(self, ordinal: int) -> int:
-        """The bytes of a tile in the copy."""
-        tile = self.layout.tiles[ordinal]
-        return padded(tile.size) * tile.tensor.kind.itemsize
 
     def saved(self, begins: Mapping[int, int], message: torch.Tensor) -> None:
         """Copy tiles as they were last sent into a message."""
@@ -378,10 +346,7 @@ class SourceBundles:
         return out
 
     def sample(self, begins: Mapping[int, int], size: int) -> dict[int, int]:
-        """How many weights of a sample of each tile differ from the copy, by ordinal.
-
-        A sample has `size` weights, or all.
-        """
+        """How many of at most `size` weights of each tile, from `begins` on, differ from the copy, by ordinal."""
         if not begins:
             return {}
         counted, waiting = dict[int, int](), []

@@ -182,10 +182,7 @@ BlockDigestChanges = Mapping[Pile, NDArray[np.uint64]]  # of each pile: two sums
 
 
 def begin_digest_changes(changes: Iterable[PileChanges]) -> Callable[[], BlockDigestChanges]:
-    """Begin to count how the changes of each block change the digest, in the piles that have any.
-
-    Returns a function that waits for the result.
-    """
+    """Begin to count how changes change the digest of each block; return a function that waits for it, by pile."""
     sums: dict[Pile, torch.Tensor] = {}
     for run in changes:
         if run.pile not in sums:

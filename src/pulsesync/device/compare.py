@@ -14,11 +14,7 @@ from pulsesync.device.streamed import BasePiece, cut
 
 @dataclass(frozen=True)
 class PilePair:
-    """The same tiles in a base and in a source.
-
-    Masters are rounded to BF16 as they are read; if a pile also has other tensors, the two kinds are compared
-    separately.
-    """
+    """The same tiles in a base and in a source: masters, rounded to BF16 as they are read, apart from the others."""
 
     here: Pile
     alike: "Sequence[AlikeTiles]"

@@ -20,6 +20,7 @@ from pulsesync.device.changes import (
     on_whole,
 )
 from pulsesync.device.memory import (
+    I64,
     INTEGERS,
     all_to_stream,
     empty,
@@ -73,11 +74,7 @@ class OpenedPayloads:
 def open_part(
     opened: OpenedIndex, sections: Mapping[int, memoryview], tiles: Mapping[int, Tile], memories: DeviceHistory | None
 ) -> OpenedPayloads:
-    """Begin to read the payloads of some tiles of a part, by ordinal.
-
-    Raises:
-        FormatError: or a subclass, as `format.patch.decode`.
-    """
+    """Begin to read the payloads of some tiles of a part, by ordinal. Raises: as `format.patch.decode`."""
     plain: list[Plain] = []
     predicted: list[tuple[Codec, Tile, memoryview]] = []
     for entry, body in patch.payloads(opened, sections, tiles):
@@ -104,16 +101,15 @@ class GroupChecks:
     """The checks of a part: how the changes of groups change the digest, by block of a pile."""
 
     pile: Pile
-    blocks: NDArray[np.int64]
+    blocks: I64
     expected: NDArray[np.uint32]
 
     def verify(self, by_block: BlockDigestChanges) -> None:
         """Raises: VerificationError, if the changes of a group do not match its check."""
         if not self.blocks.size:
             return
-        counted = (
-            by_block[self.pile][self.blocks, 0] if self.pile in by_block else np.zeros(self.blocks.size, np.uint64)
-        )
+        none = np.zeros(self.blocks.size, np.uint64)
+        counted = by_block[self.pile][self.blocks, 0] if self.pile in by_block else none
         wrong = self.blocks[counted.astype(np.uint32) != self.expected]
         if wrong.size:
             tile = self.pile.tiles[self.pile.tile_of[wrong[0]]]
@@ -136,9 +132,7 @@ class DecodedTiles:
 def decode_coded(
     whole: Pile, coded: BegunPayloads, table: FrequencyTable, weights: PileAddresses, memories: DeviceHistory
 ) -> DecodedTiles:
-    """Decode the tiles of a part that share a table; weights: of the whole pile.
-
-    The device finds the hot weights and decodes while the host continues reading.
+    """Decode the tiles of a part that share a table, while the host continues reading; weights: of the whole pile.
 
     Raises:
         FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights do
@@ -176,32 +170,24 @@ def decode_coded(
 class _Blocks:
     """The contents of payloads, by block of a pile."""
 
-    changes: NDArray[np.int64]
-    lanes: NDArray[np.int64]
-    words: NDArray[np.int64]
+    changes: I64
+    lanes: I64
+    words: I64
 
 
-def _kept_contents(
-    contents: Sequence[memoryview], streams: PayloadStreams, kept: NDArray[np.int64]
-) -> Sequence[memoryview]:
+def _kept_contents(contents: Sequence[memoryview], streams: PayloadStreams, kept: I64) -> Sequence[memoryview]:
     """The streams to decode, among those of all payloads."""
     if kept.size == streams.changes.size:
         return contents
     ends = 2 * np.r_[0, np.cumsum(streams.words)]
     payload = np.repeat(np.arange(len(contents)), np.diff(streams.first))
     begins = ends[streams.first[:-1]]
-    out = []
-    for n in kept.tolist():
-        of = int(payload[n])
-        out.append(contents[of][ends[n] - begins[of] : ends[n + 1] - begins[of]])
-    return out
+    some = ((n, int(payload[n])) for n in kept.tolist())
+    return [contents[of][ends[n] - begins[of] : ends[n + 1] - begins[of]] for n, of in some]
 
 
 class _StreamDecoder:
-    """Decodes the streams of a pile's blocks.
-
-    Everything that does not depend on the hot weights is copied to the device at once.
-    """
+    """Decodes the streams of a pile's blocks. What does not depend on the hot weights is copied to the device first."""
 
     def __init__(
         self, pile: Pile, weights: PileAddresses, table: FrequencyTable, stream: torch.Tensor, blocks: _Blocks
@@ -218,11 +204,7 @@ class _StreamDecoder:
         self._at = weights.at[chosen]
 
     def begin(self, hot: HotWeights) -> tuple[PileChanges, torch.Tensor]:
-        """Launch the decoding of the streams; the result is valid if no faults are reported.
-
-        Raises:
-            FormatError: a stream has more changes than there are hot weights.
-        """
+        """Launch the decoding; the result is valid if no faults are reported. Raises: FormatError: too many changes."""
         if (hot.counts < self._blocks.changes).any():  # before memory is allocated for them
             raise FormatError(spec.FAULTS[spec.OTHER_COUNT])
         pile, table, device, coded = self._pile, self._table, self._pile.device, self._coded
@@ -262,7 +244,7 @@ def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor
 
 
 def _begin_cold(
-    pile: Pile, cuts: NDArray[np.int64], per_tile: NDArray[np.int64], colds: ColdChanges, weights: PileAddresses
+    pile: Pile, cuts: I64, per_tile: I64, colds: ColdChanges, weights: PileAddresses
 ) -> Callable[[], PileChanges]:
     """Begin with the cold changes: there are few, so the host applies them; only their old weights are fetched."""
     found = pile.find_blocks(per_tile, colds.positions)
@@ -278,12 +260,8 @@ def _begin_cold(
     return finish
 
 
-def _move_cold(old: Bits, steps: NDArray[np.int64], least: Bits) -> Bits:
-    """Move cold weights by their steps; least: the lowest bits that are not hot, without the sign.
-
-    Raises:
-        FormatError: one is hot, or has a step of half the range in the wrong direction.
-    """
+def _move_cold(old: Bits, steps: I64, least: Bits) -> Bits:
+    """Move cold weights by their steps; least: the lowest bits that are not hot, unsigned. Raises: FormatError."""
     if not old.size:
         return old
     half = 1 << (8 * old.itemsize - 1)
@@ -304,7 +282,7 @@ class BlockPlaces:
     positions: torch.Tensor
 
     @classmethod
-    def of(cls, pile: Pile, counts: NDArray[np.int64], positions: NDArray[np.int32]) -> "BlockPlaces":
+    def of(cls, pile: Pile, counts: I64, positions: NDArray[np.int32]) -> "BlockPlaces":
         """Positions, given how many each block has."""
         return cls(pile, to_stream(starts_of(counts), pile.device), to_stream(positions, pile.device))
 
@@ -354,9 +332,7 @@ def _sparse(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> Pi
     return PileChanges(pile, there.starts, there.positions, *bits)
 
 
-def _positions_and_moves(
-    tile: Tile, codec: Codec, body: memoryview
-) -> tuple[NDArray[np.int64], Callable[[Bits], Bits]]:
+def _positions_and_moves(tile: Tile, codec: Codec, body: memoryview) -> tuple[I64, Callable[[Bits], Bits]]:
     """The positions at which a tile changes, and a function from the old weights there to the new ones."""
     if codec == Codec.GAP:
         positions, values = gap.decode(body, tile.size, tile.tensor.kind.bits)
@@ -367,10 +343,8 @@ def _positions_and_moves(
 
 def _whole(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> PileChanges:
     """Tiles that are stored whole."""
-    tiles = []
-    for tile, codec, body in payloads:
-        blocks = [to_stream(block.decode(), pile.device) for block in patch.whole_blocks(codec, tile, body)]
-        tiles.append(torch.cat(blocks))
+    whole = (patch.whole_blocks(codec, tile, body) for tile, codec, body in payloads)
+    tiles = [torch.cat([to_stream(block.decode(), pile.device) for block in blocks]) for blocks in whole]
     flipped = [n for n, (_, codec, _) in enumerate(payloads) if codec == Codec.XOR]
     if flipped:
         part = pile.part([payloads[n][0].ordinal for n in flipped])
@@ -418,12 +392,7 @@ def decode_patch(
 ) -> DecodedPatch:
     """Decode the parts of a patch against the weights.
 
-    Args:
-        bodies: The parts.
-        piles: Of all local tiles.
-        tiles: Those to decode, by ordinal.
-        history: Before the patch; None: no history is kept.
-        locate: Finds the weights of a pile.
+    piles: of all local tiles. tiles: those to decode, by ordinal. history: before the patch; None: none is kept.
 
     Raises:
         FormatError: or a subclass, for bad bytes; VerificationError: changes do not match their check.

@@ -50,10 +50,7 @@ class CodedPiles:
 def code_piles(
     runs: Sequence[tuple[PileChanges, PileAddresses]], memories: DeviceHistory | None, number_of_table: int
 ) -> CodedPiles:
-    """Code the changes of piles of one dtype, given where their old weights are.
-
-    With memories they are coded with codec `history`, else with `context`.
-    """
+    """Code the changes of piles of one dtype, given where their old weights are: with a history, if one is given."""
     coders = [_PileCoder(run, weights, memories) for run, weights in runs]
     moved = begin_digest_changes(run for run, _ in runs)
     highest = max(1, *(coder.choose_cuts() for coder in coders))
@@ -179,10 +176,9 @@ class _PileCoder:
         return int(self.cuts.max())
 
     def count(self, contexts: tables.Contexts, keep: bool, alone: bool) -> NDArray[np.int64]:
-        """List the decisions; return the counts of each symbol in each context: (classes, ages, symbols).
+        """List the decisions, to be kept or listed again, of a pile that may be the only one of its dtype (alone).
 
-        keep: whether decisions are kept until they are coded; else they are listed again. alone: no other pile has this
-            dtype.
+        Returns the counts of each symbol in each context: (classes, ages, symbols).
         """
         with on(self.pile.device):
             decisions = self._decide(contexts)
@@ -277,10 +273,9 @@ class _PileCoder:
     def _checks(self, touched: Sequence[int], moved: Callable[[], BlockDigestChanges]) -> dict[int, bytes]:
         """The checks of bundles: how the digest of each group changes, by number of the tile."""
         out, pile = {}, self.pile
-        for i in touched:
-            if is_checked(pile.tiles[i]):
-                mine = slice(pile.first_block[i], pile.first_block[i + 1])
-                out[i] = moved()[pile][mine, 0][self._blocks.changes[mine] > 0].astype("<u4").tobytes()
+        for i in (i for i in touched if is_checked(pile.tiles[i])):
+            mine = slice(*pile.first_block[i : i + 2])
+            out[i] = moved()[pile][mine, 0][self._blocks.changes[mine] > 0].astype("<u4").tobytes()
         return out
 
 
@@ -290,10 +285,7 @@ def _wide(sizes: torch.Tensor) -> torch.Tensor:
 
 
 def _choose_sizes(found: Sequence[LongSteps], width: int, ages: int) -> NDArray[np.uint32]:
-    """`tables.choose_sizes` of the long steps of piles.
-
-    If there are many, the host gets only the common sizes and their counts.
-    """
+    """`tables.choose_sizes` of long steps; if there are many, the host gets only the common sizes and their counts."""
     on_device = [some for some in found if isinstance(some, torch.Tensor)]
     if not on_device:
         return tables.choose_sizes(np.concatenate([np.asarray(some) for some in found]), width, ages)

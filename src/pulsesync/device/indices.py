@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import Tile
-from pulsesync.device.memory import starts_of, to_device
+from pulsesync.device.memory import I64, starts_of, to_device
 from pulsesync.kernels.spec import GPU_CHUNK
 
 
@@ -27,24 +27,12 @@ class IndexRuns(NamedTuple):
 
 
 class BlockIndices:
-    """The pieces of tensors that blocks of tiles are made of.
+    """The pieces of tensors that blocks of tiles are made of; the weights of all tiles have one size.
 
-    Args:
-        tiles: The tiles; their weights have one size.
-        tile_of: The tile of each block.
-        begins: Where each block begins in its tile.
-        sizes: How many weights each block has.
-        device: Where the tables are.
+    tile_of, begins, sizes: of each block, its tile, where it begins there, and how many weights it has.
     """
 
-    def __init__(
-        self,
-        tiles: Sequence[Tile],
-        tile_of: NDArray[np.int64],
-        begins: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, tiles: Sequence[Tile], tile_of: I64, begins: I64, sizes: I64, device: torch.device) -> None:
         self.device, self.itemsize = device, tiles[0].tensor.kind.itemsize
         self._tile_of, self._begins, self._ends = tile_of, begins, begins + sizes
         tables = [tile.piece_table for tile in tiles]
@@ -68,10 +56,7 @@ class BlockIndices:
 
     @cached_property
     def runs(self) -> tuple[IndexRuns, IndexRuns]:
-        """The runs of all weights: first those that can be read in words of eight bytes, then the others.
-
-        Tiles begin at a multiple of eight bytes in memory.
-        """
+        """All runs: those to be read in words of eight bytes, at which tiles begin in memory, and then the others."""
         block = np.repeat(np.arange(self._count.size), self._count)
         number = np.arange(block.size) - np.repeat(starts_of(self._count)[:-1], self._count)
         piece = self._first[block] + number
@@ -84,7 +69,7 @@ class BlockIndices:
         word = max(8 // self.itemsize, 1)  # weights of a word
         in_words = (strides == 0) & ((starts + inside) % word == 0) & (begins % word == 0)
 
-        def runs(some: NDArray[np.bool_], *columns: NDArray[np.int64]) -> IndexRuns:
+        def runs(some: NDArray[np.bool_], *columns: I64) -> IndexRuns:
             before = (begins - self._begins[block])[some] * self.itemsize
             rows = np.stack([column[some] for column in columns], axis=1)
             chunks = -(-int(sizes[some].max(initial=0)) * per // GPU_CHUNK) + 1

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.state.views import dtype_name, named, torch_dtype
 
+I64 = NDArray[np.int64]  # on the host
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ALIGNED = 16  # alignment of arrays in bytes, for which kernels are compiled
 PINNED = 1 << 24  # up to this size in bytes, an array is copied to the device through pinned memory
@@ -44,11 +45,7 @@ class DeviceView:
 
 
 def view(source: Any) -> tuple[dict[str, DeviceView], dict[str, str]]:
-    """View a module, a state dict or a mapping of tensors as bits; return canonical tensors, and aliases by name.
-
-    Raises:
-        StateError: something that is not a tensor, of a dtype that the format does not support, or not a plain tensor.
-    """
+    """View a source as bits; return canonical tensors, and aliases by name. Raises: StateError: one is not plain."""
     views: dict[str, DeviceView] = {}
     ties: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -78,30 +75,36 @@ def view(source: Any) -> tuple[dict[str, DeviceView], dict[str, str]]:
 class Tensors(Mapping[str, torch.Tensor]):
     """Tensors by name, flat.
 
-    Args:
-        flats: The tensors.
-        place: While this is the same object, the tensors have not moved; None: not known.
-        masters: The names of FP32 tensors that are published in another dtype, and that dtype.
+    place: while this is the same object, they have not moved; None: not known. masters: the names of FP32 tensors that
+    are published in another dtype, and that dtype.
     """
 
     def __init__(
-        self, flats: Mapping[str, torch.Tensor], place: object | None = None, masters: Mapping[str, str] | None = None
+        self, flats: Mapping[str, Any], place: object | None = None, masters: Mapping[str, str] | None = None
     ) -> None:
         self._flats, self.place, self.masters = flats, place, masters or {}
 
     def published(self, name: str) -> torch.Tensor:
         """A tensor as it is published: a copy if it is cast."""
-        flat = self._flats[name]
-        return cast(flat, self.masters[name]) if name in self.masters else flat
+        return cast(self[name], self.masters[name]) if name in self.masters else self[name]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._flats[name]
+        flat: torch.Tensor = self._flats[name]
+        return flat
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._flats)
 
     def __len__(self) -> int:
         return len(self._flats)
+
+
+class ViewedTensors(Tensors):
+    """The tensors of views, flat: made on access."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        flat: torch.Tensor = self._flats[name].flat
+        return flat
 
 
 def cast(masters: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -181,10 +184,7 @@ def on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy a numpy array to the device, and wait for it, so that it can be read in every stream.
-
-    Unsigned integers become signed ones with the same bits.
-    """
+    """Copy an array to the device, unsigned integers as signed ones, and wait: every stream can read it."""
     return _signed(array).to(device)
 
 
@@ -280,12 +280,7 @@ def warps_of(lanes: NDArray[np.integer]) -> tuple[NDArray[np.int32], NDArray[np.
 
 
 class DeviceStream:
-    """A stream on each of some devices, concurrent with other work there. On a CPU everything is in order.
-
-    Args:
-        devices: Where it is done.
-        first: Whether its kernels have priority over others that wait for a multiprocessor.
-    """
+    """A stream on each of some devices, perhaps with priority (`first`). On a CPU everything is in order."""
 
     def __init__(self, *devices: torch.device, first: bool = False) -> None:
         cuda = [device for device in devices if device.type == "cuda"]
@@ -316,14 +311,6 @@ class DeviceStream:
             yield
 
 
-class Point(Protocol):
-    """An event after which work in streams may be ordered."""
-
-    def precede(self, streams: "Sequence[torch.cuda.Stream]") -> None:
-        """Order later launches in some streams after it; without streams the order of the calls is enough."""
-        ...
-
-
 class StreamPoint:
     """A point in the caller's streams on some devices, after everything launched so far."""
 
@@ -337,25 +324,20 @@ class StreamPoint:
             event.synchronize()
 
     def precede(self, streams: "Sequence[torch.cuda.Stream]") -> None:
+        """Order later launches in some streams after it; without streams the order of the calls is enough."""
         for stream in streams:
             for event in self._events:
                 stream.wait_event(event)
 
 
-class ThreadPoint:
-    """A point that a thread reaches when all that it has launched is done."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def reached(self) -> None:
-        self._event.set()
-
-    def wait(self) -> None:
-        self._event.wait()
+class ThreadPoint(threading.Event):
+    """A point that a thread reaches, and sets, when all that it has launched is done."""
 
     def precede(self, streams: "Sequence[torch.cuda.Stream]") -> None:
         self.wait()
+
+
+Point = StreamPoint | ThreadPoint  # after which work in streams may be ordered
 
 
 def copy_speed(device: torch.device) -> float:

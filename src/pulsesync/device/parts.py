@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Codec, Sum, Tile
 from pulsesync.device.changes import BlockDigestChanges, PileChanges, digest_changes, digest_changes_by_block
 from pulsesync.device.encode import code_piles
-from pulsesync.device.memory import DeviceStream, pinned, starts_of, to_host, to_stream
+from pulsesync.device.memory import I64, DeviceStream, pinned, starts_of, to_host, to_stream
 from pulsesync.device.pile import Pile
 from pulsesync.device.state import backend_of
 from pulsesync.device.tracked import DeviceHistory, HotWeights, begin_remember
@@ -93,10 +93,10 @@ def diffs_of(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":
 class _Fetched:
     """The changes of tiles of a run on the host: those of tiles with few changes are fetched together on first use."""
 
-    def __init__(self, run: PileChanges, starts: NDArray[np.int64], stream: DeviceStream) -> None:
+    def __init__(self, run: PileChanges, starts: I64, stream: DeviceStream) -> None:
         self._run, self._starts, self._stream, self._lock = run, starts, stream, threading.Lock()
         self._borders = starts[run.pile.first_block]
-        self._few: tuple[NDArray[np.int64], Sequence[NDArray[Any]]] | None = None
+        self._few: tuple[I64, Sequence[NDArray[Any]]] | None = None
 
     def tile(self, i: int) -> Sequence[NDArray[Any]]:
         """Positions, old and new bits of the changes of a tile; thread-safe."""
@@ -110,13 +110,13 @@ class _Fetched:
         begins, arrays = self._few
         return [array[begins[i] : begins[i + 1]] for array in arrays]
 
-    def begins(self, i: int) -> NDArray[np.int64]:
+    def begins(self, i: int) -> I64:
         """For each change of a tile, where the weights that are coded with it begin in the tile."""
         pile = self._run.pile
         first, last = pile.first_block[i : i + 2].tolist()
         return np.repeat(pile.host_begins[first:last], np.diff(self._starts[first : last + 1]))
 
-    def _fetch_few(self) -> tuple[NDArray[np.int64], Sequence[NDArray[Any]]]:
+    def _fetch_few(self) -> tuple[I64, Sequence[NDArray[Any]]]:
         """Where the changes of each tile begin, and all changes."""
         counts, run = np.diff(self._borders), self._run
         counts[counts > FEW] = 0
@@ -135,7 +135,7 @@ class DeviceDiff(NamedTuple):
     fetched: _Fetched
     number: int  # of the tile in the pile
 
-    def positions(self) -> NDArray[np.int64]:
+    def positions(self) -> I64:
         return self._fetch()[0]
 
     def values(self) -> Bits:
@@ -154,7 +154,7 @@ class DeviceDiff(NamedTuple):
             if a < b
         )
 
-    def _fetch(self) -> tuple[NDArray[np.int64], Bits, Bits]:
+    def _fetch(self) -> tuple[I64, Bits, Bits]:
         """Positions in the tile, old and new bits."""
         where, old, new = self.fetched.tile(self.number)
         bits = self.tile.tensor.kind.bits

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import Tile
-from pulsesync.device.memory import INTEGERS, Tensors, cast, reachable, shared, starts_of, to_device, unsigned
+from pulsesync.device.memory import I64, INTEGERS, Tensors, cast, reachable, shared, starts_of, to_device, unsigned
 from pulsesync.kernels import cuda
 from pulsesync.kernels.spec import GPU_CHUNK
 
@@ -23,19 +23,11 @@ KEPT = 8  # tables of addresses that are kept
 class PieceTable:
     """What a launch needs to know of some pieces besides their addresses.
 
-    Args:
-        begins: Where each begins in the run.
-        geometry: For each its number of weights, columns, and the distance between rows in weights; 0: it is
-            contiguous.
-        device: Where the tables are.
+    begins: where each begins in the run. geometry: numbers of weights and columns, and the distance between rows in
+    weights; 0: it is contiguous.
     """
 
-    def __init__(
-        self,
-        begins: NDArray[np.int64],
-        geometry: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, begins: I64, geometry: tuple[I64, I64, I64], device: torch.device) -> None:
         sizes, columns, strides = geometry
         chunks = -(-sizes // GPU_CHUNK)
         self.begins, self.sizes = to_device(begins, device), to_device(sizes, device)
@@ -62,21 +54,13 @@ class PieceTable:
 class Pieces:
     """The pieces of bundles, in the tensors of a process.
 
-    Args:
-        tiles: The bundles.
-        places: The same, with the pieces in local tensors, of the groups that are local; a tile without pieces is its
-            own only piece.
-        device: The device that does the work.
-        starts: Where each tile begins in the run, in weights, and where the last ends; if not given, one after the
-            other, each at a multiple of 8 weights.
+    places: the tiles, with the pieces of local groups in local tensors; a tile without pieces is its own only piece.
+    starts: where each tile begins in the run, in weights, and where the last ends; if not given, one after the other,
+    each at a multiple of 8 weights.
     """
 
     def __init__(
-        self,
-        tiles: Sequence[Tile],
-        places: Sequence[Tile],
-        device: torch.device,
-        starts: NDArray[np.int64] | None = None,
+        self, tiles: Sequence[Tile], places: Sequence[Tile], device: torch.device, starts: I64 | None = None
     ) -> None:
         self.device, spec = device, tiles[0].tensor
         self._itemsize, self._dtype = spec.kind.itemsize, spec.dtype
@@ -99,17 +83,14 @@ class Pieces:
         """The table of all pieces."""
         return self._table(np.arange(len(self.names)))
 
-    def _table(self, numbers: NDArray[np.int64]) -> PieceTable:
+    def _table(self, numbers: I64) -> PieceTable:
         sizes, columns, strides = (column[numbers] for column in self._geometry)
         return PieceTable(self.begins[numbers], (sizes, columns, strides), self.device)
 
     def gather(
         self, flats: Mapping[str, torch.Tensor], itemsize: int, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Gather the weights of all bundles into a run, which is allocated if none is given.
-
-        Masters are cast, unless itemsize is theirs. The weights of groups that are not local are zeros.
-        """
+        """Gather all bundles into a run, with zeros for other groups. Masters are cast, unless itemsize is theirs."""
         plain, masters, _memory = self._locate(flats, itemsize)  # copies must live until they are read
         new = torch.zeros if self._partial else torch.empty
         run = new(int(self.starts[-1]), dtype=INTEGERS[itemsize], device=self.device) if into is None else into
@@ -144,12 +125,12 @@ class Pieces:
         self._found[key] = found
         return found
 
-    def addresses(self, flats: Sequence[torch.Tensor], itemsize: int) -> NDArray[np.int64]:
+    def addresses(self, flats: Sequence[torch.Tensor], itemsize: int) -> I64:
         """Where each piece begins, given the tensor that it is in."""
-        at: NDArray[np.int64] = np.array([flat.data_ptr() for flat in flats], np.int64) + self._starts * itemsize
+        at: I64 = np.array([flat.data_ptr() for flat in flats], np.int64) + self._starts * itemsize
         return at
 
-    def _at(self, at: NDArray[np.int64], some: NDArray[np.bool_]) -> "_Located | None":
+    def _at(self, at: I64, some: NDArray[np.bool_]) -> "_Located | None":
         numbers = np.flatnonzero(some)
         if not numbers.size:
             return None
@@ -177,7 +158,7 @@ def padded(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def piece_begins(tile: Tile) -> NDArray[np.int64]:
+def piece_begins(tile: Tile) -> I64:
     """Where the pieces of a bundle begin in it, for the groups that are local."""
     begins = starts_of(np.array([piece.size for piece in tile.pieces or (tile,)], np.int64))[:-1]
     if tile.kept is None:

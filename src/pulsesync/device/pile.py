@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, Dtype, Tile
 from pulsesync.device.indices import BlockIndices
-from pulsesync.device.memory import Tensors, reachable, shared, starts_of, to_device, to_stream, wait
+from pulsesync.device.memory import I64, Tensors, reachable, shared, starts_of, to_device, to_stream, wait
 from pulsesync.device.pieces import Pieces
 from pulsesync.kernels.spec import GPU_CHUNK
 from pulsesync.state.slices import GatheredTile, TileStorage
@@ -55,30 +55,30 @@ class Pile:
         return int(self.host_first_chunk[-1])
 
     @cached_property
-    def first_block(self) -> NDArray[np.int64]:
+    def first_block(self) -> I64:
         """Where the blocks of each tile begin, and where those of the last end."""
         return starts_of(np.array([begins.size for begins, _ in self._coded], np.int64))
 
     @cached_property
-    def tile_of(self) -> NDArray[np.int64]:
+    def tile_of(self) -> I64:
         return np.repeat(np.arange(len(self.tiles)), np.diff(self.first_block))
 
     @cached_property
-    def host_begins(self) -> NDArray[np.int64]:
+    def host_begins(self) -> I64:
         """Where each block begins in its tile."""
         return np.concatenate([begins for begins, _ in self._coded])
 
     @cached_property
-    def host_sizes(self) -> NDArray[np.int64]:
+    def host_sizes(self) -> I64:
         return np.concatenate([sizes for _, sizes in self._coded])
 
     @cached_property
-    def _coded(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def _coded(self) -> list[tuple[I64, I64]]:
         """For each tile, where the groups of weights that are coded together begin, and their sizes."""
         return [_coded_together(tile) for tile in self.tiles]
 
     @cached_property
-    def host_first_chunk(self) -> NDArray[np.int64]:
+    def host_first_chunk(self) -> I64:
         return starts_of(-(-self.host_sizes // GPU_CHUNK))
 
     @cached_property
@@ -87,14 +87,11 @@ class Pile:
         return {tile.ordinal: i for i, tile in enumerate(self.tiles)}
 
     @cached_property
-    def ordinals(self) -> NDArray[np.int64]:
+    def ordinals(self) -> I64:
         return np.array(list(self.index), np.int64)
 
-    def find_blocks(self, per_tile: NDArray[np.int64], positions: NDArray[np.int64]) -> "FoundBlocks":
-        """Find the block of each position; positions are given tile after tile, ascending.
-
-        per_tile: how many each tile has.
-        """
+    def find_blocks(self, per_tile: I64, positions: I64) -> "FoundBlocks":
+        """Find the blocks of ascending positions, given tile after tile; per_tile: how many each tile has."""
         offsets, begins, ends = self._laid_out
         where = positions + np.repeat(offsets, per_tile)
         first = np.searchsorted(where, begins)  # a fifth of the time of a search for every position
@@ -106,7 +103,7 @@ class Pile:
         return FoundBlocks(inside, counts, (positions - np.repeat(self.host_begins, counts)).astype(np.int32))
 
     @cached_property
-    def _laid_out(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _laid_out(self) -> tuple[I64, I64, I64]:
         """Where tiles begin if they are concatenated, and where blocks then begin and end."""
         offsets = starts_of(np.array([tile.size for tile in self.tiles], np.int64))[:-1]
         begins = offsets[self.tile_of] + self.host_begins
@@ -118,7 +115,7 @@ class Pile:
         return any(tile.kept is not None for tile in self.tiles)
 
     @cached_property
-    def kept_streams(self) -> NDArray[np.int64]:
+    def kept_streams(self) -> I64:
         """Which of the streams of all tiles, in order, are blocks of this pile: of bundles, the local groups."""
         firsts = starts_of(np.array([tile.borders.size - 1 for tile in self.tiles], np.int64)).tolist()
         all_ = (np.arange(tile.borders.size - 1) if tile.kept is None else np.array(tile.kept) for tile in self.tiles)
@@ -180,7 +177,7 @@ class Pile:
         ]
         return Pile(tiles, [self.places[i] for i in blocks], self.device)
 
-    def blocks_of(self, part: "Pile") -> NDArray[np.int64]:
+    def blocks_of(self, part: "Pile") -> I64:
         """The numbers, in this pile, of the blocks of a part."""
         firsts = self.first_block[[self.index[tile.ordinal] for tile in part.tiles]]
         return np.arange(part.blocks) + np.repeat(firsts - part.first_block[:-1], np.diff(part.first_block))
@@ -191,8 +188,7 @@ class Pile:
         """Find the blocks in tensors. Bundles in many tensors are gathered, and cast if some of these are masters.
 
         Tiles that are not contiguous, or not at a multiple of 8 bytes, are copied.
-
-        itemsize: of a weight, if it differs from that of the dtype: masters, which are not cast.
+        itemsize: that of masters, which are then not cast.
         """
         return self.placement.locate(flats, itemsize or self.kind.itemsize)
 
@@ -206,8 +202,8 @@ class Pile:
 class FoundBlocks(NamedTuple):
     """Where positions in tiles are in the blocks of a pile."""
 
-    inside: NDArray[np.int64] | None  # which of them are in a block: of a bundle, those in local groups
-    counts: NDArray[np.int64]  # number of these in each block
+    inside: I64 | None  # which of them are in a block: of a bundle, those in local groups
+    counts: I64  # number of these in each block
     positions: NDArray[np.int32]  # in the blocks
 
     def of(self, some: NDArray[Any]) -> NDArray[Any]:
@@ -264,10 +260,7 @@ class PileTables:
 
 
 class PilePlacement:
-    """Where the weights of a pile lie in tensors.
-
-    The addresses that are found are cached, because tensors seldom move.
-    """
+    """Where the weights of a pile lie in tensors; the addresses are cached, because tensors seldom move."""
 
     def __init__(self, pile: Pile) -> None:
         self._places, self._device = pile.places, pile.device
@@ -353,7 +346,7 @@ class PilePlacement:
         return {}
 
     @cached_property
-    def _tensor_table(self) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    def _tensor_table(self) -> tuple[list[str], I64, I64, NDArray[np.bool_]]:
         """Names of the tensors; for each tile its tensor, where it begins, and whether it is contiguous."""
         places = self._places[: self.first_gathered]
         names = list(dict.fromkeys(place.tensor.name for place in places))
@@ -460,10 +453,7 @@ class Piles(Sequence[Pile]):
 
 
 def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mapping[str, torch.device]) -> "Piles":
-    """Piles of the local tiles.
-
-    devices: the devices that work on the tensors, by name; for a bundle, that of its first tensor.
-    """
+    """Piles of the local tiles. devices: of the tensors, by name; a bundle is on that of its first tensor."""
     groups: dict[tuple[str, torch.device], list[Tile]] = {}
     for tile in tiles:
         if tile.ordinal in places:
@@ -499,7 +489,7 @@ def place_of(place: TileStorage) -> Tile:
     return replace(place.tile, pieces=tuple(place.local)) if isinstance(place, GatheredTile) else place.tile
 
 
-def _coded_together(tile: Tile) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _coded_together(tile: Tile) -> tuple[I64, I64]:
     """Where weights that are coded together begin in a tile, and how many there are: of a bundle, the local groups."""
     begins, sizes = tile.borders[:-1], np.diff(tile.borders)
     if tile.kept is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pulsesync.core.types import TensorSpec
-from pulsesync.device.memory import INTEGERS, DeviceView, Tensors, check_reach, view, worker_of
+from pulsesync.device.memory import INTEGERS, DeviceView, Tensors, ViewedTensors, check_reach, view, worker_of
 from pulsesync.errors import StateError
 from pulsesync.state.sharding import Shards, SourceMemo, shards_of
 from pulsesync.state.views import find_casts, mapping_of
@@ -46,15 +46,11 @@ class DeviceSource:
     @property
     def tensors(self) -> Tensors:
         """The tensors, flat and not cast; those to be cast are masters."""
-        return Tensors(_Flats(self.views), self.place, self.dtypes)
+        return ViewedTensors(self.views, self.place, self.dtypes)
 
     def spec(self, name: str) -> TensorSpec:
         spec = self.views[name].spec
         return TensorSpec(name, self.dtypes[name], spec.shape) if name in self.dtypes else spec
-
-    def cast(self, name: str) -> torch.Tensor:
-        """A tensor, flat, as it is published: a copy if it is cast or not contiguous."""
-        return self.tensors.published(name)
 
 
 class _LaterDeviceViews(Mapping[str, DeviceView]):
@@ -79,22 +75,6 @@ class _LaterDeviceViews(Mapping[str, DeviceView]):
 
     def __len__(self) -> int:
         return len(self._known)
-
-
-class _Flats(Mapping[str, torch.Tensor]):
-    """The tensors of views, flat: made on access."""
-
-    def __init__(self, views: Mapping[str, DeviceView]) -> None:
-        self._views = views
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._views[name].flat
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
-
-    def __len__(self) -> int:
-        return len(self._views)
 
 
 class SourceReader:
@@ -131,11 +111,7 @@ class SourceReader:
 
 
 def read_shards(tensors: Mapping[str, Any], cast: Mapping[str, str], device: torch.device) -> Shards:
-    """Read tensors, some of them on a device, as shards. The caller keeps the result until a tensor moves.
-
-    Raises:
-        StateError: a tensor cannot be read on the device; see `check_reach`.
-    """
+    """Read tensors, some on a device; the caller keeps the result until one moves. Raises: as `check_reach`."""
     shards = SourceReader(device).read(tensors, cast)
     if all(view.shared for view in shards.published.views.values()):
         return replace(shards, published=replace(shards.published, place=object()))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pulsesync.core.threads import spread
 from pulsesync.core.types import BLOCK, Bits, Sum, Tile
@@ -49,8 +50,8 @@ class DeviceBackend(StateBackend):
     def __init__(
         self,
         layout: Layout,
-        flats: Mapping[str, torch.Tensor],
-        copies: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        flats: Mapping[str, Tensor],
+        copies: Mapping[str, Sequence[Tensor]] | None = None,
         places: Mapping[int, TileStorage] | None = None,
         device: torch.device | None = None,
         workers: Mapping[str, torch.device] | None = None,
@@ -89,15 +90,15 @@ class DeviceBackend(StateBackend):
 
     @classmethod
     def addresses(cls, source: Any) -> Mapping[str, int]:
-        tensors = ((name, found) for name, found in named(source) if isinstance(found, torch.Tensor))
+        tensors = ((name, found) for name, found in named(source) if isinstance(found, Tensor))
         return {name: found.data_ptr() for name, found in tensors}  # 0 for those without weights
 
     @staticmethod
-    def span(flat: torch.Tensor) -> tuple[int, int]:
+    def span(flat: Tensor) -> tuple[int, int]:
         return flat.data_ptr(), flat.data_ptr() + flat.numel() * flat.element_size()
 
     @staticmethod
-    def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def equal(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b.to(a.device))
 
     # Reading
@@ -216,14 +217,10 @@ class DeviceBackend(StateBackend):
     def take_blocks(self, blocks: Sequence[WholeBlock]) -> list[BlockSums]:
         return [found for some, here in self._write_decoded(blocks) for found in self._blocks.count(some, here)]
 
-    def _write_decoded(
-        self, blocks: Sequence[WholeBlock]
-    ) -> Iterator[tuple[Sequence[WholeBlock], Sequence[torch.Tensor]]]:
+    def _write_decoded(self, blocks: Sequence[WholeBlock]) -> Iterator[tuple[Sequence[WholeBlock], Sequence[Tensor]]]:
         """Decode and write some blocks at a time; yield them, with their weights on the device."""
         with memory.on(self.device):
-            for begin in range(0, len(blocks), TOGETHER):
-                some = blocks[begin : begin + TOGETHER]
-                _, here = _decode_blocks(some, self.device)
+            for some, _, here in self._decoded(blocks):
                 for block, bits in zip(some, here, strict=True):
                     self._blocks.write(block.tile, block.number, bits)
                 yield some, here
@@ -231,9 +228,7 @@ class DeviceBackend(StateBackend):
     def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> list[BlockSums]:
         out: list[BlockSums] = []
         with memory.on(self.device):
-            for begin in range(0, len(blocks), TOGETHER):
-                some = blocks[begin : begin + TOGETHER]
-                decoded, here = _decode_blocks(some, self.device)
+            for some, decoded, here in self._decoded(blocks):
                 found = self._blocks.count(some, here)
                 for block, weights, bits, sums in zip(some, decoded, here, found, strict=True):
                     if staged is not None and not self._blocks.has(block, bits):
@@ -241,11 +236,12 @@ class DeviceBackend(StateBackend):
                 out += found
         return out
 
-
-def _decode_blocks(blocks: Sequence[WholeBlock], device: torch.device) -> tuple[list[Bits], list[torch.Tensor]]:
-    """Decode blocks on the host, and copy each to the device once."""
-    decoded = spread(WholeBlock.decode, blocks)
-    return decoded, [to_stream(bits, device) for bits in decoded]
+    def _decoded(self, blocks: Sequence[WholeBlock]) -> Iterator[tuple[Sequence[WholeBlock], list[Bits], list[Tensor]]]:
+        """Some blocks at a time, with their weights: decoded on the host, and copied to the device once."""
+        for begin in range(0, len(blocks), TOGETHER):
+            some = blocks[begin : begin + TOGETHER]
+            decoded = spread(WholeBlock.decode, some)
+            yield some, decoded, [to_stream(bits, self.device) for bits in decoded]
 
 
 def backend_of(state: WeightState) -> DeviceBackend:

@@ -6,6 +6,7 @@ There is one tile, whose old weights are the descriptions of the entries, which 
 from functools import cache, lru_cache
 
 import torch
+from torch import Tensor
 
 from pulsesync.core.types import BLOCK, Bits, TensorSpec, Tile
 from pulsesync.device.blocks import count_pile
@@ -28,7 +29,7 @@ HALF = 1 << 15
 class _Described:
     """The descriptions of the entries, as weights that are copied to the host block by block."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
+    def __init__(self, flat: Tensor) -> None:
         self._flat = flat
 
     def block(self, tile: Tile, number: int) -> Bits:
@@ -43,19 +44,18 @@ def _fetching(device: torch.device) -> DeviceStream:
     return DeviceStream(device)
 
 
-@lru_cache(maxsize=64)  # the pieces of a fragment, one per trainer, for a few fragments
-def _pile_of(size: int, device: torch.device) -> tuple[Layout, Pile]:
-    layout = layouts.make([TensorSpec(NAME, "BF16", (size,))])
+@lru_cache(maxsize=128)  # the pieces of a fragment, one per trainer, for a few fragments
+def pile_of(name: str, dtype: str, size: int, device: torch.device) -> tuple[Layout, Pile]:
+    """The layout of one tensor, and its pile."""
+    layout = layouts.make([TensorSpec(name, dtype, (size,))])
     return layout, Pile(layout.tiles, layout.tiles, device)
 
 
-def encode_steps(
-    described: torch.Tensor, positions: torch.Tensor, sizes: torch.Tensor, negative: torch.Tensor
-) -> bytes:
+def encode_steps(described: Tensor, positions: Tensor, sizes: Tensor, negative: Tensor) -> bytes:
     """Write which entries are sent, their sizes in steps, and whether each is negative, 1 or 0."""
     if not positions.numel():
         return b""
-    layout, pile = _pile_of(described.numel(), described.device)
+    layout, pile = pile_of(NAME, "BF16", described.numel(), described.device)
     flats = {NAME: described}
     weights, before = pile.locate(flats), count_pile(pile, flats)
     old = described[positions]
@@ -71,20 +71,14 @@ def encode_steps(
     return bytes(done.data)
 
 
-def decode_steps(
-    described: torch.Tensor, data: memoryview, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Positions, sizes, and whether each is negative, of this number of entries.
-
-    Raises:
-        FormatError: or a subclass, for bad bytes.
-    """
+def decode_steps(described: Tensor, data: memoryview, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions, sizes, and whether each is negative, of this number of entries. Raises: FormatError, or a subclass."""
     if not count:
         if len(data):
             raise FormatError("a payload without entries must have no bytes for them")
         nothing = torch.empty(0, dtype=torch.int64, device=described.device)
         return nothing, nothing, nothing
-    layout, pile = _pile_of(described.numel(), described.device)
+    layout, pile = pile_of(NAME, "BF16", described.numel(), described.device)
     flats = {NAME: described}
     header, sections = container.open_part(data, None)
     opened = patch.open_index(header, sections[0], layout)
@@ -106,13 +100,13 @@ def decode_steps(
     return found.flat_keys(), steps.abs(), negative.to(torch.int64)
 
 
-def _ordered(bits: torch.Tensor) -> torch.Tensor:
+def _ordered(bits: Tensor) -> Tensor:
     """The rank of 16-bit patterns in the order of their values."""
     wide = bits.to(torch.int64) & 0xFFFF
     return wide ^ torch.where(bits < 0, 0xFFFF, 0x8000)
 
 
-def _unordered(places: torch.Tensor) -> torch.Tensor:
+def _unordered(places: Tensor) -> Tensor:
     """The 16-bit patterns with these ranks, modulo 2^16, as int16."""
     wide = places & 0xFFFF
     return (wide ^ torch.where(wide >= HALF, HALF, 0xFFFF)).to(torch.int16)

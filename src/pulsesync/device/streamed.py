@@ -18,12 +18,7 @@ PIECE = 1 << 28  # bytes of a buffer; there are two
 
 
 class BasePiece:
-    """Consecutive blocks of a pile: where they lie in the base, and where in a buffer.
-
-    Args:
-        pile: The blocks.
-        first: The number of the first block in the whole pile.
-    """
+    """Consecutive blocks of a pile, from number `first` on: where they lie in the base, and where in a buffer."""
 
     def __init__(self, pile: Pile, first: int) -> None:
         self.pile, self.blocks = pile, slice(first, first + pile.blocks)

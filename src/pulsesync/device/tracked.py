@@ -5,11 +5,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from pulsesync.core.types import Remembered
 from pulsesync.device.changes import SPAN, SPREAD, Changes, PileChanges, as_sums, device_keys
-from pulsesync.device.memory import empty, fetch, on, scan, starts_of, to_device, to_host, to_stream, unsigned
+from pulsesync.device.memory import I64, empty, fetch, on, scan, starts_of, to_device, to_host, to_stream, unsigned
 from pulsesync.device.pile import WORDS, Pile, PileAddresses
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History, TileHistory, TileHistorySummary, digest_of
@@ -29,7 +28,7 @@ class TileMemory:
     cut: int
     memory: torch.Tensor  # that the tiles of a pile share
     begin: int  # of this one's bytes in it
-    sizes: NDArray[np.int64]
+    sizes: I64
     counted: TileHistorySummary
     bundled: bool = False  # whether these are the groups of a bundle
 
@@ -52,7 +51,7 @@ class DeviceHistory:
     def cut(self, tile: int) -> int:
         return self.tiles[tile].cut if tile in self.tiles else 0
 
-    def cuts(self, pile: Pile) -> NDArray[np.int64]:
+    def cuts(self, pile: Pile) -> I64:
         return np.array([self.cut(ordinal) for ordinal in pile.index], np.int64)
 
     def counts(self, ordinals: Iterable[int]) -> dict[int, TileHistorySummary]:
@@ -95,15 +94,15 @@ class HotWeights:
     """
 
     pile: Pile
-    cuts: NDArray[np.int64]  # of tiles
+    cuts: I64  # of tiles
     bitmap: torch.Tensor
     known: torch.Tensor  # bitmap
     known_at: torch.Tensor  # where the bytes of each chunk begin
     last: torch.Tensor  # bytes
-    counts: NDArray[np.int64]  # of blocks
-    changes: NDArray[np.int64]  # of blocks: changes of hot weights, if changes were given
+    counts: I64  # of blocks
+    changes: I64  # of blocks: changes of hot weights, if changes were given
     change_at: torch.Tensor  # where the changes of each chunk begin
-    borders: NDArray[np.int64]
+    borders: I64
     begins: torch.Tensor  # where the list entries of each chunk begin
     rows: torch.Tensor  # of the tables
     places: torch.Tensor  # positions in the block, if they are needed
@@ -120,10 +119,10 @@ class HotWeights:
 def find_hot(
     pile: Pile,
     weights: PileAddresses,
-    cuts: NDArray[np.int64],
+    cuts: I64,
     memories: DeviceHistory,
     changed: PileChanges | None = None,
-    rooms: NDArray[np.int64] | None = None,
+    rooms: I64 | None = None,
     contexts: Contexts | None = None,
     places: bool = False,
 ) -> Callable[[], HotWeights]:
@@ -148,7 +147,7 @@ def find_hot(
     hots, knowns = (empty(pile.blocks, torch.int64, device) for _ in range(2))
     shape = contexts or Contexts(0, 1, 1, 1)
 
-    def launch(borders: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(borders: I64) -> tuple[torch.Tensor, torch.Tensor]:
         rows = empty(int(borders[-1]), torch.int16, device)
         where = empty(rows.numel() if places else 0, torch.int32, device)
         cuda.list_hot[(pile.blocks,)](
@@ -178,9 +177,7 @@ def find_hot(
     return wait
 
 
-def _known_of(
-    pile: Pile, cuts: NDArray[np.int64], memories: DeviceHistory
-) -> tuple[NDArray[np.int64], torch.Tensor, torch.Tensor, torch.Tensor]:
+def _known_of(pile: Pile, cuts: I64, memories: DeviceHistory) -> tuple[I64, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the history knows of a pile: how many weights of each block, the cuts, where blocks begin, their patches."""
     sizes = np.zeros(pile.blocks, np.int64)
     known_of_tiles, known_starts, last = pile.tables.nothing_known
@@ -229,15 +226,9 @@ def begin_remember(
 ) -> Callable[[], DeviceHistory]:
     """Begin to compute the history after changes of some tiles. Returns a function that waits for it.
 
-    Args:
-        piles: Of all local tiles.
-        locate: Finds the weights of a pile.
-        memories: The history before the changes.
-        cuts: Of those tiles that were coded with a history, by ordinal.
-        runs: The changes.
-        touched: The tiles.
-        hot: Hot weights that are already known. They are used if they have these cuts, and if the history was looked
-            up, which a patch coded without a history does not do.
+    piles: of all local tiles. cuts: of tiles that were coded with a history, by ordinal. touched: the tiles. hot: hot
+    weights that are already known, used if they have these cuts, and if the history was looked up, which a patch coded
+    without a history does not do.
     """
 
     def find() -> Iterator[HotWeights]:
@@ -311,9 +302,7 @@ def _begin(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[i
     return lambda: _by_tile(hot, content, *counted())
 
 
-def _by_tile(
-    hot: HotWeights, content: torch.Tensor, borders: NDArray[np.int64], sums: NDArray[np.int64]
-) -> dict[int, TileMemory]:
+def _by_tile(hot: HotWeights, content: torch.Tensor, borders: I64, sums: I64) -> dict[int, TileMemory]:
     """Split bytes at the borders of tiles, with their digests."""
     pile = hot.pile
     totals = as_sums(pile, sums)

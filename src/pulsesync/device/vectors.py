@@ -8,18 +8,17 @@ between machines.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from pulsesync.core.types import MovedEntries, Sum, TensorSpec, VisibleEntries
+from pulsesync.core.types import MovedEntries, Sum, VisibleEntries
 from pulsesync.device import steps
 from pulsesync.device.blocks import count_pile
 from pulsesync.device.memory import DeviceStream, StreamPoint, empty, on, scan, shared, to_host, unsigned
-from pulsesync.device.pile import WORDS, Pile
-from pulsesync.format import layout as layouts
+from pulsesync.device.pile import WORDS
 from pulsesync.kernels import cuda
 from pulsesync.kernels.spec import GPU_CHUNK
 
@@ -30,18 +29,8 @@ SPAN = 1024  # entries of a program
 EXACT = {"enable_fp_fusion": False}  # option of a launch: products and sums are rounded separately
 
 
-@lru_cache(64)
-def _pile_of(name: str, dtype: str, size: int, device: torch.device) -> Pile:
-    tiles = layouts.make([TensorSpec(name, dtype, (size,))]).tiles
-    return Pile(tiles, tiles, device)
-
-
 class DeviceKernels:
-    """As `loco.vectors.HostKernels` describes them. Everything is launched in the current stream.
-
-    Args:
-        device: Where the vectors are.
-    """
+    """As `loco.vectors.HostKernels` describes them. Everything is launched in the current stream."""
 
     chunk = CHUNK
 
@@ -64,20 +53,20 @@ class DeviceKernels:
         chunk = self.chunk
         return self.spread(work, (slice(at, min(at + chunk, size)) for at in range(0, size, chunk)))
 
-    def _empty(self, size: int) -> torch.Tensor:
+    def _empty(self, size: int) -> Tensor:
         return empty(size, torch.float32, self.device)
 
-    def _results(self, kinds: int, programs: int) -> torch.Tensor:
+    def _results(self, kinds: int, programs: int) -> Tensor:
         """Zeros for the results of programs; rows begin at multiples of 16 bytes, so that kernels are compiled once."""
         return torch.zeros((kinds, -(-programs // 4) * 4), dtype=torch.int32, device=self.device)
 
-    def assign(self, tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+    def assign(self, tensors: Sequence[Tensor], values: Tensor) -> None:
         torch._foreach_copy_(list(tensors), list(values.split([tensor.numel() for tensor in tensors])))
 
-    def hand_out(self, values: torch.Tensor) -> torch.Tensor:
+    def hand_out(self, values: Tensor) -> Tensor:
         return shared(values)
 
-    def _measure(self, values: torch.Tensor) -> tuple[int, int]:
+    def _measure(self, values: Tensor) -> tuple[int, int]:
         """The number of values that are not zero, and the largest bit pattern without the sign."""
 
         def measure(here: slice) -> list[int]:
@@ -90,29 +79,23 @@ class DeviceKernels:
         done = self.each(measure, values.numel())
         return sum(one[0] for one in done), max((one[1] for one in done), default=0)
 
-    def largest(self, values: torch.Tensor) -> np.float32:
+    def largest(self, values: Tensor) -> np.float32:
         return np.uint32(self._measure(values)[1]).view(np.float32)
 
-    def count_nonzero(self, values: torch.Tensor) -> int:
+    def count_nonzero(self, values: Tensor) -> int:
         return self._measure(values)[0]
 
-    def count(self, name: str, values: torch.Tensor) -> Sum:
+    def count(self, name: str, values: Tensor) -> Sum:
         dtype, bits = ("U8", torch.uint8) if values.dtype == torch.int8 else ("F32", torch.int32)
         if not values.numel():
             return Sum(0, 0)
         with on(self.device):
-            return count_pile(_pile_of(name, dtype, values.numel(), self.device), {name: values.view(bits)})[0]
+            _, pile = steps.pile_of(name, dtype, values.numel(), self.device)
+            return count_pile(pile, {name: values.view(bits)})[0]
 
     def advance(
-        self,
-        theta: torch.Tensor,
-        residual: torch.Tensor,
-        momentum: torch.Tensor,
-        local: torch.Tensor,
-        lr: float,
-        mu: float,
-        nesterov: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, theta: Tensor, residual: Tensor, momentum: Tensor, local: Tensor, lr: float, mu: float, nesterov: bool
+    ) -> tuple[Tensor, Tensor]:
         size = theta.numel()
         s, moved = self._empty(size), self._empty(size)
         if size:
@@ -123,14 +106,12 @@ class DeviceKernels:
                 )  # fmt: skip
         return s, moved
 
-    def find_visible(self, theta: torch.Tensor, s: torch.Tensor, reach: float, first: int) -> VisibleEntries:
+    def find_visible(self, theta: Tensor, s: Tensor, reach: float, first: int) -> VisibleEntries:
         size, device = s.numel(), self.device
         chunks = -(-size // GPU_CHUNK)
         bitmap = empty(chunks * WORDS, torch.int32, device)
         counts, largest = (empty(chunks, torch.int32, device) for _ in range(2))
-        cuda.flag_visible[(chunks,)](
-            theta, s, _rounded(reach), unsigned(bitmap), counts, largest, size, **EXACT
-        )  # fmt: skip
+        cuda.flag_visible[(chunks,)](theta, s, _rounded(reach), unsigned(bitmap), counts, largest, size, **EXACT)
         offsets = scan(counts)
         count, most = to_host(torch.stack((offsets[-1], largest.max().to(torch.int64))))[0].tolist()
         positions, values = empty(count, torch.int64, device), self._empty(count)
@@ -138,7 +119,7 @@ class DeviceKernels:
             cuda.list_visible[(chunks,)](s, unsigned(bitmap), offsets, first, positions, values)
         return VisibleEntries(positions, values, most)
 
-    def describe(self, theta: torch.Tensor, trend: torch.Tensor) -> torch.Tensor:
+    def describe(self, theta: Tensor, trend: Tensor) -> Tensor:
         out = empty(theta.numel(), torch.int16, self.device)
 
         def describe(here: slice) -> None:
@@ -148,7 +129,7 @@ class DeviceKernels:
         self.each(describe, theta.numel())
         return out
 
-    def move(self, theta: torch.Tensor, total: torch.Tensor, trainers: int, signs: torch.Tensor) -> MovedEntries:
+    def move(self, theta: Tensor, total: Tensor, trainers: int, signs: Tensor) -> MovedEntries:
         size = theta.numel()
         programs = -(-size // SPAN)
         found = self._results(3, programs)
@@ -158,15 +139,8 @@ class DeviceKernels:
         return MovedEntries(*_joined(found))
 
     def step(
-        self,
-        theta: torch.Tensor,
-        momentum: torch.Tensor,
-        total: torch.Tensor,
-        trainers: int,
-        lr: float,
-        mu: float,
-        nesterov: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, theta: Tensor, momentum: Tensor, total: Tensor, trainers: int, lr: float, mu: float, nesterov: bool
+    ) -> tuple[Tensor, Tensor]:
         after, moved = self._empty(theta.numel()), self._empty(theta.numel())
 
         def step(here: slice) -> None:
@@ -179,7 +153,7 @@ class DeviceKernels:
         self.each(step, theta.numel())
         return after, moved
 
-    def divide(self, values: torch.Tensor, by: float) -> torch.Tensor:
+    def divide(self, values: Tensor, by: float) -> Tensor:
         out = self._empty(values.numel())
 
         def divide(here: slice) -> None:
@@ -189,20 +163,16 @@ class DeviceKernels:
         self.each(divide, values.numel())
         return out
 
-    def add_at(self, total: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    def add_at(self, total: Tensor, positions: Tensor, values: Tensor) -> None:
         if count := positions.numel():
             with on(self.device):
                 cuda.add_at[(-(-count // SPAN),)](total, positions, values, count, SPAN=SPAN, **EXACT)
 
-    def encode_steps(
-        self, described: torch.Tensor, positions: torch.Tensor, sizes: torch.Tensor, negative: torch.Tensor
-    ) -> bytes:
+    def encode_steps(self, described: Tensor, positions: Tensor, sizes: Tensor, negative: Tensor) -> bytes:
         with on(self.device):
             return steps.encode_steps(described, positions, sizes, negative)
 
-    def decode_steps(
-        self, described: torch.Tensor, data: memoryview, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def decode_steps(self, described: Tensor, data: memoryview, count: int) -> tuple[Tensor, Tensor, Tensor]:
         with on(self.device):
             return steps.decode_steps(described, data, count)
 
@@ -212,7 +182,7 @@ def _rounded(number: float) -> float:
     return float(np.float32(number))
 
 
-def _joined(found: torch.Tensor) -> list[int]:
+def _joined(found: Tensor) -> list[int]:
     """The results of programs, joined: the sum of the first row, then the maximum of all others."""
     most = found[1:].amax(dim=1).to(torch.int64)
     out: list[int] = to_host(torch.cat((found[0].sum(dtype=torch.int64).view(1), most)))[0].tolist()

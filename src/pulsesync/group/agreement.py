@@ -13,12 +13,7 @@ Result = TypeVar("Result")
 
 
 def read_each(messages: Sequence[bytes], read: Callable[[bytes], Result]) -> list[Result]:
-    """Read the message of each rank, given in the order of the ranks.
-
-    Raises:
-        FormatError: the message of a rank, which it names, is malformed: reading it has raised a ValueError, TypeError
-        or LookupError.
-    """
+    """Read the messages of all ranks. Raises: FormatError, which names a rank whose message is malformed."""
     out = []
     for rank, message in enumerate(messages):
         try:
@@ -29,11 +24,7 @@ def read_each(messages: Sequence[bytes], read: Callable[[bytes], Result]) -> lis
 
 
 def exchange_notes(team: Collective, note: Mapping[str, Any], size: int) -> list[dict[str, Any]]:
-    """Send a note to all ranks, in one message of this many bytes; return the notes of all.
-
-    Raises:
-        GroupError: as `Collective`; FormatError: a rank sent something else than a note with these fields.
-    """
+    """Send a note of this many bytes to all ranks; return those of all. Raises: GroupError, FormatError."""
     data = json.dumps(note).encode().ljust(size)
     assert len(data) == size, data
 

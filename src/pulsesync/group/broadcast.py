@@ -188,16 +188,15 @@ class Broadcast:
             stream.run(jobs)
             point, notes = self._verdict(stream, version, method)
         with stream.clock.timed("apply"):
-            finish(lambda: end.commit(stream.made, point))
+            finish(lambda: end.commit(stream.buckets, point))
         if self._pushes:
             self._learn(stream, jobs, notes, started)
-        tiles, whole = end.wire.layout.tiles, any(bucket.whole for bucket in stream.made)
-        changed = sum(bucket.changed for bucket in stream.made)
+        tiles, whole = end.wire.layout.tiles, any(bucket.whole for bucket in stream.buckets)
         return BroadcastReport(
             point.version,
             point.digest,
             notes[self._sources[0]]["method"],
-            None if whole else changed,
+            None if whole else sum(bucket.changed for bucket in stream.buckets),
             sum(tile.size for tile in tiles),
             bundles.bytes_of(tiles),
             team.sent_bytes - counts[1],
@@ -209,8 +208,7 @@ class Broadcast:
 
     def _verdict(self, stream: SyncSession, version: int, method: str) -> tuple[RankVersion, list[dict[str, Any]]]:
         """Learn whether every rank is ready to commit, and the version that follows. Raises: on all of them, if not."""
-        point, clock = stream.conclude(version), stream.clock
-        end = stream.end
+        point, clock, end = stream.conclude(version), stream.clock, stream.end
         if stream.faults and isinstance(end, ReceiverEnd) and end.at is not None:
             # Weights that something else has written can look like bad bytes: they are counted before a rank is blamed.
             damage = list[Exception]()
@@ -244,7 +242,7 @@ class Broadcast:
         if len(methods) != 1 or notes[self._team.rank]["method"] == "full":  # a first sync has costs of its own
             return
         tiles = [tile for _, some in jobs for tile in some]
-        changed = sum(bucket.changed for bucket in stream.made)
+        changed = sum(bucket.changed for bucket in stream.buckets)
         load = TransferLoad(sum(tile.size for tile in tiles), bundles.bytes_of(tiles), changed)
         took = MethodTiming(source_s, work_s, time.perf_counter() - began, stream.sent_bytes)
         self.costs.learn(methods.pop(), load, took)
@@ -303,17 +301,11 @@ class Broadcast:
             self._end = ReceiverEnd(wire, tiles, model)
         return self._end
 
-    def _exchange(
-        self, note: Mapping[str, Any], faults: Sequence[Exception] = (), failed: str = ""
-    ) -> list[dict[str, Any]]:
-        """Exchange notes: the version of each rank, some fields, and its first error; return the notes of all ranks.
-
-        Raises:
-            The first of the faults; GroupError: another rank has one, or sent a malformed note.
-        """
-        end, alike = self._end, hashlib.sha256(str(self._sources).encode())
+    def _exchange(self, note: Mapping[str, Any], faults: Sequence[Exception], failed: str) -> list[dict[str, Any]]:
+        """Exchange notes, each with the first error of its rank. Raises: that of this rank; GroupError: of another."""
+        end = self._end
         mine = {
-            "alike": alike.hexdigest()[:16],
+            "alike": hashlib.sha256(str(self._sources).encode()).hexdigest()[:16],
             "joined": end is not None and end.joined,
             "wire": end.wire.id[:16] if end else "",
             "version": end.at.version if end and end.at else 0,

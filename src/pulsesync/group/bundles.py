@@ -49,8 +49,7 @@ class TensorRegion:
         if window is None:
             return False
         (top, bottom), (left, right) = window.rows, window.columns
-        rows_fit = top <= self.row and self.row + self.rows <= bottom
-        return rows_fit and left <= self.column and self.column + self.columns <= right
+        return top <= self.row <= bottom - self.rows and left <= self.column <= right - self.columns
 
     def local(self, window: Window, ordinal: int = 0) -> Tile:
         """The piece in the coordinates of a process's local tensor."""
@@ -99,16 +98,10 @@ def describe_shards(shards: Shards) -> bytes:
 
 
 def agree(notes: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
-    """Compute what is sent from the descriptions of all ranks; every rank computes the same.
-
-    Raises:
-        StateError: the ranks do not have the same model; FormatError: a description is malformed.
-    """
+    """Compute what is sent, the same on every rank. Raises: StateError: the models differ; FormatError: bad bytes."""
     read = [windows_from(note[4:]) for note in notes]
     ties = {alias: name for rank in sources for alias, name in read[rank][1].items()}
-    everyones = [
-        _without_ties(rank, windows, own, ties, sends=rank in sources) for rank, (windows, own) in enumerate(read)
-    ]
+    everyones = [_without_ties(rank, *both, ties, rank in sources) for rank, both in enumerate(read)]
     wire = wire_of(everyones, sources, ties)
     names = {piece.tensor for pieces in wire.pieces for piece in pieces}
     for rank, windows in enumerate(everyones):
@@ -156,11 +149,7 @@ def _without_ties(
 
 
 def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[str, str]) -> BundlePlan:
-    """Compute the bundles from the windows of all ranks; every rank computes the same.
-
-    Raises:
-        StateError: ranks have different tensors under one name, or weights that no source has.
-    """
+    """Compute the bundles from the windows of all ranks. Raises: StateError: they differ, or no source has a weight."""
     groups: dict[tuple[str, int, frozenset[int]], list[TensorRegion]] = {}
     apart = set[TensorRegion]()  # regions that are not contiguous on a rank
     for tile in layout_of(everyones).tiles:
@@ -176,11 +165,11 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
                 )
             if owner is not None:
                 groups.setdefault((tile.tensor.dtype, owner, holders), []).append(piece)
-                if piece.rows > 1 and any(_is_wider(everyones[rank][piece.tensor], piece) for rank in holders):
+                columns = piece.column, piece.column + piece.columns  # of a rank with more, the rows lie apart
+                if piece.rows > 1 and any(everyones[rank][piece.tensor].columns != columns for rank in holders):
                     apart.add(piece)
-    rows = []  # in the order in which the pieces of each set of ranks first appear, whatever the ranks are
-    for (dtype, owner, holders), pieces in groups.items():
-        rows += [(dtype, owner, holders, bundle) for bundle in _bundles(pieces)]
+    # In the order in which the pieces of each set of ranks first appear, whatever the ranks are.
+    rows = [(*key, bundle) for key, pieces in groups.items() for bundle in _bundles(pieces)]
     rows.sort(key=lambda row: _is_gathered(row[3], apart))  # last, as the GPU's tables have them; the rest in order
     specs = [TensorSpec(f"{n:08d}", row[0], (sum(p.size for p in row[3]),)) for n, row in enumerate(rows)]
     return BundlePlan(
@@ -191,11 +180,6 @@ def wire_of(everyones: Sequence[Windows], sources: Sequence[int], ties: Mapping[
         dict(ties),
         frozenset(n for n, row in enumerate(rows) if _is_gathered(row[3], apart)),
     )
-
-
-def _is_wider(window: Window, piece: TensorRegion) -> bool:
-    """Whether a process has more columns than a piece, whose rows are then not contiguous."""
-    return window.columns != (piece.column, piece.column + piece.columns)
 
 
 def _is_gathered(pieces: Sequence[TensorRegion], apart: Collection[TensorRegion]) -> bool:
@@ -232,11 +216,9 @@ def places_of(wire: BundlePlan, tiles: Iterable[Tile], shards: Shards) -> dict[i
     found: dict[int, LocalTile | GatheredTile] = {}
     for tile in tiles:
         local = [piece.local(shards.windows[piece.tensor], tile.ordinal) for piece in wire.pieces[tile.ordinal]]
-        if tile.ordinal in wire.gathered:
-            bundle = replace(tile, pieces=tuple(local))
-            found[tile.ordinal] = GatheredTile(bundle, [LocalTile(piece, True) for piece in local])
-        else:
-            found[tile.ordinal] = LocalTile(local[0], True)
+        places = [LocalTile(piece, True) for piece in local]
+        gathered = tile.ordinal in wire.gathered
+        found[tile.ordinal] = GatheredTile(replace(tile, pieces=tuple(local)), places) if gathered else places[0]
     return found
 
 

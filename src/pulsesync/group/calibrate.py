@@ -6,7 +6,7 @@ the speed of its memory, and are scaled from those of a GPU on which they were m
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from pulsesync.group.messages import Bucket, SyncTimes
 from pulsesync.state.sharding import Shards
 from pulsesync.state.slices import Slice
 from pulsesync.state.views import BitView, HostSource
-
-if TYPE_CHECKING:
-    pass
 
 FEWEST, MOST = 1 << 16, 1 << 21  # number of weights in a trial
 DENSITIES = (0.002, 0.02)

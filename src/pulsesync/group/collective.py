@@ -65,7 +65,6 @@ class Team(Protocol):
         Raises:
             GroupError: a process did not call this in time, or made another call.
         """
-        ...
 
 
 class SoloTeam:
@@ -90,11 +89,7 @@ class HelperThread:
         weakref.finalize(self, calls.put, None)
 
     def call(self, function: Callable[[], Any], most_s: float) -> Any:
-        """Return what the function returns, or raise what it raises.
-
-        Raises:
-            TimeoutError: it has not returned in time. This thread can no longer be used.
-        """
+        """Return or raise what the function does. Raises: TimeoutError: too late; this thread can no longer be used."""
         outcome = Future[Any]()
         self._calls.put((outcome, function))
         try:
@@ -141,7 +136,7 @@ class Collective:
         except ModuleNotFoundError as e:
             raise missing(e, "torch") from e
 
-        self.group, self.timeout_s = group, timeout_s
+        self.group, self.timeout_s, self._dist = group, timeout_s, distributed
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._over_nccl = distributed.get_backend(group) == "nccl"
         # also together with NCCL: then messages travel from the CPU
@@ -161,12 +156,11 @@ class Collective:
     def gather_rows(self, row: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         """The same for an array, which has the same shape and dtype on every rank: one message."""
         import torch
-        from torch import distributed
 
         began = time.perf_counter()
         mine = torch.from_numpy(np.ascontiguousarray(row).view(np.uint8).copy()).to(self.device)
         rows = torch.empty((self.size, *mine.shape), dtype=torch.uint8, device=self.device)
-        self._wait(lambda: distributed.all_gather(list(rows), mine, group=self.group, async_op=True))
+        self._wait(lambda: self._dist.all_gather(list(rows), mine, group=self.group, async_op=True))
         self.messages += 1
         self.sent_bytes += (self.size - 1) * mine.nbytes
         self.received_bytes += (self.size - 1) * mine.nbytes
@@ -175,11 +169,9 @@ class Collective:
 
     def broadcast_(self, buffer: ByteBuffer, source: int) -> None:
         """Fill a buffer of bytes with that of one rank, which has the same length."""
-        from torch import distributed
-
         tensor, place = _as_tensor(buffer), self._global(source)
         there = self._stage(tensor, filled=source == self.rank)
-        self._wait(lambda: distributed.broadcast(there, place, group=self.group, async_op=True))
+        self._wait(lambda: self._dist.broadcast(there, place, group=self.group, async_op=True))
         if source == self.rank:
             self.sent_bytes += tensor.nbytes
         else:
@@ -189,28 +181,22 @@ class Collective:
 
     def send_(self, buffer: ByteBuffer, source: int, to: Sequence[int]) -> None:
         """The same, for some ranks only; others need not call this. All ranks must have made another call before."""
-        from torch import distributed
-
         if self.rank == source:
             there = self._stage(_as_tensor(buffer), filled=True)
-            self._transfer([distributed.P2POp(distributed.isend, there, self._global(r), self.group) for r in to])
+            self._transfer([self._dist.P2POp(self._dist.isend, there, self._global(r), self.group) for r in to])
             self.sent_bytes += len(to) * there.nbytes
             self.messages += len(to)
         elif self.rank in to:
             tensor = _as_tensor(buffer)
             there = self._stage(tensor, filled=False)
-            self._transfer([distributed.P2POp(distributed.irecv, there, self._global(source), self.group)])
+            self._transfer([self._dist.P2POp(self._dist.irecv, there, self._global(source), self.group)])
             self.received_bytes += tensor.nbytes
             self.messages += 1
             self._unstage(there, tensor)
 
     def swap(self, outgoing: Sequence[bytes], most: int) -> list[bytes]:
-        """Send each rank its bytes, `most` at most; return what each has sent here.
-
-        Nothing is sent to this rank itself.
-        """
+        """Send each other rank its bytes, `most` at most; return what each has sent here."""
         import torch
-        from torch import distributed
 
         lengths = [0 if rank == self.rank else len(data) for rank, data in enumerate(outgoing)]
         coming = [int(row[self.rank]) for row in self.gather_rows(np.array(lengths, np.int64))]
@@ -221,9 +207,9 @@ class Collective:
             place = self._global(rank)
             if lengths[rank]:
                 full = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-                operations.append(distributed.P2POp(distributed.isend, full, place, self.group))
+                operations.append(self._dist.P2POp(self._dist.isend, full, place, self.group))
             if coming[rank]:
-                operations.append(distributed.P2POp(distributed.irecv, boxes[rank], place, self.group))
+                operations.append(self._dist.P2POp(self._dist.irecv, boxes[rank], place, self.group))
         self._transfer(operations)
         self.messages += len(operations)
         self.sent_bytes += sum(lengths)
@@ -236,9 +222,8 @@ class Collective:
 
         if tensor.device == self.device:
             return tensor
-        there = torch.empty(
-            tensor.shape, dtype=torch.uint8, device=self.device, pin_memory=tensor.is_cuda and not self._over_nccl
-        )
+        pinned = tensor.is_cuda and not self._over_nccl
+        there = torch.empty(tensor.shape, dtype=torch.uint8, device=self.device, pin_memory=pinned)
         if filled:
             _copy(there, tensor)
         return there
@@ -248,9 +233,7 @@ class Collective:
             _copy(tensor, there)
 
     def _global(self, rank: int) -> int:
-        from torch import distributed
-
-        return distributed.get_global_rank(self.group, rank) if self.group else rank
+        return self._dist.get_global_rank(self.group, rank) if self.group else rank
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         """Begin an operation, and wait for its end."""
@@ -267,9 +250,7 @@ class Collective:
         Over NCCL this must be a batch: it uses the communicator of the group, where a message by itself makes another
         one for each pair of ranks.
         """
-        from torch import distributed
-
-        for work in self._begin(lambda: distributed.batch_isend_irecv(list(operations))) if operations else []:
+        for work in self._begin(lambda: self._dist.batch_isend_irecv(list(operations))) if operations else []:
             self._end(work)
 
     def _begin(self, begin: Callable[[], Any]) -> Any:
@@ -349,22 +330,20 @@ class Collective:
         works have ended. But gloo closes all connections of a group when a receive times out.
         """
         import torch
-        from torch import distributed
 
         devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # each has its own connections, chosen by tag
         for tag in range(CLOSING_TAG, CLOSING_TAG + devices):
             for rank in range(self.size):
                 with suppress(RuntimeError, ValueError):  # it timed out, or the connection is already closed
-                    work = distributed.irecv(torch.empty(1, dtype=torch.uint8), self._global(rank), self.group, tag)
+                    work = self._dist.irecv(torch.empty(1, dtype=torch.uint8), self._global(rank), self.group, tag)
                     if work is not None:
                         work.wait(timedelta(milliseconds=1))
 
     def _abort(self) -> None:
         """Abort the communicator of NCCL: its kernels end, and torch's watchdog leaves this group alone."""
         import torch
-        from torch import distributed
 
-        group: Any = self.group or distributed.group.WORLD
+        group: Any = self.group or self._dist.group.WORLD
         if group is None:
             return  # it was destroyed
 

@@ -34,11 +34,6 @@ class TransferLoad:
     size_bytes: int
     changed: float  # estimated from a sample
 
-    def __add__(self, other: "TransferLoad") -> "TransferLoad":
-        return TransferLoad(
-            self.weights + other.weights, self.size_bytes + other.size_bytes, self.changed + other.changed
-        )
-
 
 @dataclass(frozen=True)
 class EndpointTime:
@@ -51,7 +46,7 @@ class EndpointTime:
     def of(self, load: TransferLoad, buckets: float = 1.0) -> float:
         return self.per_weight * load.weights + self.per_change * load.changed + self.per_bucket * buckets
 
-    def learnt(self, load: TransferLoad, measured_s: float, buckets: float = 1.0) -> "EndpointTime":
+    def learnt(self, load: TransferLoad, measured_s: float, buckets: float) -> "EndpointTime":
         """The same, scaled towards the measured time of a load."""
         off = measured_s / max(self.of(load, buckets), 1e-9)
         by = min(max(1 + NEW * (off - 1), 0.25), 4.0)
@@ -120,10 +115,7 @@ class CostModel:
         return self.off.get(method, sum(known) / len(known)) * self._by_stages(method, load)
 
     def _by_stages(self, method: Method, load: TransferLoad) -> float:
-        """The longest stage, and the part of the others that the first bucket cannot hide.
-
-        Ends that share cores take longer.
-        """
+        """The longest stage, and the part of the others that the first bucket cannot hide: ends may share cores."""
         cost, buckets = self.methods[method], self._buckets(method, load)
         ends = cost.source.of(load, buckets), cost.receiver.of(load, buckets)
         stages = [ends[0], cost.wire_bytes(load) * self.byte_s, ends[1]]
@@ -157,8 +149,7 @@ class CostModel:
 
     def _sums(self, method: Method, table: NDArray[np.float64]) -> NDArray[np.float64]:
         """The time for the bytes and weights of each tile, without the fixed time of a bucket."""
-        weights, sizes, changed = table.T
-        cost = self.methods[method]
+        (weights, sizes, changed), cost = table.T, self.methods[method]
         ends = cost.source, cost.receiver, cost.apply
         carried = sizes if cost.change_bytes is None else cost.change_bytes * changed
         per_weight, per_change = sum(end.per_weight for end in ends), sum(end.per_change for end in ends)
@@ -178,11 +169,10 @@ class CostModel:
         """
         if method != "dense" and load.changed < ENOUGH:
             return
-        cost, self.last = self.methods[method], method
+        cost, buckets, self.last = self.methods[method], self._buckets(method, load), method
         change_bytes = cost.change_bytes
         if change_bytes is not None:
             change_bytes += NEW * (took.sent_bytes / load.changed - change_bytes)
-        buckets = self._buckets(method, load)
         source = cost.source.learnt(load, took.source_s, buckets)
         receiver = cost.receiver.learnt(load, took.receiver_s, buckets)
         self.methods[method] = MethodCost(source, receiver, cost.apply, change_bytes)
@@ -207,9 +197,8 @@ class CostModel:
     def tried(self, method: Method, trials: Sequence["MethodTrial"]) -> None:
         """Add the times of a method on some weights, with few changes and with more."""
         low, high = trials
-        source, receiver, apply = (
-            _line(low.load, high.load, before, after) for before, after in zip(low.seconds, high.seconds, strict=True)
-        )
+        pairs = zip(low.seconds, high.seconds, strict=True)
+        source, receiver, apply = (_line(low.load, high.load, *pair) for pair in pairs)
         change_bytes = None if self.methods[method].change_bytes is None else high.sent_bytes / high.load.changed
         self.methods[method] = MethodCost(source, receiver, apply, change_bytes)
 
@@ -217,11 +206,9 @@ class CostModel:
         """Assume a source on a GPU that copies this many bytes a second, and perhaps receivers on GPUs like it."""
         scale = GPU_COPY_BYTES_S / copy_bytes_s
         for method, cost in ON_GPU.items():
-            known = cost if receivers_too else self.methods[method]
-            receiver, apply = known.receiver, known.apply
-            if receivers_too:
-                receiver, apply = receiver.scaled(scale), apply.scaled(scale)
-            self.methods[method] = MethodCost(cost.source.scaled(scale), receiver, apply, cost.change_bytes)
+            known, by = (cost, scale) if receivers_too else (self.methods[method], 1.0)
+            ends = cost.source.scaled(scale), known.receiver.scaled(by), known.apply.scaled(by)
+            self.methods[method] = MethodCost(*ends, cost.change_bytes)
 
 
 @dataclass(frozen=True)

@@ -46,16 +46,12 @@ class _Work:
     """Launches of one end, in a separate stream, after what the caller had launched when the sync began."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices, self._stream = devices, DeviceStream(*devices)
+        self.devices, self._stream = devices, DeviceStream(*devices)
         self._begun: StreamPoint | None = None
 
     def begin(self) -> None:
         """Order all later work after what the calling thread has launched."""
-        self._begun = StreamPoint(*self._devices)
-
-    def order_streams(self) -> None:
-        """Order later launches on each device after all launches so far on the others."""
-        order_streams(self._devices)
+        self._begun = StreamPoint(*self.devices)
 
     @contextmanager
     def __call__(self) -> Iterator[DeviceStream]:
@@ -121,7 +117,7 @@ class DeviceSourceWeights:
         table = Table.of_whole(self._wire, tiles)
         with clock.timed("encode"):
             message = _new_message(table, self._device)
-            self._work.order_streams()
+            order_streams(self._work.devices)
             some = self.bundles.gather(_begins(table), message)
         with clock.timed("digest"):
             sums = count_whole(some, message).of(table.ordinals)
@@ -140,7 +136,7 @@ class DeviceSourceWeights:
             table = Table(self._wire, ordinals, changed[ordinals])
             sums = messages.sums_of(self.bundles.base.sums, ordinals) + by.of(ordinals)
             message = _new_message(table, self._device)
-            self._work.order_streams()
+            order_streams(self._work.devices)
             changes = _change_table(self._wire, table)
             for run, at in zip(runs, starts, strict=True):
                 write_table(run, at, changes, message)
@@ -151,31 +147,27 @@ class DeviceSourceWeights:
         table = Table.of_whole(self._wire, tiles)
         with clock.timed("encode"), self._work():
             message = _new_message(table, self._device)
-            self._work.order_streams()
+            order_streams(self._work.devices)
             self.bundles.saved(_begins(table), message)
             _write_head(message, table, messages.sums_of(sums, table.ordinals))
         return Bucket(message, (), 0, {}, {tile.ordinal: sums[tile.ordinal] for tile in tiles})
 
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition | None:
+    def write_changes(self, buckets: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition | None:
         """Write what was sent into the copy; return the transition back. None: there is no copy yet."""
         if self.bundles.base is None:
             return None
-        return _write_changes(self.bundles.base, made, sums)
+        return _write_changes(self.bundles.base, buckets, sums)
 
     def make_room(self) -> None:
         self.bundles.make_room()
 
-    def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
-        """Read the weights again into the copy, so that messages that were sent need not stay in memory.
-
-        Raises:
-            StateError: something has written them since they were sent.
-        """
+    def write_whole(self, buckets: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+        """Copy the weights again, so that messages need not stay in memory. Raises: StateError: they have changed."""
         with self._work():
-            for bucket in made:
+            for bucket in buckets:
                 self.bundles.keep_copy({ordinal: sums[ordinal] for ordinal in bucket.whole})
 
-    def forget(self, made: Sequence[Bucket]) -> None:
+    def forget(self, buckets: Sequence[Bucket]) -> None:
         self.bundles.drop_copy()
 
 
@@ -227,7 +219,7 @@ class DeviceReceiverWeights:
         return head
 
     def _read_table(self, head: Bits, message: Message, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
-        table, sums = Table.open(head, messages.size_of(message), self._wire)
+        table, sums = Table.open(head, message.nbytes, self._wire)
         local = np.isin(table.ordinals, self._local)
         whole, sparse = (table.ordinals[local & some] for some in (table.is_whole, ~table.is_whole))
         with clock.timed("prepare"):
@@ -254,14 +246,14 @@ class DeviceReceiverWeights:
         if wrong.size:
             raise messages.digest_mismatch(self._wire, int(wrong[0]))
 
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
-        return _write_changes(self.state, made, sums)
+    def write_changes(self, buckets: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
+        return _write_changes(self.state, buckets, sums)
 
-    def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+    def write_whole(self, buckets: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
         """Write whole tiles. If this fails, the weights are between two versions."""
         with self.state.lock:
             with self.backend.exclusive():
-                for bucket in made:
+                for bucket in buckets:
                     for tiles in dict.fromkeys(bucket.whole.values()):
                         tiles.scatter(bucket.message, self.backend.tied)
             self.state.sums = {**self.state.sums, **sums}
@@ -297,10 +289,7 @@ def _write_head(message: torch.Tensor, table: Table, sums: NDArray[np.uint64]) -
 
 
 def _bring(message: Bits, device: torch.device) -> torch.Tensor:
-    """Copy a message from the host to the device.
-
-    The copy is asynchronous: the caller waits before it reuses the buffer.
-    """
+    """Copy a message to the device, asynchronously: the caller waits before it reuses the buffer."""
     return torch.from_numpy(message).to(device, non_blocking=True)
 
 
@@ -308,9 +297,9 @@ def _count(runs: Sequence[PileChanges]) -> int:
     return sum(run.count for run in runs)
 
 
-def _write_changes(state: WeightState, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
+def _write_changes(state: WeightState, buckets: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
     """Write changes; those of some tiles of a pile are written as changes of the whole pile."""
-    changes = (run for bucket in made for run in bucket.changes)
+    changes = (run for bucket in buckets for run in bucket.changes)
     backend = backend_of(state)
     runs = [on_whole(run, backend.piles.of(run.pile.tiles[0].ordinal)) for run in changes]
     local = {ordinal: sums[ordinal] for ordinal in state.places}

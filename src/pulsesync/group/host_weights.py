@@ -1,4 +1,7 @@
-"""The weights of a rank in host memory: makes messages to send, and checks and writes received ones."""
+"""The weights of a rank in host memory: makes messages to send, and checks and writes received ones.
+
+`device_weights` has classes with the same methods for weights on a GPU.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -7,7 +10,7 @@ import numpy as np
 
 from pulsesync.core import digest
 from pulsesync.core.threads import spread
-from pulsesync.core.types import BLOCK, Bits, BlockChange, Codec, Sum, Tile, TilePatch
+from pulsesync.core.types import BLOCK, Bits, BlockChange, Sum, Tile
 from pulsesync.errors import FormatError
 from pulsesync.format import patch
 from pulsesync.format.body import Body
@@ -46,30 +49,39 @@ class SpareBuffers:
             self._free.setdefault(message.size, []).append(message)
 
 
-class HostSourceWeights:
-    """What a rank sends: its weights, and a copy of what it last sent.
+class _HostWeights:
+    """What a rank sends or receives: the copy of what was sent, or the live weights. sums: of the bundles, if known."""
 
-    Args:
-        wire: The bundles of the group.
-        tiles: Those that this rank sends.
-        shards: The weights.
-    """
+    def __init__(self, wire: BundlePlan, backend: HostBackend, sums: Mapping[int, Sum]) -> None:
+        self._wire, self.backend, self.state, self.spare = wire, backend, WeightState(backend, sums), SpareBuffers()
+
+    def begin(self) -> None:
+        """A sync begins: its work on the weights comes after that of the calling thread."""
+
+    def write_changes(self, buckets: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
+        """Write what buckets change into the weights or the copy; return the transition back."""
+        changes = {key: change for bucket in buckets for key, change in bucket.changes.items()}
+        local = {ordinal: sums[ordinal] for ordinal in self.state.places}
+        return self.state.commit(Transition(changes, local, History(), sum(bucket.changed for bucket in buckets)))
+
+    def _bucket(self, message: Bits, changes: Changes, sums: Mapping[int, Sum]) -> Bucket:
+        return Bucket(message, changes, self.backend.count_changed(changes), {}, sums)
+
+
+class HostSourceWeights(_HostWeights):
+    """What a rank sends: its weights, and a copy of what it last sent."""
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards) -> None:
-        self._wire, self._tiles, self.spare = wire, tiles, SpareBuffers()
-        nowhere: Bits = np.empty(0, np.uint8)  # until the first sync: see `write_whole`
-        flats = {spec.name: nowhere for spec in wire.layout.tensors}
-        self.backend = HostBackend(wire.layout, flats, places={t.ordinal: LocalTile(t, True) for t in tiles})
-        self.state = WeightState(self.backend, {})
+        flats = {spec.name: NOTHING for spec in wire.layout.tensors}  # until the first sync: see `write_whole`
+        places = {tile.ordinal: LocalTile(tile, True) for tile in tiles}
+        super().__init__(wire, HostBackend(wire.layout, flats, places=places), {})
+        self._tiles = tiles
         self.messages: list[tuple[Bits, set[int]]] = []  # whose memory contains the copy, and which tiles of it
         self.bind(wire, shards)
 
     def bind(self, wire: BundlePlan, shards: Shards) -> None:
         """Read the weights from these shards from now on."""
         self.live = LocalBundles(wire, self._tiles, shards)
-
-    def begin(self) -> None:
-        """A sync begins: weights in host memory need no synchronization."""
 
     def count_differing(self, begins: Mapping[int, int]) -> dict[int, int]:
         """How many weights of a sample of each bundle differ from the copy, given where the samples begin."""
@@ -99,9 +111,6 @@ class HostSourceWeights:
             message[:-TRAILER] = np.frombuffer(part.data, np.uint8)
         return self._bucket(message, by_block(part.patches), part.sums)
 
-    def _bucket(self, message: Bits, changes: Changes, sums: Mapping[int, Sum]) -> Bucket:
-        return Bucket(message, changes, self.backend.count_changed(changes), {}, sums)
-
     def _raw(
         self, weights: Weights, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum] | None = None
     ) -> Bucket:
@@ -128,17 +137,16 @@ class HostSourceWeights:
         base, blocks = self.state, dict[int, list[BlockChange]]()
         for (ordinal, _), change in changes.items():
             blocks.setdefault(ordinal, []).append(change)
-        patches = tuple(TilePatch(base.layout.tiles[n], Codec.GAP, tuple(some)) for n, some in blocks.items())
         with clock.timed("digest"):
             sums = {n: base.sums[n] + by for n, by in self.backend.count_digest_changes(changes).items()}
         with clock.timed("encode"):
-            counts = np.array([one.changed for one in patches], np.int64)
+            counts = np.array([sum(block.positions.size for block in some) for some in blocks.values()], np.int64)
             table = Table(self._wire, np.array(list(blocks), np.int64), counts)
             message = np.zeros(table.size, np.uint8)
             _write_head(message, table, sums)
-            for one, (_, places, values) in zip(patches, _bodies(message, table, base.layout), strict=True):
+            for some, (_, places, values) in zip(blocks.values(), _bodies(message, table, base.layout), strict=True):
                 at = 0
-                for block in one.blocks:
+                for block in some:
                     here = slice(at, at + block.positions.size)
                     np.add(block.positions, np.uint32(block.number * BLOCK), out=places[here])
                     values[here] = block.new
@@ -149,75 +157,51 @@ class HostSourceWeights:
         """These tiles as they were last sent, whole."""
         return self._raw(self.state, tiles, clock, sums)
 
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
-        """Write what was sent into the copy; return the transition back."""
-        return _write_changes(self.state, made, sums)
-
-    def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+    def write_whole(self, buckets: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
         """Move the copy into the new messages; an old message without remaining tiles is free for the next sync."""
-        whole = {ordinal: bits for bucket in made for ordinal, bits in bucket.whole.items()}
+        whole = {ordinal: bits for bucket in buckets for ordinal, bits in bucket.whole.items()}
         self.backend.adopt(whole)
         with self.state.lock:
             self.state.begin_at({**self.state.sums, **sums})
         left = [(message, tiles - whole.keys()) for message, tiles in self.messages]
-        self.spare.replace(message for message, tiles in left if made and not tiles)
+        self.spare.replace(message for message, tiles in left if buckets and not tiles)
         self.messages = [(message, tiles) for message, tiles in left if tiles]
-        self.messages += [(bucket.message, set(bucket.whole)) for bucket in made]
+        self.messages += [(bucket.message, set(bucket.whole)) for bucket in buckets]
 
     def make_room(self) -> None:
-        """The messages are the copy: there is nothing to allocate."""
+        """Allocate the copy before anything is sent, so that a commit cannot run out of memory: it is the messages."""
 
-    def forget(self, made: Sequence[Bucket]) -> None:
+    def forget(self, buckets: Sequence[Bucket]) -> None:
         """Keep no copy: the memory of these messages is free for the next sync."""
         self.messages = []
-        self.spare.replace(bucket.message for bucket in made)
+        self.spare.replace(bucket.message for bucket in buckets)
 
 
-class HostReceiverWeights:
-    """What a rank receives, in its live weights.
-
-    Args:
-        wire: The bundles of the group.
-        tiles: Those that are local.
-        shards: The weights.
-        sums: The digests of the bundles, if they are known.
-    """
+class HostReceiverWeights(_HostWeights):
+    """What a rank receives, in its live weights."""
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], shards: Shards, sums: Mapping[int, Sum]) -> None:
-        self._wire, self.layout, self.spare = wire, wire.layout, SpareBuffers()
         self._places = bundles.places_of(wire, tiles, shards)
         flats, copies = bundles.receiver_tensors(shards.published, wire.ties)
-        self.backend = HostBackend(wire.layout, flats, copies, places=self._places)
-        self.state = WeightState(self.backend, sums)
-
-    def begin(self) -> None:
-        """A sync begins: weights in host memory need no synchronization."""
+        super().__init__(wire, HostBackend(wire.layout, flats, copies, places=self._places), sums)
 
     def room(self, size: int, carrier: Any) -> Bits:
-        """Memory for a message of this size."""
+        """Memory for a message of this size, which travels from a device."""
         return self.spare.take(size)
 
     def read(self, message: Bits, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
-        """Check a message and decode its tiles that are local, against the digests that tiles had before.
-
-        Raises:
-            FormatError: or a subclass, for bad bytes; VerificationError: its tiles would not have the digests that it
-            states.
-        """
+        """Check a message and decode its local tiles; before: their digests. Raises: FormatError, VerificationError."""
         if bytes(message[:8]) == messages.TABLE:
             return self._read_table(message, before, clock)
         with clock.timed("prepare"):
-            body = Body.of(message[:-TRAILER].data, self.layout)
+            body = Body.of(message[:-TRAILER].data, self._wire.layout)
             found = self.backend.decode([[body]], {}, None)
             if found.fault is not None:
                 raise found.fault
             sums = {entry.tile: entry.sum for entry in body.index.entries}
         with clock.timed("digest"):
             PatchTransaction(self.state).check_digest_changes(found.digest_changes[0], sums, before)
-        return self._bucket(found.changes, sums)
-
-    def _bucket(self, changes: Changes, sums: Mapping[int, Sum]) -> Bucket:
-        return Bucket(NOTHING, changes, self.backend.count_changed(changes), {}, sums)
+        return self._bucket(NOTHING, found.changes, sums)
 
     def _read_table(self, message: Bits, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
         table, sums = Table.open(message, message.size, self._wire)
@@ -225,7 +209,7 @@ class HostReceiverWeights:
         whole: dict[int, Bits] = {}
         changes: dict[tuple[int, int], BlockChange] = {}
         with clock.timed("undo"):  # the undo log needs the old weights
-            for (tile, places, bits), changed in zip(_bodies(message, table, self.layout), counts, strict=True):
+            for (tile, places, bits), changed in zip(_bodies(message, table, self._wire.layout), counts, strict=True):
                 if tile.ordinal not in self._places:
                     continue
                 if changed == WHOLE:
@@ -235,25 +219,21 @@ class HostReceiverWeights:
         with clock.timed("digest"):
             digest_changes = self.backend.count_digest_changes(changes)
             PatchTransaction(self.state).check_digest_changes(digest_changes, in_index, before)
-            counted = _count([self.layout.tiles[ordinal] for ordinal in whole], whole)
+            counted = _count([self._wire.layout.tiles[ordinal] for ordinal in whole], whole)
         for ordinal, sum_ in counted.items():
             if sum_ != in_index[ordinal]:
                 raise messages.digest_mismatch(self._wire, ordinal)
         return Bucket(message if whole else NOTHING, changes, self.backend.count_changed(changes), whole, in_index)
 
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
-        """Write what changes into the weights; return the transition back."""
-        return _write_changes(self.state, made, sums)
-
-    def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
+    def write_whole(self, buckets: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
         """Write whole tiles. If this fails, the weights are between two versions."""
         with self.state.lock:
-            for ordinal, bits in ((n, bits) for bucket in made for n, bits in bucket.whole.items()):
-                tile = self.layout.tiles[ordinal]
+            for ordinal, bits in (item for bucket in buckets for item in bucket.whole.items()):
+                tile = self._wire.layout.tiles[ordinal]
                 for number in range(tile.block_count):
                     self.backend.write_block(tile, number, bits[number * BLOCK : (number + 1) * BLOCK])
             self.state.begin_at({**self.state.sums, **sums})
-        self.spare.replace(bucket.message for bucket in made)
+        self.spare.replace(bucket.message for bucket in buckets)
 
     def _changes(self, tile: Tile, places: Bits, values: Bits) -> Changes:
         """The changes of a tile in a table, with the weights that they replace."""
@@ -286,17 +266,12 @@ def _bodies(message: Bits, table: Table, layout: Layout) -> Iterator[tuple[Tile,
 
 def _count(tiles: Sequence[Tile], whole: Mapping[int, Bits]) -> dict[int, Sum]:
     jobs = [(tile, n) for tile in tiles for n in range(tile.block_count)]
-    counted = spread(
-        lambda job: digest.count_block(job[0], job[1], whole[job[0].ordinal][job[1] * BLOCK : (job[1] + 1) * BLOCK]),
-        jobs,
-    )
+
+    def count(job: tuple[Tile, int]) -> Sum:
+        tile, n = job
+        return digest.count_block(tile, n, whole[tile.ordinal][n * BLOCK : (n + 1) * BLOCK])
+
     sums = {tile.ordinal: Sum(0, 0) for tile in tiles}
-    for (tile, _), one in zip(jobs, counted, strict=True):
+    for (tile, _), one in zip(jobs, spread(count, jobs), strict=True):
         sums[tile.ordinal] += one
     return sums
-
-
-def _write_changes(state: WeightState, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition:
-    changes = {key: change for bucket in made for key, change in bucket.changes.items()}
-    local = {ordinal: sums[ordinal] for ordinal in state.places}
-    return state.commit(Transition(changes, local, History(), sum(bucket.changed for bucket in made)))

@@ -64,11 +64,6 @@ class Bucket:
     sums: Mapping[int, Sum]
 
 
-def size_of(message: Message) -> int:
-    """The bytes of a message."""
-    return int(message.nbytes)
-
-
 def write_next(message: Message, length: int) -> None:
     """Write how long the next message is."""
     number = np.array([length], np.int64).view(np.uint8)
@@ -100,11 +95,7 @@ def cut(wire: BundlePlan, tiles: Sequence[Tile], most: int) -> Iterator[list[Til
 
 
 def read_sums(message: Bits, wire: BundlePlan) -> dict[int, Sum]:
-    """The digests in a message in host memory: all that a source needs of the other sources' messages.
-
-    Raises:
-        FormatError: or a subclass, for bad bytes.
-    """
+    """The digests in a message in host memory, all that a source needs of those of others. Raises: FormatError."""
     if bytes(message[:8]) == TABLE:
         table, sums = Table.open(message, message.size, wire)
         return table.named(sums)
@@ -118,10 +109,7 @@ def read_sums(message: Bits, wire: BundlePlan) -> dict[int, Sum]:
 class Table:
     """The tiles of a table, the number of changes of each, and where their positions and values begin.
 
-    Args:
-        wire: The bundles of the group.
-        ordinals: The tiles.
-        changes: How many changes each has; WHOLE: all its weights.
+    changes: how many each of the tiles has; WHOLE: all its weights.
     """
 
     def __init__(self, wire: BundlePlan, ordinals: NDArray[np.int64], changes: NDArray[np.int64]) -> None:
@@ -173,12 +161,9 @@ class Table:
 
     @classmethod
     def open(cls, head: Bits, size: int, wire: BundlePlan) -> tuple["Table", NDArray[np.uint64]]:
-        """Read the tiles of a table of this size, and the digests they must have: (tiles, 2).
+        """Read the tiles of a table of this size, and the digests they must have: (tiles, 2). Raises: FormatError.
 
         head: the beginning of the message, as long as the header of all tiles would be, or all of it.
-
-        Raises:
-            FormatError: it is not a valid table.
         """
         if size < _HEAD.itemsize + TRAILER:
             raise FormatError("a table is cut off")
@@ -203,11 +188,6 @@ class Table:
 def sums_of(sums: Mapping[int, Sum], ordinals: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Digests of tiles as an array: (tiles, 2)."""
     return np.array([sums[n] for n in ordinals.tolist()], np.uint64).reshape(-1, 2)
-
-
-def raw_size(wire: BundlePlan, tiles: Sequence[Tile]) -> int:
-    """The length of the message with these tiles, whole."""
-    return Table.of_whole(wire, tiles).size
 
 
 def longest(wire: BundlePlan, tiles: Sequence[Tile]) -> int:

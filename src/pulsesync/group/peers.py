@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,16 +23,17 @@ from pulsesync.group.bundles import BundlePlan
 from pulsesync.group.calibrate import calibrate_host
 from pulsesync.group.cost_model import METHODS, SAMPLE, CostModel, Method, TransferLoad
 from pulsesync.group.host_weights import HostReceiverWeights, HostSourceWeights
-from pulsesync.group.messages import Bucket, Message, SyncTimes
+from pulsesync.group.messages import Bucket
 from pulsesync.state.attach import check_apart
 from pulsesync.state.backend import StateBackend, Transition
 from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Placed, Shards, local_tensors, shards_of
 from pulsesync.state.views import NOT_WRITABLE
-from pulsesync.state.weights import WeightState
 
 if TYPE_CHECKING:
     import torch
+
+    from pulsesync.group.device_weights import DeviceReceiverWeights, DeviceSourceWeights
 
 ALIGNED = 8  # samples begin at multiples of this number of weights: kernels read words of eight bytes
 # Smaller ones overlap better in theory, but where ends share cores, each costs a wake-up or two.
@@ -105,67 +106,10 @@ def _address(value: Any) -> tuple[Any, ...]:
     return (id(value),)
 
 
-class EndWeights(Protocol):
-    """The weights of an end, in host memory (`host_weights`) or on a GPU (`device_weights`)."""
-
-    @property
-    def state(self) -> WeightState | None:
-        """The weights that are received, or the copy of what was sent, if there is one."""
-
-    def begin(self) -> None:
-        """A sync begins: its work on the weights comes after that of the calling thread."""
-
-    def write_changes(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> Transition | None:
-        """Write what buckets change; return the transition back, if there is one."""
-
-    def write_whole(self, made: Sequence[Bucket], sums: Mapping[int, Sum]) -> None:
-        """Write the whole tiles in buckets, and keep memory for the next sync."""
-
-
-class SourceWeights(EndWeights, Protocol):
-    """What a rank sends, and its copy of what it last sent."""
-
-    def bind(self, wire: BundlePlan, shards: Shards) -> None:
-        """Read the weights from these shards from now on; the copy stays."""
-
-    def count_differing(self, begins: Mapping[int, int]) -> Mapping[int, int]:
-        """How many weights of a sample of each bundle differ from the copy, given where the samples begin."""
-
-    def encode(self, tiles: Sequence[Tile], method: Method, clock: SyncTimes) -> Bucket | None:
-        """Encode the changes of tiles since the copy, or all their weights; None if nothing changed."""
-
-    def saved(self, tiles: Sequence[Tile], clock: SyncTimes, sums: Mapping[int, Sum]) -> Bucket:
-        """Tiles as they were last sent, whole."""
-
-    def make_room(self) -> None:
-        """Allocate the copy, if there is none: before anything is sent, so that a commit cannot run out of memory."""
-
-    def forget(self, made: Sequence[Bucket]) -> None:
-        """Keep no copy, and no memory of these buckets."""
-
-
-class ReceiverWeights(EndWeights, Protocol):
-    """What a rank receives, in its live weights."""
-
-    @property
-    def state(self) -> WeightState: ...
-
-    def room(self, size: int, carrier: Any) -> Message:
-        """Memory for a message of this size, which travels from a device."""
-
-    def read(self, message: Message, before: Mapping[int, Sum], clock: SyncTimes) -> Bucket:
-        """Check a message and decode its tiles that are local, against the digests that tiles had before.
-
-        Raises:
-            FormatError: or a subclass, for bad bytes; VerificationError: its tiles would not have the digests that it
-            states.
-        """
-
-
 class GroupEnd(ABC):
     """What both ends have: bundles and their memory, their version, and how to roll back to the one before."""
 
-    weights: EndWeights
+    weights: "HostSourceWeights | DeviceSourceWeights | HostReceiverWeights | DeviceReceiverWeights"
     has_weights = True  # of its version; False for a source with method="dense", which keeps no copy
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
@@ -192,10 +136,7 @@ class GroupEnd(ABC):
             self.joined = False
 
     def reach(self, name: str) -> None:
-        """Return to a version, rolling back the last sync if it began there.
-
-        An end that cannot return has no version.
-        """
+        """Return to a version, rolling back the last sync if it began there; else the end has no version."""
         if self.before is not None and self.before[0].name == name:
             point, back = self.before
 
@@ -214,10 +155,7 @@ class GroupEnd(ABC):
 
     @contextmanager
     def leaving(self, name: str) -> Iterator[None]:
-        """Sync from a version. If there is no such version and the sync fails, the end keeps the version that it had.
-
-        Nothing is written inside: the commit follows.
-        """
+        """Sync from a version, writing nothing inside; if there is none and the sync fails, the end keeps its own."""
         left = self.at, self.before
         self.reach(name)
         try:
@@ -227,11 +165,11 @@ class GroupEnd(ABC):
                 self.at, self.before = left
             raise
 
-    def commit(self, made: Sequence[Bucket], point: RankVersion) -> None:
+    def commit(self, buckets: Sequence[Bucket], point: RankVersion) -> None:
         """Write what was received into the weights, or what was sent into the copy of it."""
-        back = self.weights.write_changes(made, point.sums)
+        back = self.weights.write_changes(buckets, point.sums)
         before, self.before = self.at, None
-        dense = [bucket for bucket in made if bucket.whole]
+        dense = [bucket for bucket in buckets if bucket.whole]
         if dense:
             self.at = None  # if writing fails, the weights are those of no version
         self._write_whole(dense, {n: point.sums[n] for bucket in dense for n in bucket.whole})
@@ -245,7 +183,7 @@ class GroupEnd(ABC):
 class SourceEnd(GroupEnd):
     """An end that sends the differences between its live weights and its copy of what it last sent."""
 
-    weights: SourceWeights
+    weights: "HostSourceWeights | DeviceSourceWeights"
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
         super().__init__(wire, tiles, model)
@@ -318,7 +256,7 @@ class SourceEnd(GroupEnd):
 class ReceiverEnd(GroupEnd):
     """An end that writes what it receives into its live weights."""
 
-    weights: ReceiverWeights
+    weights: "HostReceiverWeights | DeviceReceiverWeights"
 
     def __init__(self, wire: BundlePlan, tiles: Sequence[Tile], model: LocalModel) -> None:
         super().__init__(wire, tiles, model)
@@ -336,11 +274,7 @@ class ReceiverEnd(GroupEnd):
         super().attach(shards)
 
     def verify(self, point: RankVersion) -> None:
-        """Recount the weights. If they are not those of the version, forget it, so that the next pull brings all.
-
-        Raises:
-            VerificationError: they are not.
-        """
+        """Recount the weights. Raises: VerificationError: they are not those pulled; the next pull brings all."""
         if (ordinal := self._find_damaged(point)) is None:
             return
         self.at = self.before = None

@@ -22,7 +22,7 @@ from pulsesync.core.types import Sum, Tile
 from pulsesync.errors import FormatError, GroupError, VerificationError
 from pulsesync.group import messages, peers
 from pulsesync.group.collective import Collective
-from pulsesync.group.messages import TRAILER, Bucket, Message, SyncTimes
+from pulsesync.group.messages import TRAILER, Bucket, Message, SyncTimes, Table
 from pulsesync.group.peers import GroupEnd, Job, RankVersion, ReceiverEnd, SourceEnd
 
 AHEAD = 2  # buckets that are encoded before they are sent
@@ -38,7 +38,7 @@ class SyncSession:
     end: GroupEnd
     clock: SyncTimes = field(default_factory=SyncTimes)
     faults: list[Exception] = field(default_factory=list)
-    made: list[Bucket] = field(default_factory=list)  # what was sent or received
+    buckets: list[Bucket] = field(default_factory=list)  # what was sent or received
     waits_s: list[float] = field(default_factory=list)  # for the buckets of each source, as measured on this rank
     starved_s: float = 0.0  # time in which this source had nothing to send
     sent_bytes: int = 0
@@ -59,7 +59,7 @@ class SyncSession:
                 if rank == self.team.rank and to:
                     self.team.send_(self._saved(tiles, known), rank, to)
                 elif self.team.rank in to:
-                    message = self._room(messages.raw_size(wire, tiles))
+                    message = self._room(Table.of_whole(wire, tiles).size)
                     self.team.send_(message, rank, to)
                     with FailureCollector(self.faults):
                         got.append(self._read(message, place, {}))
@@ -83,7 +83,7 @@ class SyncSession:
         assert isinstance(self.end, SourceEnd)
         with FailureCollector(self.faults):
             return self.end.weights.saved(tiles, self.clock, known).message
-        return np.zeros(messages.raw_size(self.end.wire, tiles), np.uint8)
+        return np.zeros(Table.of_whole(self.end.wire, tiles).size, np.uint8)
 
     def _sums_before(self) -> Mapping[int, Sum]:
         return self.end.at.sums if self.end.at else {}
@@ -119,7 +119,7 @@ class SyncSession:
                 self.waits_s.append(time.perf_counter() - began)
             for future in reading:
                 with FailureCollector(self.faults):
-                    self.made.append(future.result())
+                    self.buckets.append(future.result())
         finally:
             ahead.close()
             decoder.shutdown(cancel_futures=True)
@@ -132,7 +132,7 @@ class SyncSession:
     def _next_length(self, ahead: "_Prefetcher") -> int:
         with FailureCollector(self.faults):
             bucket = ahead.peek()
-            return messages.size_of(bucket.message) if bucket else _END
+            return bucket.message.nbytes if bucket else _END
         return _FAULT
 
     def _share_length(self, length: int, rank: int) -> int:
@@ -148,8 +148,8 @@ class SyncSession:
             following = self._next_length(ahead) if ahead.ready() else _UNKNOWN
             messages.write_next(bucket.message, following)
             self.team.broadcast_(bucket.message, rank)
-            self.sent_bytes += messages.size_of(bucket.message)
-            self.made.append(self.end.sent(bucket))
+            self.sent_bytes += bucket.message.nbytes
+            self.buckets.append(self.end.sent(bucket))
             if following == _UNKNOWN:
                 began = time.perf_counter()
                 following = self._next_length(ahead)
@@ -207,7 +207,7 @@ class SyncSession:
         """The version that this sync leads to; if this rank does not know it, the reason is among the faults."""
         after: dict[int, Sum] = {}
         with FailureCollector(self.faults):
-            for bucket in self.made:
+            for bucket in self.buckets:
                 if not after.keys().isdisjoint(bucket.sums):
                     raise FormatError("two buckets have the same bundle")
                 after |= bucket.sums

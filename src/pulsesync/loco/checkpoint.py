@@ -42,12 +42,7 @@ def _tensor(values: Vector) -> Any:
 def load(state: Mapping[str, Any], fragments: Sequence[Fragment], trainer: str, kind: str) -> list[Fragment]:
     """Fragments with the tensors of the given ones and a saved state; the saved weights are not written yet.
 
-    Args:
-        state: What `save` returned; without "private", or with that of another trainer, these fragments have no state
-            of their own.
-        fragments: Those of the trainer that loads it; they are not changed.
-        trainer: Its name.
-        kind: Its class, for errors.
+    Without "private", or with that of another trainer, they have no state of their own. kind: the class, for errors.
 
     Raises:
         StateError: the state does not fit.

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,32 +19,28 @@ from pulsesync.loco.vectors import Vector
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class RoundCommitter:
-    """Changes fragments after a round, all at once. Its methods run inside `finish`.
+    """Changes fragments after a round, all at once. Its methods run inside `finish`."""
 
-    Args:
-        fragments: All fragments of a trainer; the list may get others.
-    """
-
-    def __init__(self, fragments: Sequence[Fragment]) -> None:
-        self._fragments = fragments
+    fragments: Sequence[Fragment]  # all of a trainer; the list may get others
 
     def finish(self, work: Callable[[], None]) -> None:
         """Complete work that must not be left half done, even if interrupted: see `core.threads.finish`."""
 
         def run() -> None:
-            with in_own_streams(self._fragments):
+            with in_own_streams(self.fragments):
                 work()
 
-        with in_own_streams(self._fragments):  # so that it also comes after what this thread has launched
+        with in_own_streams(self.fragments):  # so that it also comes after what this thread has launched
             finish(run)
 
     def complete_pending(self) -> None:
         """Complete decided rounds. If that fails, as a device may, it is tried again at the next step."""
-        if all(one.uncommitted is None and one.unwritten is None for one in self._fragments):
+        if all(one.uncommitted is None and one.unwritten is None for one in self.fragments):
             return  # as at most steps
-        with in_own_streams(self._fragments):
-            for fragment in self._fragments:
+        with in_own_streams(self.fragments):
+            for fragment in self.fragments:
                 self._complete(fragment)
 
     def _complete(self, fragment: Fragment) -> None:
@@ -111,27 +108,18 @@ def _blended(fragment: Fragment, commit: Commit) -> ReadPiece:
 
 
 class Rejoiner:
-    """Continues from the states and rounds of the other trainers, at the start and after a failure.
+    """Continues from the states and rounds of the other trainers, which have the same settings (`about`)."""
 
-    Args:
-        fragments: All fragments of a trainer; the list may get others.
-        round_exchange: Connects this trainer with the others.
-        committer: Changes the fragments.
-        about: The settings that must be equal on all trainers.
-    """
-
-    def __init__(
-        self, fragments: Sequence[Fragment], round_exchange: RoundExchange, committer: RoundCommitter, about: str
-    ) -> None:
-        self._fragments, self._round_exchange = fragments, round_exchange
-        self._committer, self._about = committer, about
-        self.known_as = round_exchange.trainer  # in the last round it took part in: ranks change with their group
+    def __init__(self, round_exchange: RoundExchange, committer: RoundCommitter, about: str) -> None:
+        self._round_exchange, self._committer, self._about = round_exchange, committer, about
+        # Its name in the last round it took part in: ranks change with their group.
+        self.known_as = round_exchange.exchange.trainer
 
     def rejoin(self) -> None:
         """Continue from the states of the trainers with the most rounds, and apply the rounds decided since then."""
-        exchange = self._round_exchange.exchange
-        found = exchange.join([fragment.shared for fragment in self._fragments], self._about)
-        for fragment, shared in zip(self._fragments, found, strict=True):
+        exchange, fragments = self._round_exchange.exchange, self._committer.fragments
+        found = exchange.join([fragment.shared for fragment in fragments], self._about)
+        for fragment, shared in zip(fragments, found, strict=True):
             self._adopt(fragment, shared)
             try:
                 self.catch_up(fragment)
@@ -168,7 +156,7 @@ class Rejoiner:
         A new trainer begins with the momentum of a trainer whose updates have always been this round's step. Without
         it, the momentum of trainers that leave would be lost, and every new one would have to build up its own first.
         """
-        payload = result.members.get(self._round_exchange.trainer)
+        payload = result.members.get(self._round_exchange.exchange.trainer)
         if payload in fragment.pending.by_payload:
             self._close_completed(fragment, result.after, payload)
             return
@@ -184,7 +172,7 @@ class Rejoiner:
             sent = fragment.pending.by_payload[payload].sent
             self._committer.close(fragment, Commit(update, sent, shared, blend=0.0))
         else:
-            self._committer.drop(fragment, update, shared, self._round_exchange.trainer)
+            self._committer.drop(fragment, update, shared, self._round_exchange.exchange.trainer)
 
 
 class SameRoundRejoiner(Rejoiner):

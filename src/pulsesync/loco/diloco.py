@@ -53,10 +53,7 @@ EXIT_S = 60.0  # how long a context waits at its end for a round in progress
 
 
 class _BackgroundRound:
-    """A round that is exchanged in the background.
-
-    Its thread is a daemon, so that it does not keep the process alive.
-    """
+    """A round that is exchanged in the background, by a daemon: it does not keep the process alive."""
 
     def __init__(
         self, fragment: Fragment, update: TrainerUpdate, began: float, work: Callable[[], ExchangedRound]
@@ -72,10 +69,7 @@ class _BackgroundRound:
             self._future.set_result(e)
 
     def wait(self, timeout_s: float | None) -> ExchangedRound | BaseException:
-        """The result; an exception of the round is returned, to distinguish it from one of waiting.
-
-        Raises: TimeoutError.
-        """
+        """The result, or the exception of the round, to distinguish it from one of waiting. Raises: TimeoutError."""
         return self._future.result(timeout_s)
 
 
@@ -167,8 +161,8 @@ class DiLoCo(FragmentTrainer):
 
     def _finish_before_exit(self) -> None:
         """Wait up to EXIT_S for a round in progress, and commit it."""
-        with suppress(TimeoutError):
-            if self._round_in_background is not None:
+        if self._round_in_background is not None:
+            with suppress(TimeoutError):
                 self._finish_round(self._round_in_background, EXIT_S)
 
     def _after_step(self) -> None:

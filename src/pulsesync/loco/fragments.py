@@ -73,8 +73,7 @@ class FragmentTensors:
     def read(self, gradients: bool = False) -> Vector:
         """A copy. Raises: StateError, if a parameter has moved to another device."""
         self.check_place()
-        v = self.vectors
-        out = v.empty(self.size)
+        v, out = self.vectors, self.vectors.empty(self.size)
 
         def copy(item: tuple[str, Any, slice]) -> None:
             _, tensor, place = item
@@ -85,10 +84,7 @@ class FragmentTensors:
         return out
 
     def read_piece(self, here: slice) -> Vector:
-        """Some of the current weights. Read-only: it may be the parameters' own memory.
-
-        If a tensor is not contiguous, every piece of it costs a copy of all of it.
-        """
+        """Some of the current weights, read-only. A tensor that is not contiguous is copied whole for every piece."""
         return self.vectors.join([self.vectors.flat(tensor)[part] for tensor, part in self._parts(here)])
 
     def _parts(self, here: slice) -> Iterator[tuple[Any, slice]]:
@@ -107,8 +103,7 @@ class FragmentTensors:
         v = self.vectors
 
         def write(here: slice) -> None:
-            parts = [tensor.detach().view(-1)[part] for tensor, part in self._parts(here)]
-            v.kernels.assign(parts, read(here))
+            v.kernels.assign([tensor.detach().view(-1)[part] for tensor, part in self._parts(here)], read(here))
 
         def write_tensor(item: tuple[str, Any, slice]) -> None:
             _, tensor, place = item
@@ -157,11 +152,7 @@ class FragmentTensors:
 
 
 def _vectors_of(tensors: Mapping[str, Any]) -> VectorOps:
-    """The backend for the device of all tensors of a fragment.
-
-    Raises:
-        StateError: they are on several devices, or on a device that is neither host memory nor a GPU.
-    """
+    """The backend for the device of all tensors. Raises: StateError: there are several, or one is no GPU."""
     where = device.find(tensors)
     if where is not None:
         for name, tensor in tensors.items():
@@ -187,19 +178,13 @@ class Commit(NamedTuple):
 
 @dataclass
 class PendingUpdates:
-    """The updates that a trainer has sent since its last round.
-
-    A round may contain one of them although it raised an error.
-    """
+    """The updates that a trainer has sent since its last round, which may contain one although it raised an error."""
 
     by_payload: dict[str, SentUpdate] = field(default_factory=dict)
     attempts: int = 0  # with new updates, since the round began or steps were discarded
 
     def choose(self, part: SentUpdate) -> SentUpdate:
-        """Return the update to send: this one, or after many attempts the last one again.
-
-        Later progress is in the weights, and is part of the next round.
-        """
+        """The update to send: this one, or after many attempts the last again; later progress is for the next round."""
         if self.attempts < MOST_ATTEMPTS:
             return part
         return replace(next(reversed(self.by_payload.values())), largest=part.largest)
@@ -287,11 +272,7 @@ def in_own_streams(fragments: Iterable[Fragment]) -> Iterator[None]:
 
 
 def named_tensors(model: Any) -> dict[str, Any]:
-    """The tensors of a model, of masters, or of a sequence of either, by name.
-
-    Raises:
-        StateError: two pieces have a tensor of the same name.
-    """
+    """The tensors of a model, masters, or several of either, by name. Raises: StateError: a name is in two pieces."""
     if hasattr(model, "state_dict"):
         return dict(model.state_dict(keep_vars=True))
     if isinstance(model, Mapping):
@@ -310,13 +291,8 @@ def named_tensors(model: Any) -> dict[str, Any]:
 def fragments_of(model: Any) -> list[FragmentTensors]:
     """One for a module or a mapping of masters, or one for each of several."""
     pieces = model if isinstance(model, Sequence) and not hasattr(model, "named_parameters") else [model]
-    found = [
-        dict(piece)
-        if isinstance(piece, Mapping)
-        else {name: tensor for name, tensor in piece.named_parameters() if tensor.requires_grad}
-        for piece in pieces
-    ]
-    for name, tensor in ((name, tensor) for tensors in found for name, tensor in tensors.items()):
+    found = [_parameters_of(piece) for piece in pieces]
+    for name, tensor in (item for tensors in found for item in tensors.items()):
         if tensor.numel() and not tensor.data_ptr():
             raise StateError(
                 f"parameter {name!r} is a {type(tensor).__name__}, not a plain tensor. Pass the local tensors of "
@@ -329,6 +305,12 @@ def fragments_of(model: Any) -> list[FragmentTensors]:
     if not all(found):
         raise StateError("a fragment must have parameters that require gradients; one has none")
     return [FragmentTensors(tensors) for tensors in found]
+
+
+def _parameters_of(piece: Any) -> dict[str, Any]:
+    if isinstance(piece, Mapping):
+        return dict(piece)
+    return {name: tensor for name, tensor in piece.named_parameters() if tensor.requires_grad}
 
 
 def check_covered(optimizer: Any, fragments: Sequence[FragmentTensors]) -> None:

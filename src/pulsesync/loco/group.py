@@ -93,11 +93,8 @@ class GroupExchange:
         newest = max(note["round"] for note in notes)
         digests = [note["digest"] if note["round"] == newest else None for note in notes]
         source = next(rank for rank, digest in enumerate(digests) if digest)
-        if newest and len({digest for digest in digests if digest}) > 1:
-            raise VerificationError(
-                f"the trainers have diverged: their shared states differ after round {newest}. Stop them, and "
-                "resume all from one state_dict()"
-            )
+        if newest and len(set(digests) - {None}) > 1:
+            raise _diverged(f"their shared states differ after round {newest}")
         if all(digest == digests[source] for digest in digests):
             return state
         data = state.to_bytes() if self._rank == source else b""
@@ -146,10 +143,7 @@ class GroupExchange:
             return
         notes = self._exchange_notes({"digest": after.digest})
         if any(note["digest"] != after.digest for note in notes):
-            raise VerificationError(
-                f"the trainers have diverged: they disagree on the digest after round {after.round}. Stop them, and "
-                "resume all from one state_dict()"
-            )
+            raise _diverged(f"they disagree on the digest after round {after.round}")
 
     def missed(self, coder: Coder, size: int) -> Outcome | None:
         return None  # every trainer of a group takes part in every round
@@ -163,10 +157,9 @@ class GroupExchange:
     def _by_all(self, coder: Coder, encoded: EncodedUpdate, size: int, faults: list[str]) -> Vector:
         got = self._swap(encoded.pieces[:1] * self._size, _most(size))
         got[self._rank] = encoded.pieces[0]
-        order = self._in_order()
         totals = list[Vector]()
         with _noting(faults):
-            parts = [_read(coder, got[r], self._names[r], (0, size), 1, faults)[0] for r in order]
+            parts = [_read(coder, got[r], self._names[r], (0, size), 1, faults)[0] for r in self._in_order()]
             totals.append(aggregate(parts, size))
         return totals[0] if totals else coder.vectors.zeros(0)  # not used: there is a fault
 
@@ -194,10 +187,7 @@ class GroupExchange:
         return whole
 
     def _swap(self, outgoing: Sequence[bytes], most: int) -> list[bytes]:
-        """Send each trainer its bytes, `most` at most; return what each has sent.
-
-        Nothing is sent to this trainer itself.
-        """
+        """As `Collective.swap`: send each trainer but this one its bytes; return what each has sent."""
         try:
             return self._team.swap(outgoing, most)
         except GroupError as e:
@@ -235,6 +225,10 @@ def _read(
     except (FormatError, ChainError) as e:
         faults.append(_short(f"{type(e).__name__}: {e}"))
         return coder.nothing(span[1] - span[0]), None
+
+
+def _diverged(how: str) -> VerificationError:
+    return VerificationError(f"the trainers have diverged: {how}. Stop them, and resume all from one state_dict()")
 
 
 def _short(fault: str) -> str:

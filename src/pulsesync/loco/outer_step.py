@@ -10,7 +10,7 @@ add where the machine can, so replicas on different machines would diverge.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from pulsesync.loco.vectors import HOST, Vector, VectorOps, as_number, kernels_o
 
 # Where the shared weights are heading, entry by entry: the shared momentum, or the signs of the last shared step, int8.
 Trend = Vector
+Advanced = tuple[Vector, Vector | None]  # the update of a trainer, and its next momentum
 
 # The largest value of an update, and of the mean of a round: 1.1e12. A larger value means that a trainer has diverged.
 # In the limit, momentum moves weights by lr / (1 - momentum) times the mean, which stays finite for any product up to
@@ -111,57 +112,32 @@ class OuterStep(NamedTuple):
     finite: bool  # whether the new weights and the new trend are
 
 
-class OuterRule(Protocol):
-    """How a trainer's steps become its update, and how the sum of all updates moves the shared weights."""
-
-    @property
-    def own_momentum(self) -> bool:
-        """Whether each trainer has an outer momentum of its own."""
-
-    def first_trend(self, size: int, v: VectorOps = HOST) -> Trend:
-        """The trend before the first round, on the device of the fragment's vectors."""
-
-    def start(self, theta: Vector, residual: Vector) -> Vector:
-        """The weights at which a trainer begins a round; they may be the shared ones, in the same memory."""
-
-    def advance(
-        self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
-    ) -> tuple[Vector, Vector | None]:
-        """Return the update of a trainer whose weights are `local`, and its next momentum; for a piece of a fragment.
-
-        Nothing is modified.
-        """
-
-    def first_momentum(self, before: Vector, after: Vector) -> Vector | None:
-        """The momentum of a trainer whose updates have always been the step between two shared weights."""
-
-    def step(self, theta: Vector, trend: Trend, total: Vector, trainers: int) -> OuterStep:
-        """Apply the sum of the updates of this number of trainers, whose memory may be used for the result."""
-
-
 @dataclass(frozen=True)
 class SharedMomentum:
     """DiLoCo's outer step, and that of PULSELoCo as it was published: one momentum, of the mean of the updates."""
 
     outer: SGD
-    own_momentum = False
+    own_momentum = False  # whether each trainer has an outer momentum of its own
 
     def first_trend(self, size: int, v: VectorOps = HOST) -> Trend:
+        """The trend before the first round, on the device of the fragment's vectors."""
         return v.zeros(size)
 
     def start(self, theta: Vector, residual: Vector) -> Vector:
+        """The weights at which a trainer begins a round; they may be the shared ones, in the same memory."""
         return theta
 
-    def advance(
-        self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
-    ) -> tuple[Vector, Vector | None]:
+    def advance(self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector) -> Advanced:
+        """Advance a trainer whose weights are `local`, for a piece of a fragment; nothing is modified."""
         with np.errstate(over="ignore", invalid="ignore"):  # the caller checks that all is finite
             return residual + (theta - local), None
 
     def first_momentum(self, before: Vector, after: Vector) -> Vector | None:
+        """The momentum of a trainer whose updates have always been the step between two shared weights."""
         return None
 
     def step(self, theta: Vector, trend: Trend, total: Vector, trainers: int) -> OuterStep:
+        """Apply the sum of the updates of this number of trainers, whose memory may be used for the result."""
         kernels = kernels_of(theta)
         largest, moved = kernels.largest(total), kernels.count_nonzero(total)
         after, momentum = self.outer.step(theta, trend, total, trainers)
@@ -186,9 +162,7 @@ class OwnMomentum:
     def start(self, theta: Vector, residual: Vector) -> Vector:
         return theta - residual
 
-    def advance(
-        self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector
-    ) -> tuple[Vector, Vector | None]:
+    def advance(self, theta: Vector, residual: Vector, momentum: Vector | None, local: Vector) -> Advanced:
         assert momentum is not None
         outer, kernels = self.outer, kernels_of(theta)
         return kernels.advance(theta, residual, momentum, local, outer.lr, outer.momentum, outer.nesterov)
@@ -210,6 +184,9 @@ class OwnMomentum:
         return OuterStep(total, signs, sum(one.moved for one in done), largest_mean, bool(np.isfinite(largest)))
 
 
+OuterRule = SharedMomentum | OwnMomentum
+
+
 @dataclass(frozen=True, eq=False)
 class TrainerUpdate:
     """The update of one trainer in a round, computed from its committed state and its weights when it is read."""
@@ -228,7 +205,7 @@ class TrainerUpdate:
     def read(self, here: slice) -> Vector:
         return self._advance(here)[0]
 
-    def _advance(self, here: slice) -> tuple[Vector, Vector | None]:
+    def _advance(self, here: slice) -> Advanced:
         momentum = None if self.momentum is None else self.momentum[here]
         return self.rule.advance(self.theta[here], self.residual[here], momentum, self.local(here))
 

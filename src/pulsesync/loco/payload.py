@@ -82,35 +82,14 @@ class Coder:
                 rest = _pack(v.fetch(bits & 0x7FFFFF).astype(np.uint32))
             described = self.described[begin : begin + sent.size]
             coded = v.kernels.encode_steps(described, sent.positions, sizes, bits >> 31)
-        head = _sealed(
-            PayloadHeader(
-                trainer,
-                terms,
-                self.fragment,
-                self.round,
-                self.base,
-                begin,
-                begin + sent.size,
-                mode,
-                len(sent.values),
-                scale,
-                len(coded),
-                "",
-            ),
-            coded,
-            rest,
-        )
-        return b"".join((_line(head), coded, rest))
+        state, count = (self.fragment, self.round, self.base), len(sent.values)
+        head = PayloadHeader(trainer, terms, *state, begin, begin + sent.size, mode, count, scale, len(coded), "")
+        return b"".join((_line(_sealed(head, coded, rest)), coded, rest))
 
     def decode(
         self, data: bytes | memoryview, trainer: str, begin: int, end: int, terms: int = 1
     ) -> tuple[PayloadHeader, SparseVector]:
-        """Check a payload that a trainer sent for these entries, and read it.
-
-        Raises:
-            FormatError: or a subclass, for bad bytes, or a payload of another trainer or round; BaseMismatchError: a
-            payload for another shared state.
-        """
+        """Read a payload that a trainer sent for these entries. Raises: FormatError, or BaseMismatchError."""
         head, body = read_head(data)
         if (head.trainer, head.fragment, head.round) != (trainer, self.fragment, self.round):
             found = f"{head.trainer}, fragment {head.fragment}, round {head.round}"
@@ -158,14 +137,9 @@ class Coder:
 
 
 def read_head(data: bytes | memoryview) -> tuple[PayloadHeader, memoryview]:
-    """Read the header of a payload, and check its hash.
-
-    Raises:
-        FormatError: this is not a payload; UnsupportedError, LimitError; ChecksumError: it is damaged.
-    """
+    """Read the header of a payload, and check its hash. Raises: FormatError, or a subclass for its kind of damage."""
     view = memoryview(data)
-    front = bytes(view[:MAX_HEAD_BYTES])
-    line, newline, _ = front.partition(b"\n")
+    line, newline, _ = bytes(view[:MAX_HEAD_BYTES]).partition(b"\n")
     if not newline:
         raise FormatError("these bytes are not a payload: they have no header line")
     table = load_json(line, "the header of a payload")

@@ -30,25 +30,16 @@ class ExchangedRound:
     received_bytes: int
 
 
+@dataclass
 class RoundExchange:
-    """Sends updates through an exchange, and computes the rounds that result. Changes only the pending updates.
+    """Sends updates through an exchange, and computes the rounds that result. Changes only the pending updates."""
 
-    Args:
-        exchange: Connects this trainer with the others.
-        gate: Chooses which part of an update is sent.
-    """
-
-    def __init__(self, exchange: Exchange, gate: GateRule) -> None:
-        self.exchange, self._gate = exchange, gate
-
-    @property
-    def trainer(self) -> str:
-        """The name of this trainer."""
-        return self.exchange.trainer
+    exchange: Exchange
+    gate: GateRule
 
     def coder(self, fragment: Fragment, shared: SharedState) -> Coder:
         """The coder of the round after a shared state."""
-        described = None if self._gate.dense else describe(shared.theta, shared.trend)
+        described = None if self.gate.dense else describe(shared.theta, shared.trend)
         return Coder(fragment.index, shared.round + 1, shared.digest, described, fragment.tensors.vectors)
 
     @contextmanager
@@ -70,7 +61,7 @@ class RoundExchange:
         with in_own_streams([fragment]):
             with self._declining(fragment, shared):
                 fragment.tensors.check_place()
-                part = self._gate.select(shared.theta, update)
+                part = self.gate.select(shared.theta, update)
             if np.isfinite(part.largest):
                 return part
             name = fragment.tensors.name_of(fragment.first_beyond(update, LARGEST_FINITE) or 0)

@@ -25,12 +25,7 @@ RUN = "run"
 
 
 class RoundObjects:
-    """The objects of all trainers, as one of them reads and writes them. Counts the bytes of both.
-
-    Args:
-        location: Where updates are exchanged.
-        trainer: The name of this trainer.
-    """
+    """The objects of all trainers, as the one of this name reads and writes them. Counts the bytes of both."""
 
     def __init__(self, location: Location, trainer: str) -> None:
         self._store, self._trainer = open_store(location), trainer
@@ -62,7 +57,7 @@ class RoundObjects:
     # States
 
     def put_state(self, fragment: int, state: SharedState) -> None:
-        self.put(_state_key(fragment, state.round), state.to_bytes())
+        self.put(f"states/{fragment:04d}/{state.round:010d}", state.to_bytes())
 
     def has_state(self, fragment: int, round_: int) -> bool:
         """Whether a shared state of this round or a later one is saved."""
@@ -112,11 +107,7 @@ class RoundObjects:
         self.put(_place(coder, payload_name(self._trainer, id_)), data)
 
     def payload(self, coder: Coder, trainer: str, id_: str, size: int) -> SparseVector:
-        """Read the payload of a trainer.
-
-        Raises:
-            NotFoundError, FormatError: it is not there, or damaged; ChainError: it is of another round or state.
-        """
+        """Read the payload of a trainer. Raises: NotFoundError, FormatError; ChainError: it is of another state."""
         key = _place(coder, payload_name(trainer, id_))
         data = self.get(key, 5 * size + (1 << 20))  # no payload is longer
         if hashlib.sha256(data).hexdigest() != id_:
@@ -161,10 +152,6 @@ def decision_key(coder: Coder) -> str:
 
 def _round_key(fragment: int, round_: int) -> str:
     return f"rounds/{fragment:04d}/{round_:010d}"
-
-
-def _state_key(fragment: int, round_: int) -> str:
-    return f"states/{fragment:04d}/{round_:010d}"
 
 
 def _place(coder: Coder, name: str) -> str:

@@ -47,19 +47,12 @@ class Announced:
 
 @dataclass(frozen=True)
 class RoundRules:
-    """When a round is decided, and of whom.
+    """When a round is decided, and of whom."""
 
-    Args:
-        trainers: How many trainers the first round waits for.
-        quorum: How many trainers a round needs after the deadline.
-        deadline_s: How long a trainer waits for those that announced themselves, after it has sent its update.
-        patience_s: How long it waits for a quorum.
-    """
-
-    trainers: int
-    quorum: int
-    deadline_s: float
-    patience_s: float
+    trainers: int  # that the first round waits for
+    quorum: int  # of trainers, that a round needs after the deadline
+    deadline_s: float  # for trainers that announced themselves, after this one has sent its update
+    patience_s: float  # for a quorum
 
     @property
     def most(self) -> int:
@@ -82,12 +75,8 @@ class RoundRules:
     ) -> dict[str, str]:
         """Leave out the trainers whose updates diverge, if the others make a quorum; otherwise return all of them.
 
-        A round with all of them is empty if their mean diverges.
-
-        Args:
-            round_: The number of the round.
-            found: The ids of the payloads, by trainer.
-            updates: What these payloads have, by trainer.
+        A round with all of them is empty if their mean diverges. found, updates: the ids of payloads, and what these
+        have, by trainer.
         """
         large = [trainer for trainer in sorted(found) if diverges(updates[trainer].values)]
         rest = {trainer: id_ for trainer, id_ in found.items() if trainer not in large}
@@ -121,25 +110,17 @@ def build_decision(base: str, members: Mapping[str, str]) -> bytes:
 
 
 def parse_decision(data: bytes, round_: int) -> tuple[str, dict[str, str]]:
-    """Read the record of a round: the state that it continues from, and the ids of payloads, by trainer.
-
-    Raises:
-        FormatError: it is not such a record.
-    """
+    """Read the record of a round: the state it continues from, and ids of payloads by trainer. Raises: FormatError."""
     record = load_json(data, "the decision of a round")
     members = record.get("members")
     if set(record) != {"format", "base", "members"} or record["format"] != FORMAT or not isinstance(members, dict):
         raise FormatError(f"the decision of round {round_} does not have the expected fields")
     if not 1 <= len(members) <= MAX_TRAINERS or list(members) != sorted(members):
         raise FormatError(f"the decision of round {round_} must list 1 or more trainers, in order")
-    if any(not NAME.fullmatch(name) or not _is_id(id_) for name, id_ in members.items()):
+    if not all(NAME.fullmatch(name) and isinstance(id_, str) and _ID.fullmatch(id_) for name, id_ in members.items()):
         raise FormatError(f"the decision of round {round_} lists a bad name or payload id")
     return record["base"], members
 
 
 def build_record(record: dict[str, Any]) -> bytes:
     return json.dumps(record, sort_keys=True).encode()
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, str) and _ID.fullmatch(value) is not None

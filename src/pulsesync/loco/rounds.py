@@ -68,7 +68,7 @@ class FragmentTrainer:
         self._fragments = [Fragment.of(index, these, rule) for index, these in enumerate(tensors)]
         self._round_exchange = RoundExchange(exchange, gate)
         self._committer = RoundCommitter(self._fragments)
-        self._rejoiner = self._rejoiner_class(self._fragments, self._round_exchange, self._committer, about)
+        self._rejoiner = self._rejoiner_class(self._round_exchange, self._committer, about)
         self._begun = False  # until then, weights that are loaded into the model are the start
         self._hook: Any = None
 
@@ -170,8 +170,7 @@ class FragmentTrainer:
         self._committer.finish(self._committer.complete_pending)
 
     def _report(self, fragment: Fragment, done: ExchangedRound, began: float) -> None:
-        members = done.result.members
-        shared = fragment.shared  # for a late trainer, newer than the round
+        members, shared = done.result.members, fragment.shared  # for a late trainer, newer than the round
         self.last_report = RoundReport(
             fragment.index,
             shared.round,
@@ -237,10 +236,7 @@ def _log_round(report: RoundReport) -> None:
 
 @contextmanager
 def noting_failure(fragment: Fragment) -> Iterator[None]:
-    """Emit that the next round of a fragment failed, if it does inside. It is not logged: the caller has the error.
-
-    A trainer that was away for so long that it must rejoin has not failed: it does so.
-    """
+    """Emit that the next round failed, if it does inside; not if the trainer must rejoin. The caller has the error."""
     round_ = fragment.shared.round + 1
     try:
         yield

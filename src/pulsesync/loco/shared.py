@@ -109,11 +109,7 @@ class SharedState:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview, like: "SharedState") -> "SharedState":
-        """Read what `to_bytes` wrote; like: a state with the same tensors and the same kind of trend.
-
-        Raises:
-            FormatError: it is not a shared state, or one of other tensors; ChecksumError: it is damaged.
-        """
+        """Read what `to_bytes` wrote; like: a state with the same tensors and trend. Raises: FormatError."""
         view = memoryview(data)
         line, newline, _ = bytes(view[:MAX_HEAD_BYTES]).partition(b"\n")
         head = load_json(line, "a shared state")
@@ -155,11 +151,7 @@ def _newest(parts: Mapping[str, Contribution]) -> Mapping[str, Contribution]:
 
 
 def read_trend(values: NDArray[Any], like: Trend) -> Trend:
-    """Check a trend that was saved or received, and copy it to where `like` is.
-
-    Raises:
-        FormatError: it is of another type than `like`, or has invalid values.
-    """
+    """Check a trend, and copy it to where `like` is. Raises: FormatError: it has another type, or invalid values."""
     wanted = np.dtype(TREND_TYPES[_trend_type(like)]).newbyteorder("=")
     if values.dtype.newbyteorder("=") != wanted or values.shape != (len(like),):
         raise FormatError(

@@ -45,11 +45,7 @@ def encode_steps(described: Bits, positions: I64, sizes: I64, negative: I64) -> 
 
 
 def decode_steps(described: Bits, data: memoryview, count: int) -> tuple[I64, I64, I64]:
-    """Positions, sizes, and whether each is negative, of this number of entries.
-
-    Raises:
-        FormatError: or a subclass, for bad bytes.
-    """
+    """Positions, sizes, and whether each is negative, of this number of entries. Raises: FormatError, or a subclass."""
     if not count:
         if len(data):
             raise FormatError("a payload without entries must have no bytes for them")

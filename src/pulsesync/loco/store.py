@@ -244,12 +244,7 @@ class StoreExchange:
         return aggregate(parts.values(), size), parts.get(self.trainer)
 
     def _fetch_decided(self, coder: Coder, trainer: str, id_: str, size: int) -> SparseVector:
-        """Fetch a payload of a decided round. Without it, the trainer needs a later state.
-
-        Raises:
-            MissingLinkError: the payload is lost, and there is a later state; RoundError: there is none, or the store
-                failed.
-        """
+        """Fetch a payload of a decided round. Raises: MissingLinkError: it is lost, with a later state; RoundError."""
         faults: list[PulseError] = []
         while len(faults) < TRIES:
             try:
@@ -302,10 +297,7 @@ class StoreExchange:
         return not self._objects.is_gone(coder.fragment, coder.round)
 
     def confirm(self, coder: Coder, outcome: Outcome, after: SharedState | None) -> None:
-        """Announce the next round.
-
-        Every `state_every` rounds save the shared state, and delete rounds before the last saved state.
-        """
+        """Announce the next round; every `state_every` rounds save the state, and delete those before the last."""
         fragment, round_ = coder.fragment, coder.round
         self._known[fragment] = set(outcome.members)
         self._objects.announce(fragment, round_ + 1)

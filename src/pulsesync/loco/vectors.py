@@ -47,10 +47,7 @@ def as_number(bits: int) -> np.float32:
 
 
 class HostKernels:
-    """What numpy and torch cannot both do, in host memory: kernels of numba, on threads.
-
-    `device.vectors.DeviceKernels` has the same methods.
-    """
+    """What numpy and torch cannot both do: kernels of numba, on threads. `DeviceKernels` has the same methods."""
 
     @property
     def chunk(self) -> int:
@@ -153,13 +150,7 @@ class HostKernels:
 
 
 class VectorOps:
-    """Vectors in one place: what numpy and torch can both do.
-
-    Args:
-        xp: The library of the vectors: numpy or torch.
-        kernels: What is not the same in both.
-        **place: The device, for torch.
-    """
+    """Vectors in one place: what numpy and torch (xp) can both do; place: the device, for torch."""
 
     def __init__(self, xp: Any, kernels: HostKernels, **place: Any) -> None:
         self.xp, self.kernels, self._place = xp, kernels, place

@@ -4,6 +4,7 @@ Weight updates like those of a real run, a recorded run, arbitrary bits; a suite
 frameworks, and a store that fails.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pulsesync.testing.faults import FaultyStore
@@ -28,12 +29,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import pytest only if a suite is used."""
-    if name == "FrameworkTests":
-        from pulsesync.testing.frameworks import FrameworkTests
-
-        return FrameworkTests
-    if name == "StoreTests":
-        from pulsesync.testing.stores import StoreTests
-
-        return StoreTests
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = {"FrameworkTests": "frameworks", "StoreTests": "stores"}.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), name)

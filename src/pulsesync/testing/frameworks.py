@@ -126,7 +126,7 @@ class FrameworkTests:
     def test_fp32_masters_arrive_in_bf16(self, store: MemoryStore, follower: FrameworkSubscriber) -> None:
         if not {"float32", "bfloat16"} <= set(self.dtypes):
             pytest.skip("this framework does not have both FP32 and BF16")
-        masters = {f"master_{name}": normal(shape, seed=3) for name, shape in SHAPES.items()}
+        masters = {f"master_{name}": normal(shape) for name, shape in SHAPES.items()}
         half = {name: one.astype(ml_dtypes.bfloat16) for name, one in masters.items()}
         worker = self.make({name: np.zeros_like(one) for name, one in half.items()})
         with Publisher(store, cast="BF16") as publisher:
@@ -227,12 +227,7 @@ class FrameworkTests:
 
 
 class FailingWeights:
-    """Weights of which one write fails, possibly after half of it is done.
-
-    Args:
-        weights: The weights.
-        failing: Which write fails, counted from 0.
-    """
+    """Weights of which one write fails, counted from 0, after it is done."""
 
     def __init__(self, weights: FrameworkWeights, failing: int) -> None:
         self._weights, self._left = weights, failing
@@ -268,8 +263,8 @@ def duplicate(tensor: Any) -> Any:
     return tensor.copy() if isinstance(tensor, np.ndarray) else tensor.detach().clone()
 
 
-def normal(shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
-    return np.asarray(np.random.default_rng(seed).standard_normal(shape), np.float32)
+def normal(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return np.asarray(np.random.default_rng(3).standard_normal(shape), np.float32)
 
 
 def _unsigned(tensor: Any) -> np.ndarray[Any, Any]:

@@ -8,7 +8,6 @@ positions of the tensors laid end to end, as `gaps/<step>` (unchanged weights be
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-Bits16 = npt.NDArray[np.uint16]
+from pulsesync.testing.updates import Bits16, split_tensors
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,12 @@ class RecordedSlice:
 
     def states(self) -> Iterator[tuple[int, dict[str, Bits16], dict[str, Bits16]]]:
         """Yield (step, old, new) for every step; new is the next step's old, so treat both as read-only."""
+        shapes = dict(zip(self.names, self.shapes, strict=True))
         old = np.concatenate([self.start[name].reshape(-1) for name in self.names])
         for step, (positions, flips) in enumerate(self.changes):
             new = old.copy()
             new[positions] ^= flips
-            yield step, self._split(old), self._split(new)
+            yield step, split_tensors(old, shapes), split_tensors(new, shapes)
             old = new
 
     def final_sha256(self) -> str:
@@ -48,14 +48,6 @@ class RecordedSlice:
         for positions, flips in self.changes:
             flat[positions] ^= flips
         return hashlib.sha256(flat.astype("<u2").tobytes()).hexdigest()
-
-    def _split(self, flat: Bits16) -> dict[str, Bits16]:
-        state, at = {}, 0
-        for name, shape in zip(self.names, self.shapes, strict=True):
-            size = math.prod(shape)
-            state[name] = flat[at : at + size].reshape(shape)
-            at += size
-        return state
 
 
 def load_recorded(path: str | Path) -> RecordedSlice:

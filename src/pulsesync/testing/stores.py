@@ -10,7 +10,7 @@ Subclass it, give it a store, and pytest runs all of it:
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Barrier, Event
@@ -159,7 +159,12 @@ class StoreTests:
 
     def test_a_listing_is_complete(self, store: Store) -> None:
         keys = [f"parts/{number:03}" for number in range(120)]
-        in_threads(8, lambda name: put_all(store, keys[name::8]))
+
+        def put(name: int) -> None:
+            for key in keys[name::8]:
+                store.put(key, b"")
+
+        in_threads(8, put)
         assert [entry.key for entry in store.list("parts/")] == keys
 
     def test_listing_where_nothing_is_yields_nothing(self, store: Store) -> None:
@@ -236,11 +241,6 @@ def created(store: Store, key: str, name: int) -> bool:
 
 def content_of(name: int) -> bytes:
     return str(name).encode() * 1000
-
-
-def put_all(store: Store, keys: Iterable[str]) -> None:
-    for key in keys:
-        store.put(key, b"")
 
 
 def in_threads(count: int, work: Callable[[int], T]) -> list[T]:

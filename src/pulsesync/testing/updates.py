@@ -62,17 +62,12 @@ class AdamUpdates:
         scale: float = 0.15,
         noise: float = 0.2,
     ) -> None:
-        self.shapes = dict(shapes)
-        self.lr = lr
-        self.betas = betas
-        self.noise = noise
+        self.shapes, self.lr, self.betas, self.noise = dict(shapes), lr, betas, noise
         self._words = np.random.PCG64(seed)
         self._decays = [1.0, 1.0]  # betas to the power of the steps taken, by multiplication: pow differs by platform
         size = sum(math.prod(shape) for shape in self.shapes.values())
-        self._weights = np.empty(size, np.float32)
-        self._means = np.empty(size, np.float32)
-        self._first = np.zeros(size, np.float32)
-        self._second = np.zeros(size, np.float32)
+        self._weights, self._means = (np.empty(size, np.float32) for _ in range(2))
+        self._first, self._second = (np.zeros(size, np.float32) for _ in range(2))
         for chunk in self._chunks():
             weights, means = self._weights[chunk], self._means[chunk]
             weights[:] = _normal(self._words, len(weights), fine=True) * np.float32(scale)
@@ -83,7 +78,7 @@ class AdamUpdates:
 
     def state(self) -> dict[str, Bits16]:
         """The current weights, rounded to nearest even, in new arrays."""
-        return self._split(_round_to_bf16(self._weights))
+        return split_tensors(_round_to_bf16(self._weights), self.shapes)
 
     def step(self) -> dict[str, Bits16]:
         """Take one optimizer step and return the weights after it, in new arrays."""
@@ -113,13 +108,15 @@ class AdamUpdates:
     def _chunks(self) -> list[slice]:
         return [slice(at, at + _CHUNK) for at in range(0, len(self._weights), _CHUNK)]
 
-    def _split(self, flat: Bits16) -> dict[str, Bits16]:
-        state, at = {}, 0
-        for name, shape in self.shapes.items():
-            size = math.prod(shape)
-            state[name] = flat[at : at + size].reshape(shape)
-            at += size
-        return state
+
+def split_tensors(flat: Bits16, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Bits16]:
+    """Views of tensors of these shapes that follow each other in one array."""
+    state, at = {}, 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        state[name] = flat[at : at + size].reshape(shape)
+        at += size
+    return state
 
 
 def random_bits(
@@ -159,10 +156,7 @@ def _special_bits(dtype: type[Unsigned]) -> npt.NDArray[Unsigned]:
 
 
 def _normal(words: np.random.PCG64, count: int, fine: bool = False) -> Floats:
-    """Nearly normal numbers of unit variance: sums of four 16-bit words.
-
-    With `fine`, values between the sums occur, too.
-    """
+    """Nearly normal numbers of unit variance: sums of four 16-bit words; with `fine`, also values between these."""
     raw = words.random_raw(count)
     pairs = ((raw & 0x0000FFFF0000FFFF) + (raw >> 16 & 0x0000FFFF0000FFFF)).view(np.uint32)
     numbers = (pairs[0::2] + pairs[1::2]).astype(np.float32)  # (count,), at most 2**18: exact
