@@ -7,18 +7,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from pulsesync.cli.options import (
-    Count,
-    Json,
-    NothingThereError,
-    Printer,
-    Trust,
-    TrustPointers,
-    no_run,
-    open_place,
-    read_movers,
-    read_trust,
-)
+from pulsesync.cli import options
 from pulsesync.cli.progress import show_progress
 from pulsesync.errors import FormatError, PulseError
 from pulsesync.maintain.verify import FoundRecord, find_records
@@ -29,7 +18,12 @@ from pulsesync.store import Store
 
 
 def log(
-    run: str, *, trust: Trust = None, trust_pointers: TrustPointers = None, limit: Count = 50, as_json: Json = False
+    run: str,
+    *,
+    trust: options.Trust = None,
+    trust_pointers: options.TrustPointers = None,
+    limit: options.Count = 50,
+    as_json: options.Json = False,
 ) -> int:
     """List the versions of a run, the newest first, with the anchors and squashed patches that lead to them.
 
@@ -45,12 +39,11 @@ def log(
         FormatError: none of its records can be read; PulseError: the store does not answer, or no trusted key signed
             the newest version.
     """
-    store, trusted = open_place(run), read_trust(trust)
-    movers = read_movers(trust_pointers, trusted)
+    store, (trusted, movers) = options.open_place(run), options.read_keys(trust, trust_pointers)
     with show_progress(as_json) as bars:
         found = find_records(RunReader(store, trusted), limit or None, bars.report)[::-1]
     if not found:
-        raise NothingThereError(no_run(run))
+        raise options.NothingThereError(options.no_run(run))
     if not any(one.record for one in found):
         first = found[0]
         raise FormatError(f"{run}: {len(found)} records were read, all of them bad; {first.key}: {first.fault}")
@@ -61,7 +54,7 @@ def log(
             print(json.dumps({"key": one.key, **facts, "pointers": pointed.get(one.key, [])}))
         return 0
     marks = ({"pointers": " ".join(pointed.get(one.key, []))} if pointed else {} for one in found if one.record)
-    Printer(False).table({**row, **mark} for row, mark in zip(rows(found), marks, strict=True))
+    options.Printer(False).table({**row, **mark} for row, mark in zip(rows(found), marks, strict=True))
     for one in found:
         if one.fault:
             print(f"{one.key}: {one.fault}")

@@ -95,6 +95,12 @@ def export_metrics(address: str | None) -> None:
         raise UsageError(f"--metrics: {e}") from e
 
 
+def read_keys(trust: str | None, movers: str | None) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+    """Read the public keys of --trust and of --trust-pointers. Raises: UsageError."""
+    keys = read_trust(trust)
+    return keys, read_movers(movers, keys)
+
+
 def read_movers(text: str | None, trust: frozenset[str] | None) -> frozenset[str] | None:
     """Read the public keys of --trust-pointers, as `read_trust` does. Raises: UsageError."""
     found = read_trust(text, "--trust-pointers")
@@ -165,6 +171,10 @@ class Printer:
         else:
             progress.hide()
             print(f"pulse: {without_controls(text)}", file=sys.stderr, flush=True)
+
+    def retries(self, error: PulseError) -> None:
+        """Print an error after which the command goes on."""
+        self.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
 
     def table(self, rows: Iterable[Mapping[str, Any]]) -> None:
         rows = list(rows)
