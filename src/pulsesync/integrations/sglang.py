@@ -20,11 +20,11 @@ from importlib import import_module
 from typing import Any
 
 from pulsesync.errors import GroupError, PulseError, StateError, StoreError, VerificationError
-from pulsesync.group.collective import Collective, SoloTeam, Team
-from pulsesync.integrations.engine.adapter import EngineAdapter
+from pulsesync.group.collective import Team
+from pulsesync.integrations.engine.adapter import MOVES_EXPERTS, EngineAdapter, gloo_team
 from pulsesync.integrations.engine.answers import STATUS, check_fields
 from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions, find_version
-from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, TIMEOUT_S, EngineServer
+from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, EngineServer
 from pulsesync.integrations.engine.together import move_together
 from pulsesync.integrations.engine.update import UpdateReport, check_version, merged_status
 from pulsesync.integrations.runtime import EngineRank
@@ -138,10 +138,7 @@ class SglangEngine(EngineAdapter):
                     f"weights are not known: start a server without {flag} for each replica"
                 )
         if _context("exec").moe.enable_eplb:
-            raise StateError(
-                "this engine moves its experts while it runs (--enable-eplb), so the position of a weight is not "
-                "known: start it without --enable-eplb"
-            )
+            raise StateError(MOVES_EXPERTS)
 
     def rank(self) -> EngineRank:
         parallel = _context("parallel")
@@ -149,9 +146,7 @@ class SglangEngine(EngineAdapter):
 
     def team(self) -> Team:
         """Return the ranks, in a process group of their own. Every rank must call this at the same time."""
-        if _context("parallel").tp_size == 1:
-            return SoloTeam()
-        return Collective(import_module("torch.distributed").new_group(backend="gloo"), TIMEOUT_S)
+        return gloo_team(_context("parallel").tp_size)
 
     def hf_config(self) -> Any:
         return self.model.config
@@ -235,13 +230,9 @@ class SglangServer(EngineServer):
     engine = "SGLang"
     key_hint = "pass it with --api-key, PULSE_SGLANG_API_KEY or SglangServer(api_key=)"
 
-    def __init__(
-        self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S, api_key_in_clear: bool = False
-    ) -> None:
-        super().__init__(url, api_key=api_key, timeout_s=timeout_s, api_key_in_clear=api_key_in_clear)
-        self._ranks = 0  # 0 until the server was asked
-        self._known: dict[str, Any] | None = None  # its last status, valid while its weight_version is the same
-        self._pause_s = 0.0
+    _ranks = 0  # 0 until the server was asked
+    _known: dict[str, Any] | None = None  # its last status, valid while its weight_version is the same
+    _pause_s = 0.0
 
     def status(self) -> dict[str, Any]:
         """Return the server's status, as `EngineServer.status`, and weight_version.
@@ -255,10 +246,9 @@ class SglangServer(EngineServer):
         if self._known is None or self._known["weight_version"] != named:
             self._check_started()
             self._known = {**self._ask_status({"do": "status"}), "weight_version": named}
-        known = self._known
+        version = self._known["version"]
         # It has weights of a version that it is not named after: the update that wrote them has not ended.
-        unfinished = known["version"] is not None and named != str(known["version"])
-        return {**known, "paused_by_update": unfinished}
+        return {**self._known, "paused_by_update": version is not None and named != str(version)}
 
     def _update(self, options: dict[str, Any], version: int | str, kv_cache: str) -> UpdateReport:
         check_version(version)

@@ -5,9 +5,17 @@ Tested with vLLM and SGLang (`integrations.vllm.compat`, `integrations.sglang`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from typing import Any
 
+from pulsesync.group.collective import Collective, SoloTeam, Team
 from pulsesync.integrations.runtime import EngineRank, runtime_tensors
+
+TIMEOUT_S = 1800.0  # how long a rank waits for the others, the slowest of which may fetch an anchor
+MOVES_EXPERTS = (
+    "this engine moves its experts while it runs (--enable-eplb), so the position of a weight is not known: start it "
+    "without --enable-eplb"
+)
 
 
 class EngineAdapter(ABC):
@@ -80,3 +88,10 @@ class EngineAdapter(ABC):
             import torch
 
             torch.cuda.synchronize(device)
+
+
+def gloo_team(size: int) -> Team:
+    """Return this many ranks of an engine, in a process group of their own. Every rank must call this at that time."""
+    if size == 1:
+        return SoloTeam()
+    return Collective(import_module("torch.distributed").new_group(backend="gloo"), TIMEOUT_S)

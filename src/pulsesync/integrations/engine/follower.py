@@ -19,6 +19,7 @@ from pulsesync.errors import ChainError, GroupError, NothingPublishedError, Stat
 from pulsesync.format.layout import Layout
 from pulsesync.format.signature import trusted, trusted_for_pointers
 from pulsesync.integrations.engine.adapter import EngineAdapter
+from pulsesync.integrations.engine.answers import RANK_REPORT
 from pulsesync.integrations.engine.weights import EngineWeights, changed_names, find_weights
 from pulsesync.run.goals import GoalFinder
 from pulsesync.run.reader import RunReader
@@ -251,10 +252,7 @@ class EngineFollower:
         state = None if pending is None else "ready" if pending.ready.is_set() else "preparing"
         return {
             "location": str(self._followed.options.location) if self._followed else None,
-            "version": known.get("version"),
-            "step": known.get("step"),
-            "digest": known.get("digest"),
-            "mode": known.get("mode"),
+            **{name: known.get(name) for name in ("version", "step", "digest", "mode")},
             "broken": self._broken,
             "update": state,
             "token": pending.token if pending else None,
@@ -295,9 +293,8 @@ class EngineFollower:
         if followed is None or not followed.is_of(options):
             followed = _Followed(options, self._limits, self._wait_for_decision)
         self._pending = one = _Preparation(token, followed)
-        one.thread = threading.Thread(
-            target=self._prepare, args=[one, version, options.follow_replaced], name="pulse-update", daemon=True
-        )
+        given = (one, version, options.follow_replaced)
+        one.thread = threading.Thread(target=self._prepare, args=given, name="pulse-update", daemon=True)
         one.thread.start()
 
     def _prepare(self, one: _Preparation, version: int, follow_replaced: bool) -> None:
@@ -331,9 +328,8 @@ class EngineFollower:
         report = subscriber.sync(weights.tensors, version, verify=in_place, follow_replaced=follow_replaced)
         assert subscriber.state is not None
         patched = set(report.path) <= {"patch", "squash", "undo"} and not report.repaired and not replaced
-        one.changed = (
-            changed_names(subscriber.state.layout, before, subscriber.state.sums) if patched else set(weights.tensors)
-        )
+        names = changed_names(subscriber.state.layout, before, subscriber.state.sums)
+        one.changed = names if patched else set(weights.tensors)
         return report
 
     def _weights_for(self, followed: _Followed, version: int) -> EngineWeights:
@@ -462,18 +458,9 @@ def find_version(options: RunOptions, limits: EngineLimits | None = None) -> int
 
 
 def _describe(report: SyncReport, mode: str, seconds: float) -> dict[str, Any]:
-    return {
-        "version": report.version,
-        "step": report.step,
-        "from_version": report.from_version,
-        "path": list(report.path),
-        "changed": report.changed,
-        "fetched_bytes": report.fetched_bytes,
-        "seconds": seconds,
-        "digest": report.digest,
-        "mode": mode,
-        "repaired": list(report.repaired),
-    }
+    facts = {name: getattr(report, name, None) for name in RANK_REPORT}
+    lists = {"path": list(report.path), "repaired": list(report.repaired)}
+    return {**facts, **lists, "seconds": seconds, "mode": mode}
 
 
 def _describe_error(error: Exception) -> dict[str, str]:
