@@ -111,8 +111,7 @@ class PublishingCallback:
     # Trainers, and programs that tune them, may copy and pickle callbacks. A copy starts without a publisher.
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("location", "adapters", "every_step", "options")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("location", "adapters", "every_step", "options")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -129,7 +128,7 @@ class PublishingCallback:
         sharded = is_sharded(model.parameters())
         if not sharded and not state.is_world_process_zero:
             return
-        self._as = self._choose_adapters(model)
+        self._as = self.adapters or ("merged" if is_peft(model) else None)
         weights = self._weights(model)
         if self.publisher is None:
             options = {**self.options, "cast": self._cast(weights, args)}
@@ -197,9 +196,6 @@ class PublishingCallback:
             publisher.close()
 
     # What is published, and how
-
-    def _choose_adapters(self, model: Any) -> Adapters | None:
-        return self.adapters or ("merged" if is_peft(model) else None)
 
     def _weights(self, model: Any) -> dict[str, Any]:
         if self._as is None:
@@ -276,18 +272,9 @@ class PublishingCallback:
 
 
 @cache
-def _pulse_callback() -> type:
-    """Make `PulseCallback`. Raises: PulseError, if transformers is not installed."""
-    transformers = required("transformers")
-
-    class PulseCallback(PublishingCallback, transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        __doc__ = PublishingCallback.__doc__
-
-    PulseCallback.__qualname__ = "PulseCallback"  # so that pickle finds it in this module
-    return PulseCallback
-
-
 def __getattr__(name: str) -> Any:
-    if name == "PulseCallback":
-        return _pulse_callback()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Make `PulseCallback`. Raises: PulseError, if transformers is not installed."""
+    if name != "PulseCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    bases = (PublishingCallback, required("transformers").TrainerCallback)
+    return type(name, bases, {"__doc__": PublishingCallback.__doc__, "__module__": __name__})  # so pickle finds it
