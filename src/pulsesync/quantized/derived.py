@@ -12,7 +12,7 @@ from pulsesync.errors import VerificationError
 from pulsesync.quantized.changes import SIGNED, FlatChanges, TileIndex
 from pulsesync.quantized.groups import GroupScales, QuantizedGroups
 from pulsesync.quantized.recipes import Recipe
-from pulsesync.quantized.targets import Target, Targets
+from pulsesync.quantized.targets import Targets
 from pulsesync.run.follower import attach
 from pulsesync.state.anchors import AnchorLoader
 from pulsesync.state.backend import Delta, Transition
@@ -69,7 +69,7 @@ class DerivedWeights:
         if changes is None:
             return self._prepare_whole()
         assert self._known is not None
-        found = self._groups.follow(changes, self._weights, self._tensor, self._known)
+        found = self._groups.follow(changes, self._weights, self._known)
         if found is None:
             return self._prepare_whole()
         transition = self._transition(found.changes)
@@ -103,9 +103,6 @@ class DerivedWeights:
         """A tensor of the run as flat integers, on the device of the worker's tensors."""
         flat = self._mirror[number]
         return flat.view(SIGNED[flat.element_size()]).to(self._where)
-
-    def _tensor(self, target: Target) -> torch.Tensor:
-        return self._targets.tensors[target.name]
 
     # Writing
 
