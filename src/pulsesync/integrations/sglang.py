@@ -123,11 +123,7 @@ class _Rank:
 
 
 class SglangEngine(EngineAdapter):
-    """One rank of SGLang. Run with SGLang 0.5.23.
-
-    Args:
-        model: The model of this rank.
-    """
+    """One rank of SGLang. Run with SGLang 0.5.23."""
 
     def check(self) -> None:
         parallel = _context("parallel")
@@ -167,8 +163,7 @@ class SglangEngine(EngineAdapter):
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
         """Load with the model's own loader; begin_weight_update and end_weight_update unpack before and pack after."""
-        loaded: set[str] | None = self.model.load_weights(weights)
-        return loaded
+        return self.model.load_weights(weights)  # type: ignore[no-any-return]
 
 
 _REFUSED = {"dp_size": "--dp-size", "attn_dp_size": "--enable-dp-attention", "pp_size": "--pp-size"}

@@ -19,11 +19,7 @@ MOVES_EXPERTS = (
 
 
 class EngineAdapter(ABC):
-    """One rank of an engine, in the process that has its weights.
-
-    Args:
-        model: The model of this rank, a torch.nn.Module.
-    """
+    """One rank of an engine, in the process that has its weights; `model` is a torch.nn.Module."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

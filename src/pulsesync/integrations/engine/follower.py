@@ -35,31 +35,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Which run an engine follows, and which keys it trusts.
+    """Which run an engine follows, and which keys it trusts; as for a `Subscriber`, where nothing else is said."""
 
-    Args:
-        location: The path or URL of the run, which every rank can reach.
-        trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
-            not checked.
-        pointer: Name of a pointer of the run: "latest" is then the version that it names; None: the newest version.
-        trust_pointers: Public keys that may sign moves of that pointer, and nothing else; it needs `trust`.
-        follow_replaced: If the location has another run than before, or the same run was restored from a backup,
-            start over from an anchor of the current run.
-    """
-
-    location: ParsedLocation
+    location: ParsedLocation  # which every rank can reach
     trust: Sequence[str] | None = None
-    pointer: str | None = None
-    follow_replaced: bool = False
-    trust_pointers: Sequence[str] | None = None
+    pointer: str | None = None  # "latest" is then the version that it names; None: the newest version
+    follow_replaced: bool = False  # start over if the location has another run, or was restored from a backup
+    trust_pointers: Sequence[str] | None = None  # may sign moves of the pointer, and nothing else; it needs `trust`
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> "RunOptions":
         """Read a mapping that was received over the network. Raises: ValueError, for unknown names or other types."""
-        if unknown := sorted(given.keys() - cls.__dataclass_fields__.keys()):
-            raise ValueError(
-                f"unknown field {', '.join(unknown)}; the fields are {', '.join(cls.__dataclass_fields__)}"
-            )
+        names = cls.__dataclass_fields__
+        if unknown := sorted(given.keys() - names.keys()):
+            raise ValueError(f"unknown field {', '.join(unknown)}; the fields are {', '.join(names)}")
         for name in ("location", "pointer"):
             if not isinstance(given.get(name, ""), str | None):
                 raise ValueError(f"{name} must be a text; got {type(given[name]).__name__}")
@@ -80,21 +69,13 @@ def _as_tuple(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the operator of an engine allows to the clients that request updates.
+    """What the operator of an engine allows to the clients that request updates."""
 
-    Args:
-        runs: The locations that may be followed, including all locations below them; None: any.
-        trust: Public keys that must have signed the run, whatever a request names; None: as the request names.
-        cache: A folder in which bodies are kept, shared by the ranks of a host: each body is fetched once.
-        variable: The environment variable that names the runs, for errors.
-        trust_pointers: Public keys that may sign moves of pointers; with `trust`, whatever a request names.
-    """
-
-    runs: tuple[ParsedLocation, ...] | None = None
-    trust: tuple[str, ...] | None = None
-    cache: str | None = None
-    variable: str = ""
-    trust_pointers: tuple[str, ...] | None = None
+    runs: tuple[ParsedLocation, ...] | None = None  # that may be followed, with all locations below them; None: any
+    trust: tuple[str, ...] | None = None  # must have signed the run, whatever a request names; None: as it names
+    cache: str | None = None  # a folder for bodies, shared by the ranks of a host: each body is fetched once
+    variable: str = ""  # the environment variable that names the runs, for errors
+    trust_pointers: tuple[str, ...] | None = None  # may sign moves of pointers; with `trust`, whatever a request names
 
     @classmethod
     def read(cls, prefix: str) -> "EngineLimits":
@@ -195,12 +176,7 @@ class _Preparation:
 
 
 class EngineFollower:
-    """Keeps the weights of one rank of an engine at versions of a run.
-
-    Args:
-        engine: This rank of the engine.
-        limits: What requests may ask for.
-    """
+    """Keeps the weights of one rank of an engine at versions of a run; `limits` are those of what requests ask for."""
 
     def __init__(self, engine: EngineAdapter, limits: EngineLimits | None = None) -> None:
         self._engine, self._limits = engine, limits or EngineLimits()
@@ -368,9 +344,8 @@ class EngineFollower:
         """
         one = self._pending
         if one is None or one.token != token or not one.ready.is_set():
-            raise ChainError(
-                "this update cannot be committed, because another caller has started an update; update again"
-            )
+            text = "this update cannot be committed, because another caller has started an update; update again"
+            raise ChainError(text)
         assert one.thread is not None
         self._before = _Served(self._followed, self._served, self._fresh, one.followed)
         one.decided.set()
@@ -417,22 +392,19 @@ class EngineFollower:
                 raise ChainError(
                     f"cannot roll back to version {version}: this rank had version {before.report.get('version')}"
                 )
-            if before.followed is None:
-                self._load_checkpoint(before.fresh)
-            else:
+            if before.followed is not None:
                 _return_to(before.followed, before.report["version"], wrote=before.writer)
+            elif before.fresh:
+                self._engine.load_weights(self._engine.checkpoint())
+                self._engine.refresh_packed()
+            else:
+                raise ChainError("there is no earlier version to roll back to; update to a version instead")
             self._engine.synchronize()
         except Exception as e:
             self._broken = f"an update failed halfway, and the weights cannot be rolled back: {e}"
             raise VerificationError(f"{self._broken}; do not generate before an update succeeds", torn=True) from e
         self._followed, self._served, self._fresh = before.followed, before.report, before.fresh
         self._broken = self._before = None
-
-    def _load_checkpoint(self, fresh: bool) -> None:
-        if not fresh:
-            raise ChainError("there is no earlier version to roll back to; update to a version instead")
-        self._engine.load_weights(self._engine.checkpoint())
-        self._engine.refresh_packed()
 
 
 def _return_to(followed: _Followed, version: int, wrote: _Followed) -> None:

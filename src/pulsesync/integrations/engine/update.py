@@ -112,8 +112,7 @@ def run(steps: Generator[Step, Any, dict[str, Any]], take: Callable[[Step], Any]
             else:
                 step = steps.send(answer)
     except StopIteration as end:
-        report: dict[str, Any] = end.value
-        return report
+        return end.value  # type: ignore[no-any-return]
 
 
 def _ask(do: str, **given: Any) -> Generator[Step, Any, Answers]:
@@ -206,11 +205,7 @@ class UpdateReport:
 
 
 class UpdateEvents:
-    """The events of the updates of one engine, in the process that drives it.
-
-    Args:
-        location: The location of the run.
-    """
+    """The events of the updates of one engine to versions of a run, in the process that drives the engine."""
 
     def __init__(self, location: str) -> None:
         self.location = str(ParsedLocation.parse(location))
@@ -238,12 +233,6 @@ class UpdateEvents:
             yield
         except Exception as e:
             if has_listeners():
-                emit(
-                    EngineUpdateFailed(
-                        location=self.location,
-                        error=describe_error(e),
-                        retryable=bool(getattr(e, "retryable", False)),
-                        torn=bool(getattr(e, "torn", False)),
-                    )
-                )
+                facts = {name: bool(getattr(e, name, False)) for name in ("retryable", "torn")}
+                emit(EngineUpdateFailed(location=self.location, error=describe_error(e), **facts))
             raise

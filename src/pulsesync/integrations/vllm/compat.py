@@ -18,12 +18,7 @@ from pulsesync.integrations.runtime import EngineRank
 
 
 class VllmEngine(EngineAdapter):
-    """One rank of vLLM.
-
-    Args:
-        config: The engine's VllmConfig.
-        model: The model of this rank.
-    """
+    """One rank of vLLM; `config` is the engine's VllmConfig."""
 
     def __init__(self, config: Any, model: Any) -> None:
         super().__init__(model)

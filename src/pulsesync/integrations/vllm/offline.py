@@ -58,15 +58,14 @@ class OfflineFollower:
 
     def status(self) -> dict[str, Any]:
         """Return the status of the workers, as rank 0 reports it."""
-        ranks: list[dict[str, Any]] = self._ask({"do": "status"})
+        ranks: updates.Answers = self._ask({"do": "status"})
         updates.raise_error(ranks)
         return ranks[0]
 
     @property
     def version(self) -> int | None:
         """The version that the engine computes with; None before the first update."""
-        version: int | None = self.status()["version"]
-        return version
+        return self.status()["version"]  # type: ignore[no-any-return]
 
     def update(self, version: int | str = updates.LATEST, *, keep_kv_cache: bool = False) -> updates.UpdateReport:
         """Update all workers to the newest version, or to a given one; all of them or none.

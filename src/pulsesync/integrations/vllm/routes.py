@@ -149,8 +149,7 @@ class ServedEngine:
                 else:
                     step = steps.send(answer)
         except StopIteration as end:
-            report: dict[str, Any] = end.value
-            return report
+            return end.value  # type: ignore[no-any-return]
 
     async def _take(self, step: updates.Step) -> Any:
         engine = self._engine
@@ -174,5 +173,4 @@ class ServedEngine:
         return None
 
     async def _ask(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = await self._engine.collective_rpc("pulse_call", args=(json.dumps(message),))
-        return answers
+        return await self._engine.collective_rpc("pulse_call", args=(json.dumps(message),))  # type: ignore[no-any-return]
