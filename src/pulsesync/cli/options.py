@@ -64,11 +64,7 @@ def open_place(location: str) -> Store:
 
 
 def read_token(file: Path | None = None, variable: str = "PULSE_TOKEN") -> str | None:
-    """Return the token in a file, or that of an environment variable, or None; for `pulse serve` and `pulse relay`.
-
-    Raises:
-        UsageError: the file cannot be read, or the token is empty.
-    """
+    """Return the token in a file, or of a variable, or None: for `pulse serve` and `relay`. Raises: UsageError."""
     if file is None:
         token, where = os.environ.get(variable), variable
     else:

@@ -17,7 +17,7 @@ from cyclopts import (
 )
 
 import pulsesync
-from pulsesync.cli import COMMANDS
+from pulsesync.cli import COMMANDS, place_of
 from pulsesync.core.location import parse_path, redacted
 from pulsesync.errors import PulseError
 
@@ -25,18 +25,13 @@ from pulsesync.errors import PulseError
 def make_app() -> App:
     """Return the command line, with every command; a command's module is imported when it is asked for."""
     app = App(name="pulse", version=pulsesync.__version__, suppress_keyboard_interrupt=False, config=_check_values)
-    for name, (path, _) in COMMANDS.items():
-        app.command(path, name=name)
+    for name in COMMANDS:
+        app.command(place_of(name), name=name)
     return app
 
 
 def call(arguments: Sequence[str]) -> int:
-    """Import the command that is named and call it; return its exit code.
-
-    Raises:
-        UsageError: there is no such command or option, or a value is invalid.
-        PulseError: the command failed, or its package is not installed.
-    """
+    """Import the command that is named and call it; return its exit code. Raises: UsageError, and as the command."""
     _check_installed(arguments[0])
     try:
         code: int = make_app()(arguments, exit_on_error=False, print_error=False, result_action="return_value")
@@ -49,8 +44,7 @@ def call(arguments: Sequence[str]) -> int:
 
 def _check_installed(command: str) -> None:
     """Raise PulseError for a command of pulsesync-lab where that is missing, or is not of this version."""
-    path, _ = COMMANDS.get(command, ("pulsesync", ""))
-    if not path.startswith("pulsesync_lab."):
+    if not place_of(command).startswith("pulsesync_lab."):
         return
     wanted = pulsesync.__version__
     version = import_module("pulsesync_lab").__version__ if find_spec("pulsesync_lab") else None
@@ -82,13 +76,10 @@ def _explained(error: CycloptsError) -> str:
 
 
 def _check_values(_app: App, _commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Refuse empty values and URLs in the place of paths.
+    """Refuse empty values and URLs in the place of paths. Raises: UsageError.
 
     An unset variable in a script must not turn a check off, and no folder of the name `s3:` is to be created. Cyclopts
     calls this for every command, after the command line and the environment are read.
-
-    Raises:
-        UsageError: the message names the option or the environment variable.
     """
     from pulsesync.cli.options import UsageError
 
