@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from pulsesync.core.extras import missing
+from pulsesync.core.extras import load
 from pulsesync.errors import StateError, VerificationError
 from pulsesync.integrations.frameworks import FrameworkSubscriber, published_tensors
 from pulsesync.publish.publisher import Publisher
@@ -178,11 +178,7 @@ def all_on_gpus(arrays: Iterable[Any]) -> bool:
 
 
 def array_bits(name: str, array: Any, by_torch: bool) -> Any:
-    """Return the bits of an array: a read-only numpy array, or, by_torch, a tensor in the array's own memory.
-
-    Raises:
-        StateError: it is not an array, is a key of a random generator, or other processes have parts of it.
-    """
+    """Return an array's bits: a read-only numpy array or, by_torch, a tensor in the same memory. Raises: StateError."""
     jax = _jax()
     if not isinstance(array, jax.Array):
         raise StateError(f"{name!r} is a {type(array).__name__}, not a jax.Array; leave it out", tensor=name)
@@ -280,10 +276,6 @@ def _torch_sees_gpu() -> bool:
 
 def _jax() -> Any:
     """Return the module jax. Raises: PulseError, if it is not installed."""
-    try:
-        import jax
-        import jax.dlpack
-        import jax.dtypes
-    except ModuleNotFoundError as e:
-        raise missing(e, "jax") from e
-    return jax
+    for module in ("jax.dlpack", "jax.dtypes"):
+        load(module, "jax")
+    return load("jax", "jax")

@@ -32,14 +32,7 @@ class PreparedWeights:
 
 
 class DerivedWeights:
-    """Tensors that are quantised from the weights of a run, or copied.
-
-    Args:
-        weights: The worker's tensors.
-        plain: The state of the run's weights, which a Subscriber updates.
-        mirror: These weights, by name.
-        recipe: How they are quantised.
-    """
+    """Tensors that are quantised from the weights of a run, or copied. `plain` is the state of those in `mirror`."""
 
     def __init__(self, weights: Any, plain: WeightState, mirror: Mapping[str, torch.Tensor], recipe: Recipe) -> None:
         self.plain = plain
@@ -107,11 +100,7 @@ class DerivedWeights:
     # Writing
 
     def commit(self, prepared: PreparedWeights) -> None:
-        """Write what was prepared into the tensors.
-
-        Raises:
-            VerificationError: all tensors were to be written, and that failed halfway.
-        """
+        """Write what was prepared. Raises: VerificationError, if everything was to be written and that failed."""
         if prepared.transition is not None:
             self.state.commit(prepared.transition)
         else:

@@ -40,14 +40,7 @@ class Requantized:
 
 
 class QuantizedGroups:
-    """The groups of all quantised tensors of a worker.
-
-    Args:
-        targets: The tensors.
-        recipe: How they are quantised.
-        sources: How many tensors the run has.
-        where: The device that works on them.
-    """
+    """The groups of all quantised tensors of a worker, on the device `where`; the run has `sources` tensors."""
 
     def __init__(self, targets: Targets, recipe: Recipe, sources: int, where: torch.device) -> None:
         self.targets, self.recipe, self.where = targets, recipe, where
@@ -91,14 +84,10 @@ class QuantizedGroups:
     # Some of them
 
     def follow(self, changes: Sequence[FlatChanges], weights: Weights, known: GroupScales) -> Requantized | None:
-        """The changes of the worker's tensors that follow from changes of weights.
+        """The changes of the worker's tensors that follow from all changes of weights since these were derived.
 
-        None: there are too many changes, and all weights must be quantised.
-
-        Args:
-            changes: Of tensors of the run by number; all changes since the worker's tensors were derived.
-            weights: The weights after the changes.
-            known: The groups before the changes.
+        `weights` are those after the changes, `known` the groups before. None: there are too many changes, so that all
+        weights must be quantised.
         """
         by_size: dict[int, list[FlatChanges]] = {}
         cells: list[_ChangedCells] = []
