@@ -235,11 +235,7 @@ class HuggingFaceFolder:
         return FolderUpdate(mark, side.folder, source, report, left_out, missing_companions(contents), seconds)
 
     def _goal(self, version: int | None) -> Manifest | None:
-        """Return the version to update to; None if it is current.
-
-        Raises:
-            RunChangedError: the location has another run than the folder; MissingLinkError; NothingPublishedError.
-        """
+        """Return the version to update to; None if it is current. Raises: RunChangedError, and as `GoalFinder.find`."""
         records, current = RunReader(self.store, self.trust, trust_pointers=self._movers), self.current
         try:
             return self._goals.find(records, current, version)
@@ -257,9 +253,7 @@ class HuggingFaceFolder:
     def _check_room(self, goal: Manifest) -> None:
         """Check that there is an anchor for a run that is new to the folder, before files of its size are created.
 
-        Raises:
-            NothingPublishedError: its first anchor is still being written; LimitError: the anchor is too small for what
-            the layout describes; MissingLinkError, FormatError, StoreError.
+        Raises: NothingPublishedError, while its first anchor is being written; LimitError, if that is too small.
         """
         records = RunReader(self.store, self.trust)
         try:
@@ -363,10 +357,7 @@ class FolderCopy:
             flush_names(self.folder)
 
     def sync(self, version: int, follow_replaced: bool, current: CopyRecord | None) -> SyncReport:
-        """Sync the weights to a version, and recount all of them; report the change from the current copy.
-
-        Raises: as `Subscriber.sync`.
-        """
+        """Sync to a version, recount all weights, and report the change from the current copy. Raises: PulseError."""
         assert self.weights is not None
         assert self.follower is not None
         self.follower.reported = (current.run, current.version, current.step) if current else None

@@ -23,15 +23,8 @@ from typing import Any, Literal, get_args
 from pulsesync.core.arguments import one_of
 from pulsesync.errors import StateError
 from pulsesync.group.collective import Collective
+from pulsesync.integrations import pretrained
 from pulsesync.integrations.peft import SaveEmbeddings, adapter_weights, is_peft, merged_files, merged_weights
-from pulsesync.integrations.pretrained import (
-    check_publishable,
-    checkpoint_files,
-    checkpoint_weights,
-    is_sharded,
-    required,
-    unwrapped,
-)
 from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
@@ -123,9 +116,9 @@ class PublishingCallback:
         self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **_: Any
     ) -> None:
         """Publish the weights that training starts with. Raises: as `Publisher.publish`; StateError."""
-        model = unwrapped(model)
-        check_publishable(model)
-        sharded = is_sharded(model.parameters())
+        model = pretrained.unwrapped(model)
+        pretrained.check_publishable(model)
+        sharded = pretrained.is_sharded(model.parameters())
         if not sharded and not state.is_world_process_zero:
             return
         self._as = self.adapters or ("merged" if is_peft(model) else None)
@@ -199,7 +192,7 @@ class PublishingCallback:
 
     def _weights(self, model: Any) -> dict[str, Any]:
         if self._as is None:
-            return checkpoint_weights(model)
+            return pretrained.checkpoint_weights(model)
         if self._as == "merged":
             return merged_weights(model)
         weights, _ = adapter_weights(model, save_embeddings=self._save_embeddings)
@@ -211,7 +204,7 @@ class PublishingCallback:
         if self._as == "only":
             return adapter_weights(model, save_embeddings=self._save_embeddings)[1]
         chosen = read_cast(cast).get("*")
-        of = merged_files if self._as == "merged" else checkpoint_files
+        of = merged_files if self._as == "merged" else pretrained.checkpoint_files
         return of(model, processing_class, dtype=CASTS.get(chosen or ""))
 
     def _cast(self, weights: Mapping[str, Any], args: Any) -> Any:
@@ -276,5 +269,5 @@ def __getattr__(name: str) -> Any:
     """Make `PulseCallback`. Raises: PulseError, if transformers is not installed."""
     if name != "PulseCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    bases = (PublishingCallback, required("transformers").TrainerCallback)
+    bases = (PublishingCallback, pretrained.required("transformers").TrainerCallback)
     return type(name, bases, {"__doc__": PublishingCallback.__doc__, "__module__": __name__})  # so pickle finds it

@@ -129,7 +129,7 @@ def fused(model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     """
     yield _vocabulary(EMBEDDING, model, rank)
     for n in range(model.layers):
-        at, dense = f"model.layers.{n}", not model.experts or n in model.dense_layers
+        at = f"model.layers.{n}"
         yield _whole(f"{at}.input_layernorm.weight", model.hidden)
         if model.latent:
             yield from _latent_attention(f"{at}.self_attn", model, model.latent, rank)
@@ -138,7 +138,7 @@ def fused(model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
         yield _whole(f"{at}.post_attention_layernorm.weight", model.hidden)
         if model.mlp_norms:
             yield from (_whole(f"{at}.{when}_feedforward_layernorm.weight", model.hidden) for when in ("pre", "post"))
-        if dense:
+        if not model.experts or n in model.dense_layers:
             yield from _mlp(f"{at}.mlp", model, model.intermediate, rank, model.mlp_bias)
         else:
             yield from _moe(f"{at}.{model.moe}", model, rank)
@@ -329,10 +329,12 @@ def place(model: ModelShape, rank: EngineRank, runtime: Mapping[str, Any]) -> di
     for name, tensor in given.items():
         begin, end = _memory(tensor)
         if not any(low <= begin < end <= high for low, high in known):
-            raise StateError(
-                f"the runtime has a tensor {name!r}, which the map of this model does not have", tensor=name
-            )
+            raise not_mapped("runtime", name)
     return out
+
+
+def not_mapped(where: str, name: str) -> StateError:
+    return StateError(f"the {where} has a tensor {name!r}, which the map of this model does not have", tensor=name)
 
 
 def _checked(one: Fused, tensor: Any) -> Any:

@@ -21,9 +21,15 @@ from typing import Any
 
 from pulsesync.errors import GroupError, PulseError, StateError, StoreError, VerificationError
 from pulsesync.group.collective import Team
-from pulsesync.integrations.engine.adapter import MOVES_EXPERTS, EngineAdapter, gloo_team
+from pulsesync.integrations.engine.adapter import MOVES_EXPERTS, EngineAdapter, gloo_team, no_checkpoint
 from pulsesync.integrations.engine.answers import STATUS, check_fields
-from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions, find_version
+from pulsesync.integrations.engine.follower import (
+    EngineFollower,
+    EngineLimits,
+    RunOptions,
+    find_version,
+    unknown_request,
+)
 from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, EngineServer
 from pulsesync.integrations.engine.together import move_together
 from pulsesync.integrations.engine.update import UpdateReport, check_version, merged_status
@@ -107,10 +113,7 @@ class _Rank:
         if do == "update":
             return move_together(self._follower, self, message["options"], message["version"], token)
         if do not in ("prepare", "status"):
-            raise ValueError(
-                f"unknown request {do!r}: caller and server run different versions of pulsesync; install the same one "
-                "in both"
-            )
+            raise unknown_request(do, "server")
         answers = self.gather(json.dumps(self._follower.call(message)).encode())
         return merged_status([json.loads(answer) for answer in answers])
 
@@ -153,10 +156,7 @@ class SglangEngine(EngineAdapter):
     def checkpoint(self) -> Iterator[tuple[str, Any]]:
         model = _context("model")
         if model.load_format not in ("auto", "safetensors", "pt", "mistral"):
-            raise PulseError(
-                f"the engine was started with load_format={model.load_format!r}, which has no checkpoint that can be "
-                "read again"
-            )
+            raise no_checkpoint(model.load_format)
         loader = import_module("sglang.srt.model_loader.loader").DefaultModelLoader
         config = import_module("sglang.srt.configs.load_config").LoadConfig(load_format=model.load_format)
         yield from loader(config)._get_weights_iterator(loader.Source(model.model_path, model.revision))
@@ -230,12 +230,9 @@ class SglangServer(EngineServer):
     _pause_s = 0.0
 
     def status(self) -> dict[str, Any]:
-        """Return the server's status, as `EngineServer.status`, and weight_version.
+        """Return the server's status, as `EngineServer.status`, and weight_version. Raises: as there.
 
         The ranks are asked, in a short pause, only if the server's weight_version has changed.
-
-        Raises:
-            StoreError: it does not answer; PulseError: it was not started with the options that updates need.
         """
         named = self._get("/model_info").get("weight_version")
         if self._known is None or self._known["weight_version"] != named:

@@ -118,7 +118,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self.is_master:
             return {}
         newest = RunReader(self._subscriber.store, self._trust).newest()
-        return {"run": newest.run if newest else None, "version": newest.version if newest else -1}
+        return {"run": newest.run, "version": newest.version} if newest else {"run": None, "version": -1}
 
     @classmethod
     def build_topology(

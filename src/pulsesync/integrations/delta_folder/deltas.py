@@ -85,11 +85,7 @@ def _package(name: str, algorithm: str) -> Any:
 
 
 def encode(encoding: Encoding, old: Octets, new: Octets) -> bytes | None:
-    """Return the compressed delta from the old bytes of a tensor to the new ones; None if they are the same.
-
-    Raises:
-        LimitError: `overwrite` has 32 bits for a position, and the tensor is larger.
-    """
+    """Return the compressed delta from a tensor's old bytes to the new ones; None: the same. Raises: LimitError."""
     if encoding == "overwrite" and new.size > 1 << 32:
         raise LimitError(
             "overwrite cannot name a byte beyond 4 GiB of a tensor; use xor", value=new.size, limit=1 << 32
@@ -194,12 +190,7 @@ class FolderIndex:
 
 
 def read_index(folder: Path) -> FolderIndex | None:
-    """Read and check the index of a version's folder; None if there is none, as in a checkpoint of one file.
-
-    Raises:
-        FormatError and its subclasses: it is not an index, names another version, or names an unknown encoding,
-        compression or checksum.
-    """
+    """Read and check a folder's index; None if there is none, as in a checkpoint of one file. Raises: FormatError."""
     if (table := _load(folder / MANIFEST)) is not None:
         index = _from_manifest(folder, table)
     elif (table := _load(folder / INDEX)) is not None:

@@ -121,11 +121,7 @@ class DeltaExporter:
             raise
 
     def _last_exported(self, records: RunReader, newest: Manifest) -> int | None:
-        """Return the last version in the folder, if there is one.
-
-        Raises:
-            ConflictError: it belongs to another run; MissingLinkError: it was pruned, so no delta to it can be made.
-        """
+        """Return the last version in the folder, if any. Raises: ConflictError: of another run; MissingLinkError."""
         folders = find_folders(self.folder)
         if not folders:
             return None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
+from pulsesync.errors import PulseError
 from pulsesync.group.collective import Collective, SoloTeam, Team
 from pulsesync.integrations.runtime import EngineRank, runtime_tensors
 
@@ -26,11 +27,7 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse an engine with a setting for which its weights could be wrong after an update.
-
-        Raises:
-            StateError: there is such a setting; the message names it, and what to do.
-        """
+        """Refuse settings with which weights could be wrong after an update. Raises: StateError: what to do."""
 
     @abstractmethod
     def rank(self) -> EngineRank:
@@ -46,11 +43,7 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def checkpoint(self) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors of the checkpoint that the engine was started with, as the engine's own loader reads them.
-
-        Raises:
-            PulseError: this engine was not started with a checkpoint that can be read again.
-        """
+        """Yield the tensors of the engine's checkpoint, as its loader reads them. Raises: PulseError: it has none."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
@@ -84,6 +77,13 @@ class EngineAdapter(ABC):
             import torch
 
             torch.cuda.synchronize(device)
+
+
+def no_checkpoint(load_format: str) -> PulseError:
+    """The error of an engine that was started with something else than a checkpoint."""
+    return PulseError(
+        f"the engine was started with load_format={load_format!r}, which has no checkpoint that can be read again"
+    )
 
 
 def gloo_team(size: int) -> Team:

@@ -79,11 +79,7 @@ class EngineLimits:
 
     @classmethod
     def read(cls, prefix: str) -> "EngineLimits":
-        """Read the limits from the environment: PREFIX_RUNS, _TRUST, _TRUST_POINTERS (lists with commas) and _CACHE.
-
-        Raises:
-            ValueError: one of them is set but empty, or contains something that is not a location or a public key.
-        """
+        """Read PREFIX_RUNS, _TRUST, _TRUST_POINTERS (with commas) and _CACHE. Raises: ValueError, as for empty ones."""
         runs, keys, movers = (read_list(f"{prefix}_{name}") for name in ("RUNS", "TRUST", "TRUST_POINTERS"))
         try:
             allowed = None if runs is None else tuple(map(ParsedLocation.parse, runs))
@@ -108,11 +104,7 @@ class EngineLimits:
         return replace(options, trust=self.trust, trust_pointers=self.trust_pointers)
 
     def open(self, options: RunOptions) -> Store:
-        """Open the run of a request, if it is allowed. Of a folder, nothing is ever read outside of those allowed.
-
-        Raises:
-            ValueError: the location is not allowed, or is not valid for its store.
-        """
+        """Open the run of a request, if it is allowed; nothing else is read. Raises: ValueError."""
         self.applied(options)
         if self.runs is None or options.location.path is None:
             return open_store(options.location)
@@ -214,10 +206,7 @@ class EngineFollower:
         elif do == "close":
             self.close()
         elif do != "status":
-            raise ValueError(
-                f"unknown request {do!r}: caller and worker run different versions of pulsesync; install the same one "
-                "in both"
-            )
+            raise unknown_request(do, "worker")
         return self.status()
 
     def status(self) -> dict[str, Any]:
@@ -255,10 +244,7 @@ class EngineFollower:
         """Begin to fetch, check and decode a version, in a thread; `status` reports when it is ready.
 
         Another update is aborted; one with the same token continues, unless it has failed. The run that is followed
-        changes when the update is committed.
-
-        Raises:
-            StateError: this engine cannot be updated; ValueError, StoreError: the run cannot be opened.
+        changes when the update is committed. Raises: StateError, if it cannot be updated; as `EngineLimits.open`.
         """
         self._engine.check()
         if (one := self._pending) and token and one.token == token and one.error is None:
@@ -338,9 +324,7 @@ class EngineFollower:
     def commit(self, token: str = "") -> dict[str, Any]:
         """Write what was prepared, and have the engine compute with it. The engine must not generate meanwhile.
 
-        Raises:
-            PulseError: it failed; `roll_back` restores the weights. ChainError: nothing was prepared, or another
-            update.
+        Raises: ChainError, if nothing was prepared, or another update; PulseError: `roll_back` restores the weights.
         """
         one = self._pending
         if one is None or one.token != token or not one.ready.is_set():
@@ -375,13 +359,9 @@ class EngineFollower:
             self._pending = None
 
     def roll_back(self, version: int | None) -> None:
-        """Return to the version before an update that this rank, or another one, has written in part.
+        """Return to the version before an update that was written in part; None: to the engine's own checkpoint.
 
-        None: to the checkpoint that the engine was started with.
-
-        Raises:
-            VerificationError: that is not possible: the weights are no version, and the engine must not generate
-                before an update succeeds.
+        Raises: VerificationError, if that fails: the engine must not generate before an update succeeds.
         """
         self.abort()
         before = self._before
@@ -427,6 +407,12 @@ def find_version(options: RunOptions, limits: EngineLimits | None = None) -> int
     found = GoalFinder(options.pointer).find(reader, None)
     assert found is not None  # without a local version, finding none is an error
     return found.version
+
+
+def unknown_request(do: Any, asked: str) -> ValueError:
+    return ValueError(
+        f"unknown request {do!r}: caller and {asked} run different versions of pulsesync; install the same one in both"
+    )
 
 
 def _describe(report: SyncReport, mode: str, seconds: float) -> dict[str, Any]:

@@ -36,11 +36,7 @@ class EngineServer(ABC):
 
     Redirects are not followed, so that the API key goes to this address and nowhere else.
 
-    Args:
-        url: Its address, such as http://127.0.0.1:8000.
-        api_key: The key that it was started with, if any.
-        timeout_s: How long an update may take.
-        api_key_in_clear: Send the key over http to another machine, too, although it can be read on the network.
+    Its arguments are described where they are public: at the subclasses.
 
     Raises:
         ValueError: url is not an http or https address; api_key is empty, is not plain ASCII, or would be sent

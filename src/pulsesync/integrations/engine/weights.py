@@ -14,7 +14,16 @@ from typing import Any, TypeAlias
 from pulsesync.errors import StateError
 from pulsesync.format.layout import Layout
 from pulsesync.integrations.engine.adapter import EngineAdapter
-from pulsesync.integrations.runtime import HEAD, EngineRank, ModelShape, check_loaded, for_subscriber, fused, place
+from pulsesync.integrations.runtime import (
+    HEAD,
+    EngineRank,
+    ModelShape,
+    check_loaded,
+    for_subscriber,
+    fused,
+    not_mapped,
+    place,
+)
 from pulsesync.run.follower import attach
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slices
@@ -38,8 +47,7 @@ def find_weights(engine: EngineAdapter, layout: Layout, fresh: bool) -> "EngineW
 class PlacedWeights:
     """The engine's own parameters, by the names of the checkpoint. `tensors` and `slices` are for a `Subscriber`.
 
-    Raises:
-        StateError: they do not match the map, or are not those of the run.
+    Raises: StateError, if they do not match the map, or are not those of the run.
     """
 
     mode = "in place"
@@ -87,17 +95,11 @@ def _addresses(live: Mapping[str, Any]) -> dict[str, int]:
 def _check_names(names: set[str], shape: ModelShape) -> None:
     known = {piece.name for one in fused(shape, EngineRank()) for piece in one.pieces}
     if unknown := sorted(names - known):
-        raise StateError(
-            f"the run has a tensor {unknown[0]!r}, which the map of this model does not have", tensor=unknown[0]
-        )
+        raise not_mapped("run", unknown[0])
 
 
 def _check_placed(engine: EngineAdapter, placed: Mapping[str, Placed]) -> bool:
-    """Compare the engine's weights with the checkpoint that it has loaded; return whether it has all of them.
-
-    Raises:
-        StateError: a weight is not at the position that the map names.
-    """
+    """Compare the weights with the checkpoint; return whether it has all. Raises: StateError, if one is elsewhere."""
     left = placed.keys() - {HEAD}  # which a checkpoint with tied weights does not have
     try:
         for name, tensor in engine.checkpoint():
@@ -115,8 +117,7 @@ def _check_placed(engine: EngineAdapter, placed: Mapping[str, Placed]) -> bool:
 class MirroredWeights:
     """A copy of the checkpoint in host memory, from which the model's own loader loads.
 
-    Raises:
-        StateError: the engine was not started with a checkpoint of the run's model in the run's dtypes.
+    Raises: StateError, if the engine was not started with a checkpoint of the run's model in the run's dtypes.
     """
 
     mode = "mirror"

@@ -10,7 +10,7 @@ from typing import Any
 
 from pulsesync.errors import PulseError, StateError, StoreError
 from pulsesync.group.collective import Team
-from pulsesync.integrations.engine.adapter import MOVES_EXPERTS, EngineAdapter, gloo_team
+from pulsesync.integrations.engine.adapter import MOVES_EXPERTS, EngineAdapter, gloo_team, no_checkpoint
 from pulsesync.integrations.engine.update import CACHE_NOT_DROPPED
 from pulsesync.integrations.runtime import EngineRank
 
@@ -66,10 +66,7 @@ class VllmEngine(EngineAdapter):
         config = self.config
         loader = import_module("vllm.model_executor.model_loader").get_model_loader(config.load_config)
         if not hasattr(loader, "get_all_weights"):
-            raise PulseError(
-                f"the engine was started with load_format={config.load_config.load_format!r}, which has no checkpoint "
-                "that can be read again"
-            )
+            raise no_checkpoint(config.load_config.load_format)
         yield from loader.get_all_weights(config.model_config, self.model)
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
@@ -110,17 +107,8 @@ def team_of(config: Any) -> Team:
 # In the process that serves requests
 
 
-async def pause(engine: Any) -> None:
-    """Stop generating, and keep the requests in flight."""
-    await engine.pause_generation(mode="keep", clear_cache=False)
-
-
 async def drop_cache(engine: Any) -> None:
-    """Drop all caches that old weights have computed; requests in flight compute theirs again.
-
-    Raises:
-        PulseError: the engine could not drop its KV cache.
-    """
+    """Drop all caches of old weights; requests in flight compute theirs again. Raises: PulseError, if that failed."""
     if await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is False:
         raise PulseError(CACHE_NOT_DROPPED)
     for name in ("reset_mm_cache", "reset_encoder_cache"):  # of images; some versions lack the second

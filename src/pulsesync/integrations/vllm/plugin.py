@@ -23,11 +23,7 @@ PREFIX = "PULSE_VLLM"  # of PULSE_VLLM_RUNS, PULSE_VLLM_TRUST, PULSE_VLLM_CACHE,
 
 
 def register() -> None:
-    """Register this adapter in vLLM; it may be called again.
-
-    Raises:
-        ValueError: PULSE_VLLM_PLAIN_WEIGHTS is neither 0 nor 1.
-    """
+    """Register this adapter in vLLM; it may be called again. Raises: ValueError, as `read_switch`."""
     factory = _find("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory")  # vLLM 0.16 and later
     if factory is not None and _takes_config(factory) and BACKEND not in factory._registry:
         factory.register_engine(BACKEND, "pulsesync.integrations.vllm.backend", "PulseWeightTransferEngine")

@@ -166,7 +166,7 @@ class ServedEngine:
             self._paused_at = time.perf_counter()
             if not await engine.is_paused():  # if another caller has paused it, it stays paused
                 self._paused_here = True
-            await compat.pause(engine)
+            await engine.pause_generation(mode="keep", clear_cache=False)
         elif self._paused_here:
             await engine.resume_generation()
             self._paused_here, self._pause_s = False, time.perf_counter() - self._paused_at

@@ -43,11 +43,7 @@ class VllmServer(EngineServer):
     _paused_at, _pause_s = 0.0, 0.0  # when an update has paused it (0 if not), and how long in all
 
     def status(self) -> dict[str, Any]:
-        """Return the server's status, as `EngineServer.status`, and weight_version and paused.
-
-        Raises:
-            StoreError: it does not answer; PulseError: it was not started with the options that updates need.
-        """
+        """Return the server's status, as `EngineServer.status`, and weight_version and paused. Raises: as there."""
         if self._by_routes is not False:
             code, answer = self._call("GET", "/v1/pulse", STATUS_TIMEOUT_S)
             if code == 200:
@@ -84,11 +80,7 @@ class VllmServer(EngineServer):
             return UpdateReport.parse(answer)
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Load a LoRA adapter from a folder, and replace the one that has this name.
-
-        Raises:
-            PulseError: the server refuses it; StoreError: it does not answer.
-        """
+        """Load a LoRA adapter from a folder, in place of the one of this name. Raises: PulseError, StoreError."""
         body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
         code, answer = self._call("POST", "/v1/load_lora_adapter", self._timeout_s, body)
         if code == 404:
