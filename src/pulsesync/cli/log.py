@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +14,6 @@ from pulsesync.maintain.verify import FoundRecord, find_records
 from pulsesync.run import keys
 from pulsesync.run.pointers import read_pointers
 from pulsesync.run.reader import RunReader, describe
-from pulsesync.store import Store
 
 
 def log(
@@ -47,7 +46,10 @@ def log(
     if not any(one.record for one in found):
         first = found[0]
         raise FormatError(f"{run}: {len(found)} records were read, all of them bad; {first.key}: {first.fault}")
-    pointed = _pointed(store, trusted, movers)
+    pointed: defaultdict[str, list[str]] = defaultdict(list)  # the names of pointers, by the key of their version
+    with suppress(PulseError):  # `pulse verify` reports why pointers cannot be read
+        for name, pointer in read_pointers(store, trust=trusted, trust_pointers=movers).items():
+            pointed[keys.manifest_key(pointer.version)].append(name)
     if as_json:
         for one in found:
             facts = describe(one.record) if one.record else {"fault": one.fault}
@@ -59,20 +61,6 @@ def log(
         if one.fault:
             print(f"{one.key}: {one.fault}")
     return 0
-
-
-def _pointed(
-    store: Store, trust: Collection[str] | None, trust_pointers: Collection[str] | None
-) -> dict[str, list[str]]:
-    """Return pointers by the key of the version that they name; none if they cannot be read.
-
-    `pulse verify` reports why pointers cannot be read.
-    """
-    named: defaultdict[str, list[str]] = defaultdict(list)
-    with suppress(PulseError):
-        for name, pointer in read_pointers(store, trust=trust, trust_pointers=trust_pointers).items():
-            named[keys.manifest_key(pointer.version)].append(name)
-    return named
 
 
 def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:
