@@ -24,7 +24,7 @@ from pulsesync.core.arguments import one_of
 from pulsesync.errors import StateError
 from pulsesync.group.collective import Collective
 from pulsesync.integrations import pretrained
-from pulsesync.integrations.peft import SaveEmbeddings, adapter_weights, is_peft, merged_files, merged_weights
+from pulsesync.integrations.peft import SaveEmbeddings, adapter_weights, is_peft, merged_model, merged_weights
 from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
@@ -204,8 +204,8 @@ class PublishingCallback:
         if self._as == "only":
             return adapter_weights(model, save_embeddings=self._save_embeddings)[1]
         chosen = read_cast(cast).get("*")
-        of = merged_files if self._as == "merged" else pretrained.checkpoint_files
-        return of(model, processing_class, dtype=CASTS.get(chosen or ""))
+        whole = merged_model(model) if self._as == "merged" else model
+        return pretrained.checkpoint_files(whole, processing_class, dtype=CASTS.get(chosen or ""))
 
     def _cast(self, weights: Mapping[str, Any], args: Any) -> Any:
         """Return the cast of the options, or the one that mixed precision needs."""

@@ -114,11 +114,6 @@ def adapter_weights(
     return weights, {ADAPTER_CONFIG: _adapter_config(model, adapter)}
 
 
-def merged_files(model: Any, processing_class: Any = None, *, dtype: str | None = None) -> dict[str, bytes]:
-    """Return the companion files of merged weights, as `checkpoint_files`. Raises: as `merged_weights`."""
-    return pretrained.checkpoint_files(merged_model(model), processing_class, dtype=dtype)
-
-
 def _peft_model(model: Any, peft: Any) -> Any:
     model = pretrained.unwrapped(model)
     if isinstance(model, peft.PeftModel):

@@ -21,15 +21,15 @@ from typing import Any
 
 from pulsesync.errors import GroupError, PulseError, StateError, StoreError, VerificationError
 from pulsesync.group.collective import Team
-from pulsesync.integrations.engine.adapter import MOVES_EXPERTS, EngineAdapter, gloo_team, no_checkpoint
-from pulsesync.integrations.engine.answers import STATUS, check_fields
-from pulsesync.integrations.engine.follower import (
-    EngineFollower,
-    EngineLimits,
-    RunOptions,
-    find_version,
+from pulsesync.integrations.engine.adapter import (
+    MOVES_EXPERTS,
+    EngineAdapter,
+    gloo_team,
+    no_checkpoint,
     unknown_request,
 )
+from pulsesync.integrations.engine.answers import STATUS, check_fields
+from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions, find_version
 from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, EngineServer
 from pulsesync.integrations.engine.together import move_together
 from pulsesync.integrations.engine.update import UpdateReport, check_version, merged_status

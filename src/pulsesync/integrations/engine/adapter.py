@@ -86,6 +86,12 @@ def no_checkpoint(load_format: str) -> PulseError:
     )
 
 
+def unknown_request(do: Any, asked: str) -> ValueError:
+    return ValueError(
+        f"unknown request {do!r}: caller and {asked} run different versions of pulsesync; install the same one in both"
+    )
+
+
 def gloo_team(size: int) -> Team:
     """Return this many ranks of an engine, in a process group of their own. Every rank must call this at that time."""
     if size == 1:

@@ -18,7 +18,7 @@ from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import ChainError, GroupError, NothingPublishedError, StateError, VerificationError
 from pulsesync.format.layout import Layout
 from pulsesync.format.signature import trusted, trusted_for_pointers
-from pulsesync.integrations.engine.adapter import EngineAdapter
+from pulsesync.integrations.engine.adapter import EngineAdapter, unknown_request
 from pulsesync.integrations.engine.answers import RANK_REPORT
 from pulsesync.integrations.engine.weights import EngineWeights, changed_names, find_weights
 from pulsesync.run.goals import GoalFinder
@@ -407,12 +407,6 @@ def find_version(options: RunOptions, limits: EngineLimits | None = None) -> int
     found = GoalFinder(options.pointer).find(reader, None)
     assert found is not None  # without a local version, finding none is an error
     return found.version
-
-
-def unknown_request(do: Any, asked: str) -> ValueError:
-    return ValueError(
-        f"unknown request {do!r}: caller and {asked} run different versions of pulsesync; install the same one in both"
-    )
 
 
 def _describe(report: SyncReport, mode: str, seconds: float) -> dict[str, Any]:

@@ -14,16 +14,8 @@ from typing import Any, TypeAlias
 from pulsesync.errors import StateError
 from pulsesync.format.layout import Layout
 from pulsesync.integrations.engine.adapter import EngineAdapter
-from pulsesync.integrations.runtime import (
-    HEAD,
-    EngineRank,
-    ModelShape,
-    check_loaded,
-    for_subscriber,
-    fused,
-    not_mapped,
-    place,
-)
+from pulsesync.integrations.families import ModelShape
+from pulsesync.integrations.runtime import HEAD, EngineRank, check_loaded, for_subscriber, fused, not_mapped, place
 from pulsesync.run.follower import attach
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slices
