@@ -14,7 +14,7 @@ import pytest
 from cyclopts import App
 from safetensors.numpy import save_file
 
-from pulsesync.cli import COMMANDS, overview
+from pulsesync.cli import COMMANDS, overview, place_of
 from tests import commands
 from tests.commands import PULSE, start
 from tests.runs import publish_steps
@@ -216,7 +216,7 @@ def test_without_a_command_the_help_is_the_list_of_all_commands(arguments: list[
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_shows_the_first_sentence_of_every_command(name: str) -> None:
-    path, summary = COMMANDS[name]
+    path, summary = place_of(name), COMMANDS[name]
     module, _, attribute = path.partition(":")
     command = getattr(import_module(module), attribute)
     function = command.default_command if isinstance(command, App) else command

@@ -23,81 +23,42 @@ A run is a location: a folder, s3://bucket/prefix, gs://…, az://…, or the ht
 Exit codes: 0, success; 1, failure, and one line on stderr gives the reason; 2, invalid command line; 3, there is no \
 such run, or it has no version yet: try later; 130, interrupted."""
 
-# The function or app of each command, and the first sentence of its docstring; a test compares them.
+# Each command, with the first sentence of its docstring; a test compares them.
 COMMANDS = {
-    "demo": (
-        "pulsesync_lab.cli.demo:app",
-        "Train a small policy by reinforcement, with workers in processes of their own that follow its weights.",
-    ),
-    "study": (
-        "pulsesync_lab.cli.study:app",
-        "Show how many weights change from step to step, where, by how much, and what it costs to send them.",
-    ),
-    "plan": (
-        "pulsesync_lab.cli.plan:plan",
-        "Predict what a run will send, before any training: bytes a sync, seconds, utilisation, bandwidth needed.",
-    ),
-    "publish": (
-        "pulsesync.cli.publish:publish",
-        "Publish a checkpoint as the next version of a run; the first one starts the run.",
-    ),
-    "follow": (
-        "pulsesync.cli.follow:follow",
-        "Keep a folder, a vLLM server or an SGLang server at the newest version of a run.",
-    ),
-    "export": (
-        "pulsesync.cli.delta:export",
-        "Write the versions of a run as the delta folders that slime, miles and stitch read.",
-    ),
-    "import": (
-        "pulsesync.cli.delta:import_",
-        "Publish the delta folders of slime, miles, stitch or SkyRL as the versions of a run.",
-    ),
-    "point": (
-        "pulsesync.cli.point:point",
-        "Show the pointers of a run, or move one: all workers that follow it go to the version that it names.",
-    ),
-    "status": (
-        "pulsesync.cli.status:status",
-        "Show a run and its workers at a glance: newest version, last anchor, pointers, and where each worker is.",
-    ),
-    "doctor": (
-        "pulsesync.cli.doctor:doctor",
-        "Check this machine and, if it is given, a location, and say for each check what was found and what to do.",
-    ),
-    "log": (
-        "pulsesync.cli.log:log",
-        "List the versions of a run, the newest first, with the anchors and squashed patches that lead to them.",
-    ),
-    "inspect": (
-        "pulsesync.cli.inspect:inspect",
-        "Show what a run, a version or a part consists of, after checking every byte of what is shown.",
-    ),
-    "verify": (
-        "pulsesync.cli.verify:verify",
-        "Replay a run and check every hash and digest in it, or find out which version is in a folder.",
-    ),
-    "squash": (
-        "pulsesync.cli.upkeep:squash",
-        "Write squashed patches: many versions as one, so that a worker that was away catches up with fewer bytes.",
-    ),
-    "prune": (
-        "pulsesync.cli.upkeep:prune",
-        "Delete old versions that no worker should need; an anchor and every version since it always remain.",
-    ),
-    "keygen": (
-        "pulsesync.cli.keys:keygen",
-        "Make a key to sign a run with: the secret key goes into FILE; the public key, for --trust, is printed.",
-    ),
-    "delegate": (
-        "pulsesync.cli.keys:delegate",
-        "Let another key sign squashed patches of a run, and nothing else; print the delegation as JSON.",
-    ),
-    "serve": ("pulsesync.cli.serve:serve", "Serve a folder of runs over http, for workers on other machines to read."),
-    "relay": (
-        "pulsesync.cli.serve:relay",
-        "Serve another location through a cache, so that a site fetches each byte from far away only once.",
-    ),
+    "demo": "Train a small policy by reinforcement, with workers in processes of their own that follow its weights.",
+    "study": "Show how many weights change from step to step, where, by how much, and what it costs to send them.",
+    "plan": "Predict what a run will send, before any training: bytes a sync, seconds, utilisation, bandwidth needed.",
+    "publish": "Publish a checkpoint as the next version of a run; the first one starts the run.",
+    "follow": "Keep a folder, a vLLM server or an SGLang server at the newest version of a run.",
+    "export": "Write the versions of a run as the delta folders that slime, miles and stitch read.",
+    "import": "Publish the delta folders of slime, miles, stitch or SkyRL as the versions of a run.",
+    "point": "Show the pointers of a run, or move one: all workers that follow it go to the version that it names.",
+    "status": "Show a run and its workers at a glance: newest version, last anchor, pointers, and "
+    "where each worker is.",
+    "doctor": "Check this machine and, if it is given, a location, and say for each check what was "
+    "found and what to do.",
+    "log": "List the versions of a run, the newest first, with the anchors and squashed patches that lead to them.",
+    "inspect": "Show what a run, a version or a part consists of, after checking every byte of what is shown.",
+    "verify": "Replay a run and check every hash and digest in it, or find out which version is in a folder.",
+    "squash": "Write squashed patches: many versions as one, so that a worker that was away catches "
+    "up with fewer bytes.",
+    "prune": "Delete old versions that no worker should need; an anchor and every version since it always remain.",
+    "keygen": "Make a key to sign a run with: the secret key goes into FILE; the public key, for --trust, is printed.",
+    "delegate": "Let another key sign squashed patches of a run, and nothing else; print the delegation as JSON.",
+    "serve": "Serve a folder of runs over http, for workers on other machines to read.",
+    "relay": "Serve another location through a cache, so that a site fetches each byte from far away only once.",
+}
+_ELSEWHERE = {  # functions and apps that are not in the module of their command's name
+    "demo": "pulsesync_lab.cli.demo:app",
+    "study": "pulsesync_lab.cli.study:app",
+    "plan": "pulsesync_lab.cli.plan:plan",
+    "export": "pulsesync.cli.delta:export",
+    "import": "pulsesync.cli.delta:import_",
+    "squash": "pulsesync.cli.upkeep:squash",
+    "prune": "pulsesync.cli.upkeep:prune",
+    "keygen": "pulsesync.cli.keys:keygen",
+    "delegate": "pulsesync.cli.keys:delegate",
+    "relay": "pulsesync.cli.serve:relay",
 }
 
 
@@ -117,6 +78,11 @@ def main() -> None:
     sys.exit(code)
 
 
+def place_of(command: str) -> str:
+    """Return where the function or app of a command is."""
+    return _ELSEWHERE.get(command, f"pulsesync.cli.{command}:{command}")
+
+
 def _call(arguments: Sequence[str]) -> int:
     if not arguments or (arguments[0].startswith("-") and not {"--help", "-h"}.isdisjoint(arguments)):
         print(overview())
@@ -133,7 +99,6 @@ def overview() -> str:
 
     width = min(shutil.get_terminal_size().columns, 120)
     options = {"--help, -h": "Show this, or with a command its options.", "--version": "Show the version."}
-    listed = {name: summary for name, (_, summary) in COMMANDS.items()} | options
     indent = " " * 14
     return "\n".join(
         [
@@ -141,7 +106,7 @@ def overview() -> str:
             "\nCommands:",
             *(
                 fill(text, width, initial_indent=f"  {name:12}", subsequent_indent=indent)
-                for name, text in listed.items()
+                for name, text in (COMMANDS | options).items()
             ),
         ]
     )

@@ -5,21 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from pulsesync.cli.options import (
-    Json,
-    Key,
-    NothingThereError,
-    Printer,
-    Trust,
-    UsageError,
-    Version,
-    open_place,
-    read_key,
-    read_trust,
-    size,
-    unreachable,
-)
-from pulsesync.cli.progress import show_progress
+from pulsesync.cli import options
+from pulsesync.cli.progress import show_progress, track
 from pulsesync.errors import NothingPublishedError
 from pulsesync.integrations.delta_folder import DeltaExporter, DeltaImporter, DeltaVersion
 from pulsesync.integrations.delta_folder.deltas import Checksum, Encoding
@@ -29,12 +16,12 @@ def export(
     run: str,
     folder: Path,
     *,
-    first: Annotated[Version, Parameter(name="--from")] = None,
-    to: Version = None,
+    first: Annotated[options.Version, Parameter(name="--from")] = None,
+    to: options.Version = None,
     encoding: Encoding = "xor",
     checksum: Checksum = "xxh3-128",
-    trust: Trust = None,
-    as_json: Json = False,
+    trust: options.Trust = None,
+    as_json: options.Json = False,
 ) -> int:
     """Write the versions of a run as the delta folders that slime, miles and stitch read.
 
@@ -57,24 +44,20 @@ def export(
         PulseError: the run cannot be read, or the folder cannot be written.
     """
     if first is not None and to is not None and to < first:
-        raise UsageError(f"--to must not be before --from; got --to {to} and --from {first}")
-    printer, count = Printer(as_json), 0
-    exporter = DeltaExporter(
-        open_place(run), folder, first=first, encoding=encoding, checksum=checksum, trust=read_trust(trust)
-    )
+        raise options.UsageError(f"--to must not be before --from; got --to {to} and --from {first}")
+    printer, count = options.Printer(as_json), 0
+    store, keys = options.open_place(run), options.read_trust(trust)
+    exporter = DeltaExporter(store, folder, first=first, encoding=encoding, checksum=checksum, trust=keys)
     with exporter, show_progress(as_json) as bars:
         try:
-            bars.report(count, None, "exporting")
-            while (done := exporter.advance(to)) is not None:
+            for done in track(bars, "exporting", iter(lambda: exporter.advance(to), None), None):
                 count += 1
                 _report(printer, "exported", f"version {done.version} as {done.folder}", done)
-                bars.report(count, None, "exporting")
         except NothingPublishedError as e:
-            raise NothingThereError(unreachable(run)) from e
+            raise options.NothingThereError(options.unreachable(run)) from e
     if not count:
-        printer.note(
-            "complete", f"nothing to write: {folder} has every version up to {'the newest' if to is None else to}"
-        )
+        last = "the newest" if to is None else to
+        printer.note("complete", f"nothing to write: {folder} has every version up to {last}")
     return 0
 
 
@@ -83,9 +66,9 @@ def import_(
     run: str,
     *,
     base: Path | None = None,
-    key: Key = None,
+    key: options.Key = None,
     spool: Path | None = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> int:
     """Publish the delta folders of slime, miles, stitch or SkyRL as the versions of a run.
 
@@ -105,14 +88,12 @@ def import_(
     Raises:
         PulseError: a folder cannot be read or is damaged, or the run cannot be written.
     """
-    printer, count = Printer(as_json), 0
-    importer = DeltaImporter(folder, open_place(run), base=base, signing_key=read_key(key), spool=spool)
+    printer, count = options.Printer(as_json), 0
+    importer = DeltaImporter(folder, options.open_place(run), base=base, signing_key=options.read_key(key), spool=spool)
     with importer, show_progress(as_json) as bars:
-        bars.report(count, None, "importing")
-        while (done := importer.advance()) is not None:
+        for done in track(bars, "importing", iter(importer.advance, None), None):
             count += 1
             _report(printer, "imported", f"{done.folder} as version {done.version}", done)
-            bars.report(count, None, "importing")
         if importer.incomplete is not None:
             printer.note(
                 "incomplete",
@@ -123,11 +104,11 @@ def import_(
     return 0
 
 
-def _report(printer: Printer, event: str, text: str, done: DeltaVersion) -> None:
+def _report(printer: options.Printer, event: str, text: str, done: DeltaVersion) -> None:
     kind = "delta" if done.is_delta else "checkpoint"
     printer.tell(
         event,
-        f"{text}: {kind}, {done.tensors} tensors, {size(done.size_bytes)}",
+        f"{text}: {kind}, {done.tensors} tensors, {options.size(done.size_bytes)}",
         version=done.version,
         folder=str(done.folder),
         kind=kind,

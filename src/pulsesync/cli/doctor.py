@@ -182,12 +182,8 @@ def _kernels() -> Finding:
     from pulsesync.kernels import coder, cpu, jit, rounds
 
     if not jit.can_cache():
-        return Finding(
-            "kernels",
-            "warn",
-            "numba finds no folder that it can write, so each process compiles the kernels anew, for some 20 s",
-            "set NUMBA_CACHE_DIR to a folder that can be written",
-        )
+        anew = "numba finds no folder that it can write, so each process compiles the kernels anew, for some 20 s"
+        return Finding("kernels", "warn", anew, "set NUMBA_CACHE_DIR to a folder that can be written")
     named = [one for module in (cpu, coder, rounds) for one in vars(module).values()]
     called = [getattr(one, "__wrapped__", None) for one in named]  # those that Python calls
     found: dict[int, Any] = {id(one): one for one in named + called if isinstance(one, Dispatcher)}  # some are twice
@@ -196,20 +192,15 @@ def _kernels() -> Finding:
     compiled = sum(bool(cache._cache_file._load_index()) for cache in caches)
     if compiled >= len(caches) // 2:  # not every kernel is needed by every run
         return Finding("kernels", "ok", f"{compiled} of {len(caches)} are compiled, in {folder}")
-    return Finding(
-        "kernels",
-        "warn",
-        f"{compiled} of {len(caches)} are compiled in {folder}: the first publish and the first sync wait some 20 s",
-        'compile them ahead, for instance when an image is built: python -c "import pulsesync; pulsesync.warm_up()"',
-    )
+    few = f"{compiled} of {len(caches)} are compiled in {folder}: the first publish and the first sync wait some 20 s"
+    ahead = 'compile them ahead, for instance when an image is built: python -c "import pulsesync; pulsesync.warm_up()"'
+    return Finding("kernels", "warn", few, ahead)
 
 
 def _torch() -> Finding:
-    version = _version("torch")
-    if version is None:
-        return Finding(
-            "torch", "skipped", "not installed; numpy arrays and folders are published and synced without it"
-        )
+    if (version := _version("torch")) is None:
+        without = "not installed; numpy arrays and folders are published and synced without it"
+        return Finding("torch", "skipped", without)
     import torch
 
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -222,8 +213,7 @@ def _gpu() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        driver = shutil.which("nvidia-smi")
-        if driver is None:
+        if shutil.which("nvidia-smi") is None:
             return Finding("gpu", "skipped", "no CUDA device: weights stay in host memory")
         advice = "install torch for CUDA, and see whether nvidia-smi lists a device"
         return Finding("gpu", "warn", "nvidia-smi is installed, and torch finds no CUDA device", advice)
@@ -236,14 +226,13 @@ def _gpu() -> Finding:
 
 def _triton() -> Finding:
     """Whether Triton is there for weights on a GPU, and has compiled something on this machine."""
-    version = _version("triton")
     if _version("torch") is None:
         return Finding("triton", "skipped", "torch is not installed")
     import torch
 
     if not torch.cuda.is_available():
         return Finding("triton", "skipped", "no CUDA device")
-    if version is None:
+    if (version := _version("triton")) is None:
         advice = "pip install triton; without it, weights on a GPU cannot be published or synced in place"
         return Finding("triton", "fail", "not installed", advice)
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")

@@ -4,30 +4,13 @@ import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from pulsesync.cli.options import (
-    Amount,
-    Flag,
-    Interval,
-    Json,
-    NothingThereError,
-    Printer,
-    Trust,
-    TrustPointers,
-    UsageError,
-    Version,
-    export_metrics,
-    open_place,
-    read_movers,
-    read_trust,
-    size,
-    unreachable,
-)
+from pulsesync.cli import options
 from pulsesync.cli.progress import show_progress
 from pulsesync.core.environment import read_variable
 from pulsesync.core.location import ParsedLocation, redacted
@@ -51,20 +34,20 @@ def follow(
     lora: str | None = None,
     kv_cache: Literal["drop", "keep"] = "drop",
     api_key: str | None = None,
-    trust: Trust = None,
-    trust_pointers: TrustPointers = None,
+    trust: options.Trust = None,
+    trust_pointers: options.TrustPointers = None,
     cache: Path | None = None,
-    once: Flag = False,
-    interval_s: Interval = 1.0,
-    hold_s: Annotated[Amount, Parameter(name="--hold")] = 10.0,
-    version: Version = None,
+    once: options.Flag = False,
+    interval_s: options.Interval = 1.0,
+    hold_s: Annotated[options.Amount, Parameter(name="--hold")] = 10.0,
+    version: options.Version = None,
     pointer: str | None = None,
-    max_staleness: Version = None,
-    follow_replaced: Flag = False,
+    max_staleness: options.Version = None,
+    follow_replaced: options.Flag = False,
     heartbeat: str | None = None,
-    no_heartbeat: Flag = False,
+    no_heartbeat: options.Flag = False,
     metrics: str | None = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> int:
     """Keep a folder, a vLLM server or an SGLang server at the newest version of a run.
 
@@ -120,47 +103,34 @@ def follow(
     """
     _check_target(folder, vllm, sglang, lora, cache)
     worker = _read_heartbeat(heartbeat, no_heartbeat, folder, vllm, sglang)
-    store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
-    movers = read_movers(trust_pointers, keys)
-    export_metrics(metrics)
+    store, printer = options.open_place(run), options.Printer(as_json)
+    keys, movers = options.read_keys(trust, trust_pointers)
+    options.export_metrics(metrics)
     server, goal = _open_server(vllm, sglang, api_key), _Goal(once or version is not None, version, interval_s)
+    shared: dict[str, Any] = {
+        "trust": keys,
+        "trust_pointers": movers,
+        "max_staleness": max_staleness,
+        "follow_replaced": follow_replaced,
+        "heartbeat": worker,
+    }
     try:
         if folder is None:
             assert server is not None
-            follower = ServerFollower(
-                server,
-                _reachable(run),
-                store,
-                trust=keys,
-                trust_pointers=movers,
-                kv_cache=kv_cache,
-                pointer=pointer,
-                max_staleness=max_staleness,
-                follow_replaced=follow_replaced,
-                heartbeat=worker,
-            )
+            # another process of this host opens it, whatever its working folder is
+            place = str(ParsedLocation.parse(run).resolved())
+            follower = ServerFollower(server, place, store, kv_cache=kv_cache, pointer=pointer, **shared)
         else:
-            kept = HuggingFaceFolder(
-                store,
-                folder,
-                trust=keys,
-                trust_pointers=movers,
-                cache=cache,
-                hold_s=hold_s,
-                follow=pointer,
-                max_staleness=max_staleness,
-                follow_replaced=follow_replaced,
-                heartbeat=worker,
-            )
+            kept = HuggingFaceFolder(store, folder, cache=cache, hold_s=hold_s, follow=pointer, **shared)
     except ValueError as e:
-        raise UsageError(f"--pointer {pointer}: {e}") from e
+        raise options.UsageError(f"--pointer {pointer}: {e}") from e
     if folder is None:
         with closing(follower), show_progress(as_json) as bars:
             _follow_server(follower, printer, bars, goal)
     else:
-        adapter = _Adapter(server, lora) if lora is not None and isinstance(server, VllmServer) else None
+        adapter = (server, lora) if lora is not None and isinstance(server, VllmServer) else None
         with kept, show_progress(as_json):
-            _follow_folder(kept, folder, run, adapter, printer, goal)
+            _FollowedFolder(kept, run, printer, adapter).follow(goal)
     return 0
 
 
@@ -172,37 +142,32 @@ class _Goal(NamedTuple):
     interval_s: float
 
 
-class _Adapter(NamedTuple):
-    """A LoRA adapter, and the server that loads it."""
-
-    server: VllmServer
-    name: str
-
-
 def _check_target(
     folder: Path | None, vllm: str | None, sglang: str | None, lora: str | None, cache: Path | None
 ) -> None:
     """Raises: UsageError, if it is not clear what to update."""
     if lora is not None and (folder is None or vllm is None):
-        raise UsageError("--lora needs both a folder, for the adapter, and --vllm, for the server that loads it")
+        raise options.UsageError(
+            "--lora needs both a folder, for the adapter, and --vllm, for the server that loads it"
+        )
     if sum(given is not None for given in (folder, vllm, sglang)) != (1 if lora is None else 2):
-        raise UsageError(
+        raise options.UsageError(
             "give exactly one of: a folder, --vllm with a server's address, --sglang with a server's address"
         )
     if folder is None and cache is not None:
         variable = "PULSE_VLLM_CACHE" if vllm is not None else "PULSE_SGLANG_CACHE"
-        raise UsageError(f"--cache applies to a folder only; for a server, set {variable} in its environment")
+        raise options.UsageError(f"--cache applies to a folder only; for a server, set {variable} in its environment")
 
 
 def _read_heartbeat(
     heartbeat: str | None, no_heartbeat: bool, folder: Path | None, vllm: str | None, sglang: str | None
 ) -> str | None:
     if heartbeat is not None and no_heartbeat:
-        raise UsageError("--heartbeat contradicts --no-heartbeat; give one of the two")
+        raise options.UsageError("--heartbeat contradicts --no-heartbeat; give one of the two")
     try:
         return None if no_heartbeat else check_worker(heartbeat or _name_worker(folder, vllm, sglang))
     except ValueError as e:
-        raise UsageError(f"--heartbeat: {e}") from e
+        raise options.UsageError(f"--heartbeat: {e}") from e
 
 
 def _open_server(vllm: str | None, sglang: str | None, api_key: str | None) -> VllmServer | SglangServer | None:
@@ -215,46 +180,8 @@ def _open_server(vllm: str | None, sglang: str | None, api_key: str | None) -> V
             key = api_key or read_variable("PULSE_SGLANG_API_KEY")
             return SglangServer(sglang, api_key=key, api_key_in_clear=in_clear)
     except ValueError as e:
-        raise UsageError(str(e)) from e
+        raise options.UsageError(str(e)) from e
     return None
-
-
-def _follow_folder(
-    kept: HuggingFaceFolder, folder: Path, run: str, adapter: _Adapter | None, printer: Printer, goal: _Goal
-) -> None:
-    if goal.once:
-        _update_folder(kept, folder, run, adapter, printer, goal.version)
-        return
-    if current := kept.current:
-        printer.note("holds", f"{folder}/current is version {current.version}; following {run}", **asdict(current))
-    else:
-        printer.note("waits", f"there is no version in {folder} yet; following {run}", folder=str(folder))
-    if adapter is not None and current:
-        _load_adapter(adapter, folder, current.version, printer)
-    missing: tuple[str, ...] = ()
-    for flip in kept.follow(goal.interval_s, lambda e: _report_error(e, run, kept, printer)):
-        _report_flip(flip, printer)
-        if flip.missing != missing:
-            _report_missing(flip, folder, printer)
-        missing = flip.missing
-        if adapter is not None:
-            _load_adapter(adapter, folder, flip.mark.version, printer)
-
-
-def _update_folder(
-    kept: HuggingFaceFolder, folder: Path, run: str, adapter: _Adapter | None, printer: Printer, version: int | None
-) -> None:
-    try:
-        flip = kept.update(version)
-    except NothingPublishedError as e:
-        raise NothingThereError(str(e) if is_about_pointer(e) else unreachable(run)) from e
-    if flip is not None:
-        _report_flip(flip, printer)
-        _report_missing(flip, folder, printer)
-    if adapter is not None and kept.current is not None:
-        _load_adapter(adapter, folder, kept.current.version, printer)
-    elif flip is None and (current := kept.current):
-        printer.tell("holds", f"{folder}/current is version {current.version} already", **asdict(current))
 
 
 def _name_worker(folder: Path | None, vllm: str | None, sglang: str | None) -> str:
@@ -266,35 +193,14 @@ def _name_worker(folder: Path | None, vllm: str | None, sglang: str | None) -> s
     return name_worker(kind, redacted(url or "").partition("://")[2].rpartition("@")[2])
 
 
-def _load_adapter(adapter: _Adapter, folder: Path, version: int, printer: Printer) -> None:
-    """Have a server load the folder's adapter as soon as the server answers."""
-    server, name = adapter
-    for wait_s in (1, 2, 4, 8, 16, 32, 60, 0):
-        try:
-            server.load_adapter(name, (folder / "current").resolve())
-        except StoreError as e:
-            if not wait_s:
-                raise
-            printer.note("error", f"{e}; trying again", kind=type(e).__name__, message=str(e))
-            time.sleep(wait_s)
-        else:
-            break
-    printer.tell("adapter", f"{server.url} serves version {version} as {name}", version=version, lora=name)
-
-
-def _reachable(run: str) -> str:
-    """Return a location that another process of this host can open, whatever its working folder is."""
-    return str(ParsedLocation.parse(run).resolved())
-
-
-def _follow_server(follower: ServerFollower, printer: Printer, bars: ProgressBars, goal: _Goal) -> None:
+def _follow_server(follower: ServerFollower, printer: options.Printer, bars: ProgressBars, goal: _Goal) -> None:
     url = follower.server.url
     if goal.once:
         try:
             bars.report(0, None, f"updating {url}")
             report = follower.update(goal.version)
         except NothingPublishedError as e:
-            raise NothingThereError(str(e)) from e
+            raise options.NothingThereError(str(e)) from e
         if report is not None:
             _report_update(report, url, printer)
         else:
@@ -311,77 +217,140 @@ def _way(path: Sequence[str]) -> str:
     return "+".join(f"{path.count(kind)} {kind}" for kind in dict.fromkeys(path)) or "nothing"
 
 
-def _report_update(report: UpdateReport, url: str, printer: Printer) -> None:
+def _report_update(report: UpdateReport, url: str, printer: options.Printer) -> None:
     printer.tell(
         "version",
         f"{url} serves version {report.version} (step {report.step}): {_way(report.path)}, "
-        f"{size(report.fetched_bytes)}, paused {report.pause_s:.2f} s, {report.mode}, digest {report.digest[:12]}",
+        f"{options.size(report.fetched_bytes)}, paused {report.pause_s:.2f} s, {report.mode}, "
+        f"digest {report.digest[:12]}",
         **asdict(report),
         server=url,
     )
 
 
-def _report_failure(error: PulseError, follower: ServerFollower, printer: Printer) -> None:
+def _report_failure(error: PulseError, follower: ServerFollower, printer: options.Printer) -> None:
     if isinstance(error, NothingPublishedError):
         printer.note("waits", f"waiting for the first version: {error}", run=follower.location)
     else:
-        printer.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
+        printer.retries(error)
 
 
-def _report_flip(flip: FolderUpdate, printer: Printer) -> None:
-    sync, mark = flip.sync, flip.mark
-    path = _way(sync.path)
-    back = ""
-    if sync.went_back:
-        is_below = sync.step < (sync.from_step or 0)
-        back = f", back from step {sync.from_step}" if is_below else f"; it went back at version {sync.rewound_at}"
-    if flip.left_out:
-        printer.note("left-out", f"not written, because no loader reads them: {', '.join(flip.left_out)}")
-    printer.tell(
-        "version",
-        f"version {mark.version} (step {mark.step}{back}) is current, in {flip.folder.name}: {path}, "
-        f"{size(sync.fetched_bytes)}, {flip.seconds:.1f} s, digest {mark.digest[:12]}",
-        **asdict(mark),
-        folder=str(flip.folder),
-        from_version=sync.from_version,
-        from_step=sync.from_step,
-        rewound_at=sync.rewound_at,
-        began=flip.began,
-        path=list(sync.path),
-        changed=sync.changed,
-        fetched_bytes=sync.fetched_bytes,
-        seconds=round(flip.seconds, 3),
-        left_out=list(flip.left_out),
-        missing=list(flip.missing),
-    )
+@dataclass(frozen=True)
+class _FollowedFolder:
+    """Keeps a folder at the versions of a run, prints what happens, and has a server load the folder as an adapter."""
 
+    kept: HuggingFaceFolder
+    run: str
+    printer: options.Printer
+    adapter: tuple[VllmServer, str] | None  # the server, and the adapter's name there
 
-def _report_missing(flip: FolderUpdate, folder: Path, printer: Printer) -> None:
-    """Warn that `from_pretrained` will fail. The trainer must publish the missing files with a version."""
-    if flip.missing:
-        printer.note(
-            "missing",
-            f"{folder}/current cannot be loaded as a Hugging Face model: the run has no {', no '.join(flip.missing)}. "
-            'Publish a model that has a .config, or give the files to Publisher(files={"config.json": …})',
-            files=list(flip.missing),
-            folder=f"{folder}/current",
+    def follow(self, goal: _Goal) -> None:
+        if goal.once:
+            self._update(goal.version)
+            return
+        kept, printer = self.kept, self.printer
+        if current := kept.current:
+            text = f"{kept.folder}/current is version {current.version}; following {self.run}"
+            printer.note("holds", text, **asdict(current))
+            self._load_adapter(current.version)
+        else:
+            text = f"there is no version in {kept.folder} yet; following {self.run}"
+            printer.note("waits", text, folder=str(kept.folder))
+        missing: tuple[str, ...] = ()
+        for flip in kept.follow(goal.interval_s, self._report_error):
+            self._report(flip)
+            if flip.missing != missing:
+                self._report_missing(flip)
+            missing = flip.missing
+            self._load_adapter(flip.mark.version)
+
+    def _update(self, version: int | None) -> None:
+        try:
+            flip = self.kept.update(version)
+        except NothingPublishedError as e:
+            raise options.NothingThereError(str(e) if is_about_pointer(e) else options.unreachable(self.run)) from e
+        if flip is not None:
+            self._report(flip)
+            self._report_missing(flip)
+        if (current := self.kept.current) is None:
+            return
+        if self.adapter is not None:
+            self._load_adapter(current.version)
+        elif flip is None:
+            text = f"{self.kept.folder}/current is version {current.version} already"
+            self.printer.tell("holds", text, **asdict(current))
+
+    def _load_adapter(self, version: int) -> None:
+        """Have the server load the folder as soon as the server answers, if there is one."""
+        if self.adapter is None:
+            return
+        server, name = self.adapter
+        for wait_s in (1, 2, 4, 8, 16, 32, 60, 0):
+            try:
+                server.load_adapter(name, (self.kept.folder / "current").resolve())
+                break
+            except StoreError as e:
+                if not wait_s:
+                    raise
+                self.printer.retries(e)
+                time.sleep(wait_s)
+        self.printer.tell("adapter", f"{server.url} serves version {version} as {name}", version=version, lora=name)
+
+    def _report(self, flip: FolderUpdate) -> None:
+        sync, mark = flip.sync, flip.mark
+        back = ""
+        if sync.went_back:
+            is_below = sync.step < (sync.from_step or 0)
+            back = f", back from step {sync.from_step}" if is_below else f"; it went back at version {sync.rewound_at}"
+        if flip.left_out:
+            text = f"not written, because no loader reads them: {', '.join(flip.left_out)}"
+            self.printer.note("left-out", text)
+        self.printer.tell(
+            "version",
+            f"version {mark.version} (step {mark.step}{back}) is current, in {flip.folder.name}: {_way(sync.path)}, "
+            f"{options.size(sync.fetched_bytes)}, {flip.seconds:.1f} s, digest {mark.digest[:12]}",
+            **asdict(mark),
+            folder=str(flip.folder),
+            from_version=sync.from_version,
+            from_step=sync.from_step,
+            rewound_at=sync.rewound_at,
+            began=flip.began,
+            path=list(sync.path),
+            changed=sync.changed,
+            fetched_bytes=sync.fetched_bytes,
+            seconds=round(flip.seconds, 3),
+            left_out=list(flip.left_out),
+            missing=list(flip.missing),
         )
 
+    def _report_missing(self, flip: FolderUpdate) -> None:
+        """Warn that `from_pretrained` will fail. The trainer must publish the missing files with a version."""
+        if flip.missing:
+            current = f"{self.kept.folder}/current"
+            self.printer.note(
+                "missing",
+                f"{current} cannot be loaded as a Hugging Face model: the run has no {', no '.join(flip.missing)}. "
+                'Publish a model that has a .config, or give the files to Publisher(files={"config.json": …})',
+                files=list(flip.missing),
+                folder=current,
+            )
 
-def _report_error(error: PulseError, run: str, kept: HuggingFaceFolder, printer: Printer) -> None:
-    if not isinstance(error, NothingPublishedError):
-        printer.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
-        return
-    published, current = error.version, kept.current
-    if is_about_pointer(error):
-        text = f"waiting for the pointer: {error}"
-    elif published is not None:
-        text = f"waiting for the first anchor of version {published} at {run}, which is probably still being written"
-    elif current is not None:
-        text = (
-            f"there is no version at {run} any more; {kept.folder}/current stays version {current.version}, and pulse "
-            "follow waits for the next one"
-        )
-    else:
-        text = f"waiting for the first version: there is none at {run} yet; is this the right location?"
-    printer.note("waits", text, run=run)
+    def _report_error(self, error: PulseError) -> None:
+        if not isinstance(error, NothingPublishedError):
+            self.printer.retries(error)
+            return
+        if is_about_pointer(error):
+            text = f"waiting for the pointer: {error}"
+        elif error.version is not None:
+            text = (
+                f"waiting for the first anchor of version {error.version} at {self.run}, which is probably still being "
+                "written"
+            )
+        elif (current := self.kept.current) is not None:
+            text = (
+                f"there is no version at {self.run} any more; {self.kept.folder}/current stays version "
+                f"{current.version}, and pulse follow waits for the next one"
+            )
+        else:
+            text = f"waiting for the first version: there is none at {self.run} yet; is this the right location?"
+        self.printer.note("waits", text, run=self.run)

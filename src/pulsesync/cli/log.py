@@ -2,34 +2,27 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from pulsesync.cli.options import (
-    Count,
-    Json,
-    NothingThereError,
-    Printer,
-    Trust,
-    TrustPointers,
-    no_run,
-    open_place,
-    read_movers,
-    read_trust,
-)
+from pulsesync.cli import options
 from pulsesync.cli.progress import show_progress
 from pulsesync.errors import FormatError, PulseError
 from pulsesync.maintain.verify import FoundRecord, find_records
 from pulsesync.run import keys
 from pulsesync.run.pointers import read_pointers
 from pulsesync.run.reader import RunReader, describe
-from pulsesync.store import Store
 
 
 def log(
-    run: str, *, trust: Trust = None, trust_pointers: TrustPointers = None, limit: Count = 50, as_json: Json = False
+    run: str,
+    *,
+    trust: options.Trust = None,
+    trust_pointers: options.TrustPointers = None,
+    limit: options.Count = 50,
+    as_json: options.Json = False,
 ) -> int:
     """List the versions of a run, the newest first, with the anchors and squashed patches that lead to them.
 
@@ -45,41 +38,29 @@ def log(
         FormatError: none of its records can be read; PulseError: the store does not answer, or no trusted key signed
             the newest version.
     """
-    store, trusted = open_place(run), read_trust(trust)
-    movers = read_movers(trust_pointers, trusted)
+    store, (trusted, movers) = options.open_place(run), options.read_keys(trust, trust_pointers)
     with show_progress(as_json) as bars:
         found = find_records(RunReader(store, trusted), limit or None, bars.report)[::-1]
     if not found:
-        raise NothingThereError(no_run(run))
+        raise options.NothingThereError(options.no_run(run))
     if not any(one.record for one in found):
         first = found[0]
         raise FormatError(f"{run}: {len(found)} records were read, all of them bad; {first.key}: {first.fault}")
-    pointed = _pointed(store, trusted, movers)
+    pointed: defaultdict[str, list[str]] = defaultdict(list)  # the names of pointers, by the key of their version
+    with suppress(PulseError):  # `pulse verify` reports why pointers cannot be read
+        for name, pointer in read_pointers(store, trust=trusted, trust_pointers=movers).items():
+            pointed[keys.manifest_key(pointer.version)].append(name)
     if as_json:
         for one in found:
             facts = describe(one.record) if one.record else {"fault": one.fault}
             print(json.dumps({"key": one.key, **facts, "pointers": pointed.get(one.key, [])}))
         return 0
     marks = ({"pointers": " ".join(pointed.get(one.key, []))} if pointed else {} for one in found if one.record)
-    Printer(False).table({**row, **mark} for row, mark in zip(rows(found), marks, strict=True))
+    options.Printer(False).table({**row, **mark} for row, mark in zip(rows(found), marks, strict=True))
     for one in found:
         if one.fault:
             print(f"{one.key}: {one.fault}")
     return 0
-
-
-def _pointed(
-    store: Store, trust: Collection[str] | None, trust_pointers: Collection[str] | None
-) -> dict[str, list[str]]:
-    """Return pointers by the key of the version that they name; none if they cannot be read.
-
-    `pulse verify` reports why pointers cannot be read.
-    """
-    named: defaultdict[str, list[str]] = defaultdict(list)
-    with suppress(PulseError):
-        for name, pointer in read_pointers(store, trust=trust, trust_pointers=trust_pointers).items():
-            named[keys.manifest_key(pointer.version)].append(name)
-    return named
 
 
 def rows(found: list[FoundRecord]) -> Iterator[dict[str, Any]]:

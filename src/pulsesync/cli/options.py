@@ -64,11 +64,7 @@ def open_place(location: str) -> Store:
 
 
 def read_token(file: Path | None = None, variable: str = "PULSE_TOKEN") -> str | None:
-    """Return the token in a file, or that of an environment variable, or None; for `pulse serve` and `pulse relay`.
-
-    Raises:
-        UsageError: the file cannot be read, or the token is empty.
-    """
+    """Return the token in a file, or of a variable, or None: for `pulse serve` and `relay`. Raises: UsageError."""
     if file is None:
         token, where = os.environ.get(variable), variable
     else:
@@ -93,6 +89,12 @@ def export_metrics(address: str | None) -> None:
         metrics.export(int(port), host.strip("[]") or "127.0.0.1")
     except ValueError as e:
         raise UsageError(f"--metrics: {e}") from e
+
+
+def read_keys(trust: str | None, movers: str | None) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+    """Read the public keys of --trust and of --trust-pointers. Raises: UsageError."""
+    keys = read_trust(trust)
+    return keys, read_movers(movers, keys)
 
 
 def read_movers(text: str | None, trust: frozenset[str] | None) -> frozenset[str] | None:
@@ -165,6 +167,10 @@ class Printer:
         else:
             progress.hide()
             print(f"pulse: {without_controls(text)}", file=sys.stderr, flush=True)
+
+    def retries(self, error: PulseError) -> None:
+        """Print an error after which the command goes on."""
+        self.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
 
     def table(self, rows: Iterable[Mapping[str, Any]]) -> None:
         rows = list(rows)

@@ -2,22 +2,8 @@
 
 from dataclasses import asdict
 
+from pulsesync.cli import options
 from pulsesync.cli.log import utc
-from pulsesync.cli.options import (
-    Json,
-    Key,
-    NothingThereError,
-    Printer,
-    Trust,
-    TrustPointers,
-    UsageError,
-    Version,
-    no_run,
-    open_place,
-    read_key,
-    read_movers,
-    read_trust,
-)
 from pulsesync.errors import NothingPublishedError
 from pulsesync.format.pointer import Pointer, check_name
 from pulsesync.maintain.point import move_pointer
@@ -28,12 +14,12 @@ from pulsesync.run.reader import RunReader
 def point(
     run: str,
     name: str | None = None,
-    version: Version = None,
+    version: options.Version = None,
     *,
-    key: Key = None,
-    trust: Trust = None,
-    trust_pointers: TrustPointers = None,
-    as_json: Json = False,
+    key: options.Key = None,
+    trust: options.Trust = None,
+    trust_pointers: options.TrustPointers = None,
+    as_json: options.Json = False,
 ) -> int:
     """Show the pointers of a run, or move one: all workers that follow it go to the version that it names.
 
@@ -66,15 +52,20 @@ def point(
         NothingThereError: there is no run, no version in it yet, or no pointer NAME.
         PulseError: the run cannot be read, or the pointer cannot be moved.
     """
-    store, printer, signing_key, trusted = open_place(run), Printer(as_json), read_key(key), read_trust(trust)
+    store, printer, signing_key, trusted = (
+        options.open_place(run),
+        options.Printer(as_json),
+        options.read_key(key),
+        options.read_trust(trust),
+    )
     own = frozenset({signing_key.public}) if signing_key else frozenset[str]()
-    if trusted is None and own.isdisjoint(read_trust(trust_pointers, "--trust-pointers") or ()):
+    if trusted is None and own.isdisjoint(options.read_trust(trust_pointers, "--trust-pointers") or ()):
         trusted = own or None
-    given = read_movers(trust_pointers, trusted)
+    given = options.read_movers(trust_pointers, trusted)
     movers = (given or frozenset()) | own
     records = RunReader(store, trusted, trust_pointers=movers)
     if records.newest() is None:
-        raise NothingThereError(no_run(run))
+        raise options.NothingThereError(options.no_run(run))
     try:
         if name is not None and version is not None:
             before = records.pointer(check_name(name))
@@ -83,20 +74,20 @@ def point(
             return 0
         found = _find(records, name and check_name(name))
     except ValueError as e:
-        raise UsageError(str(e)) from e
+        raise options.UsageError(str(e)) from e
     except NothingPublishedError as e:
-        raise NothingThereError(str(e)) from e
+        raise options.NothingThereError(str(e)) from e
     if not found:
         text = f"there is no pointer{'' if name is None else f' {name}'} in {run}"
         text += f"; create one with: pulse point {run} {name or 'stable'} VERSION"
         if name is not None:
-            raise NothingThereError(text)
+            raise options.NothingThereError(text)
         printer.note("none", text)
     _show(found, "signed by" if trusted else "signed by (not checked)", printer)
     return 0
 
 
-def _show(found: list[tuple[Pointer, int | None]], signer: str, printer: Printer) -> None:
+def _show(found: list[tuple[Pointer, int | None]], signer: str, printer: options.Printer) -> None:
     if printer.as_json:
         for pointer, step in found:
             printer.tell("pointer", "", **asdict(pointer), step=step)
@@ -125,7 +116,7 @@ def _find(records: RunReader, name: str | None) -> list[tuple[Pointer, int | Non
     return [(one, target.step if (target := targets[one.version]) else None) for one in found if one]
 
 
-def _report_move(before: Pointer | None, moved: Pointer, printer: Printer) -> None:
+def _report_move(before: Pointer | None, moved: Pointer, printer: options.Printer) -> None:
     if before is None:
         text = f"{moved.name} was created and names version {moved.version}"
     elif before == moved:

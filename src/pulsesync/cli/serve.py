@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pulsesync import server
@@ -62,7 +62,7 @@ def serve(
             private_key=private_key,
             token_in_clear=token_in_clear,
             open_metrics=open_metrics,
-            on_ready=_announcer("folder", str(folder), as_json),
+            on_ready=partial(_announce, "folder", str(folder), as_json),
         )
     except ValueError as e:
         raise UsageError(str(e)) from e
@@ -130,10 +130,11 @@ def relay(
         raise UsageError(f"--cafile works with an https:// upstream only; got {upstream}: leave --cafile out")
     _check_tokens(token, upstream_token if is_http else None, without_token)
     max_bytes = None if max_cache is None else parse_size(max_cache)
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pulsesync"
     try:
         far = _open(at, upstream_token, cafile, upstream_token_in_clear)
         server.serve(
-            server.relay(far, cache or _default_cache(), max_bytes),
+            server.relay(far, folder, max_bytes),
             host,
             port,
             token=token,
@@ -141,7 +142,7 @@ def relay(
             private_key=private_key,
             token_in_clear=token_in_clear,
             open_metrics=open_metrics,
-            on_ready=_announcer("upstream", upstream, as_json),
+            on_ready=partial(_announce, "upstream", upstream, as_json),
         )
     except ValueError as e:
         raise UsageError(str(e)) from e
@@ -181,12 +182,5 @@ def _check_tokens(token: str | None, upstream_token: str | None, without_token: 
         )
 
 
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pulsesync"
-
-
-def _announcer(kind: str, place: str, as_json: bool) -> Callable[[str], None]:
-    def announce(url: str) -> None:
-        print(json.dumps({"url": url, kind: place}) if as_json else f"serving {place} at {url}", flush=True)
-
-    return announce
+def _announce(kind: str, place: str, as_json: bool, url: str) -> None:
+    print(json.dumps({"url": url, kind: place}) if as_json else f"serving {place} at {url}", flush=True)

@@ -8,22 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from pulsesync.cli.options import (
-    Amount,
-    Count,
-    Flag,
-    Interval,
-    Json,
-    NothingThereError,
-    Printer,
-    Trust,
-    TrustPointers,
-    no_run,
-    open_place,
-    read_movers,
-    read_trust,
-    size,
-)
+from pulsesync.cli import options
 from pulsesync.errors import NothingPublishedError, StoreError
 from pulsesync.run.fleet import MAX_AGE_S, MAX_LAG, WRONG, FleetStatus, VersionStatus, WorkerStatus, read_fleet
 
@@ -31,13 +16,13 @@ from pulsesync.run.fleet import MAX_AGE_S, MAX_LAG, WRONG, FleetStatus, VersionS
 def status(
     run: str,
     *,
-    max_lag: Count = MAX_LAG,
-    max_age_s: Annotated[Amount, Parameter(name="--max-age")] = MAX_AGE_S,
-    watch: Flag = False,
-    interval_s: Interval = 5.0,
-    trust: Trust = None,
-    trust_pointers: TrustPointers = None,
-    as_json: Json = False,
+    max_lag: options.Count = MAX_LAG,
+    max_age_s: Annotated[options.Amount, Parameter(name="--max-age")] = MAX_AGE_S,
+    watch: options.Flag = False,
+    interval_s: options.Interval = 5.0,
+    trust: options.Trust = None,
+    trust_pointers: options.TrustPointers = None,
+    as_json: options.Json = False,
 ) -> int:
     """Show a run and its workers at a glance: newest version, last anchor, pointers, and where each worker is.
 
@@ -79,19 +64,19 @@ def status(
         NothingThereError: there is no run, or no version in it yet.
         PulseError: it cannot be read.
     """
-    store, keys, printer = open_place(run), read_trust(trust), Printer(as_json)
-    movers = read_movers(trust_pointers, keys)
+    store, printer = options.open_place(run), options.Printer(as_json)
+    keys, movers = options.read_keys(trust, trust_pointers)
     while True:
         try:
             found = read_fleet(store, trust=keys, trust_pointers=movers, max_lag=max_lag, max_age_s=max_age_s)
         except NothingPublishedError as e:
             if not watch:
-                raise NothingThereError(no_run(run)) from e
+                raise options.NothingThereError(options.no_run(run)) from e
             printer.note("waits", f"there is no version at {run} yet")
         except StoreError as e:
             if not (watch and e.retryable):
                 raise
-            printer.note("error", f"{e}; trying again", kind=type(e).__name__, message=str(e))
+            printer.retries(e)
         else:
             if watch and not as_json and sys.stdout.isatty():
                 print("\x1b[H\x1b[2J", end="")  # the top of an empty screen
@@ -101,16 +86,17 @@ def status(
         time.sleep(interval_s)
 
 
-def _show(found: FleetStatus, printer: Printer) -> None:
+def _show(found: FleetStatus, printer: options.Printer) -> None:
     if printer.as_json:
-        print(json.dumps(_facts(found)), flush=True)
+        workers = [asdict(worker) | {"version": worker.version} for worker in found.workers]
+        print(json.dumps({**asdict(found), "workers": workers, "ok": found.is_well}), flush=True)
         return
     now_s, newest = time.time(), found.newest
     print(f"{found.location}: version {newest.version} (step {newest.step}), {ago(found.age_s)}")
     print(f"run       {found.run}")
     print(f"signed    {f'by {found.signed_by}' if found.signed_by else 'no'}")
     print(f"anchor    {_anchor(found.anchor, now_s)}")
-    print(f"versions  {', '.join(f'{one.version}: {size(one.size_bytes)}' for one in found.versions)}")
+    print(f"versions  {', '.join(f'{one.version}: {options.size(one.size_bytes)}' for one in found.versions)}")
     print(f"pointers  {', '.join(f'{name} {version}' for name, version in found.pointers.items()) or 'none'}")
     print()
     if found.unknown is not None:
@@ -132,7 +118,8 @@ def _show(found: FleetStatus, printer: Printer) -> None:
 def _anchor(anchor: VersionStatus | None, now_s: float) -> str:
     if anchor is None:
         return "none yet, so that no new worker can join"
-    return f"version {anchor.version} (step {anchor.step}), {size(anchor.size_bytes)}, {ago(now_s - anchor.created_s)}"
+    written = f"{options.size(anchor.size_bytes)}, {ago(now_s - anchor.created_s)}"
+    return f"version {anchor.version} (step {anchor.step}), {written}"
 
 
 def _row(worker: WorkerStatus) -> dict[str, Any]:
@@ -146,7 +133,7 @@ def _row(worker: WorkerStatus) -> dict[str, Any]:
         "version": worker.version,
         "lag": worker.lag,
         "pause": None if record is None or record.pause_s is None else f"{1e3 * record.pause_s:,.1f} ms",
-        "fetched": size(record.fetched_bytes) if record else None,
+        "fetched": options.size(record.fetched_bytes) if record else None,
         "recount": recount,
         "seen": ago(worker.seen_s),
         "state": worker.state,
@@ -164,13 +151,6 @@ def _summary(found: FleetStatus) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
-
-
-def _facts(found: FleetStatus) -> dict[str, Any]:
-    facts = asdict(found)
-    facts["workers"] = [asdict(worker) | {"version": worker.version} for worker in found.workers]
-    facts["ok"] = found.is_well
-    return facts
 
 
 def ago(seconds: float) -> str:

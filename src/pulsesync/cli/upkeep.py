@@ -4,24 +4,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from pulsesync.cli.options import (
-    Amount,
-    Flag,
-    Interval,
-    Json,
-    Key,
-    Natural,
-    NothingThereError,
-    Printer,
-    Trust,
-    TrustPointers,
-    no_run,
-    open_place,
-    read_key,
-    read_movers,
-    read_trust,
-    size,
-)
+from pulsesync.cli import options
 from pulsesync.cli.progress import show_progress
 from pulsesync.errors import StoreError
 from pulsesync.maintain.prune import prune as prune_run
@@ -32,13 +15,13 @@ from pulsesync.run.reader import RunReader
 def squash(
     run: str,
     *,
-    key: Key = None,
+    key: options.Key = None,
     delegation: Path | None = None,
-    trust: Trust = None,
+    trust: options.Trust = None,
     cache: Path | None = None,
-    follow: Flag = False,
-    interval_s: Interval = 10.0,
-    as_json: Json = False,
+    follow: options.Flag = False,
+    interval_s: options.Interval = 10.0,
+    as_json: options.Json = False,
 ) -> int:
     """Write squashed patches: many versions as one, so that a worker that was away catches up with fewer bytes.
 
@@ -56,10 +39,10 @@ def squash(
         NothingThereError: there is no run, or no version in it yet.
         PulseError: the run cannot be read, or a squashed patch cannot be written.
     """
-    store, printer, keys = open_place(run), Printer(as_json), read_trust(trust)
-    squasher = Squasher(store, signing_key=read_key(key, delegation), trust=keys, cache=cache)
+    store, printer, keys = options.open_place(run), options.Printer(as_json), options.read_trust(trust)
+    squasher = Squasher(store, signing_key=options.read_key(key, delegation), trust=keys, cache=cache)
     if not follow and RunReader(store, keys).newest() is None:
-        raise NothingThereError(no_run(run))
+        raise options.NothingThereError(options.no_run(run))
     count = 0
     while True:
         try:
@@ -69,15 +52,15 @@ def squash(
                     count += 1
                     printer.tell(
                         "squashed",
-                        f"versions {one.base} to {one.version} in one: {size(one.size_bytes)} instead of "
-                        f"{size(one.instead_of_bytes)}",
+                        f"versions {one.base} to {one.version} in one: {options.size(one.size_bytes)} instead of "
+                        f"{options.size(one.instead_of_bytes)}",
                         **asdict(one),
                     )
                     bars.report(count, None, "squashing")
         except StoreError as e:
             if not follow:
                 raise
-            printer.note("error", f"{e}; trying again", kind=type(e).__name__, message=str(e))
+            printer.retries(e)
         if not follow:
             break
         time.sleep(interval_s)
@@ -94,12 +77,12 @@ def squash(
 def prune(
     run: str,
     *,
-    keep_versions: Natural = 100,
-    keep_hours: Amount = 24.0,
-    grace_hours: Amount = 1.0,
-    trust: Trust = None,
-    trust_pointers: TrustPointers = None,
-    as_json: Json = False,
+    keep_versions: options.Natural = 100,
+    keep_hours: options.Amount = 24.0,
+    grace_hours: options.Amount = 1.0,
+    trust: options.Trust = None,
+    trust_pointers: options.TrustPointers = None,
+    as_json: options.Json = False,
 ) -> int:
     """Delete old versions that no worker should need; an anchor and every version since it always remain.
 
@@ -119,11 +102,10 @@ def prune(
         NothingThereError: there is no run, or no version in it yet.
         PulseError: the run cannot be read, or cannot be pruned.
     """
-    store, keys = open_place(run), read_trust(trust)
-    movers = read_movers(trust_pointers, keys)
+    store, (keys, movers) = options.open_place(run), options.read_keys(trust, trust_pointers)
     if RunReader(store, keys).newest() is None:
-        raise NothingThereError(no_run(run))
-    printer = Printer(as_json)
+        raise options.NothingThereError(options.no_run(run))
+    printer = options.Printer(as_json)
     with show_progress(as_json) as bars:
         report = prune_run(
             store,
@@ -137,7 +119,7 @@ def prune(
     printer.tell(
         "pruned",
         f"versions {report.kept_from} to {report.newest} are kept; {report.versions} versions and {report.records} "
-        f"anchors and squashed patches removed, {report.bodies} bodies deleted: {size(report.freed_bytes)}",
+        f"anchors and squashed patches removed, {report.bodies} bodies deleted: {options.size(report.freed_bytes)}",
         **asdict(report),
     )
     if report.pinned_by:

@@ -4,17 +4,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from pulsesync.cli.options import (
-    Json,
-    NothingThereError,
-    Printer,
-    Trust,
-    TrustPointers,
-    no_run,
-    open_place,
-    read_movers,
-    read_trust,
-)
+from pulsesync.cli import options
 from pulsesync.cli.progress import hide, show_progress, track
 from pulsesync.errors import NotFoundError
 from pulsesync.format.pointer import Pointer
@@ -27,9 +17,9 @@ def verify(
     run: str,
     folder: Path | None = None,
     *,
-    trust: Trust = None,
-    trust_pointers: TrustPointers = None,
-    as_json: Json = False,
+    trust: options.Trust = None,
+    trust_pointers: options.TrustPointers = None,
+    as_json: options.Json = False,
 ) -> int:
     """Replay a run and check every hash and digest in it, or find out which version is in a folder.
 
@@ -55,14 +45,13 @@ def verify(
 
 def verify_run(run: str, *, trust: str | None, trust_pointers: str | None, as_json: bool) -> int:
     """Replay a run; exit code 0 if all of it is good, otherwise 1. Raises: PulseError, NothingThereError."""
-    printer, counted, bad, blocked = Printer(as_json), Counter[str](), 0, 0
-    allowed = read_trust(trust)
-    movers = read_movers(trust_pointers, allowed)
+    printer, counted, bad, blocked = options.Printer(as_json), Counter[str](), 0, 0
+    allowed, movers = options.read_keys(trust, trust_pointers)
     with show_progress(as_json) as bars:
         try:
-            audit = RunVerifier(open_place(run), trust=allowed, trust_pointers=movers, progress=bars.report)
+            audit = RunVerifier(options.open_place(run), trust=allowed, trust_pointers=movers, progress=bars.report)
         except NotFoundError as e:
-            raise NothingThereError(str(e)) from e
+            raise options.NothingThereError(str(e)) from e
         for one in track(bars, "replaying", audit.run(), len(audit.found)):
             kind = "pointer" if isinstance(one.record, Pointer) else one.record.kind.value if one.record else "record"
             counted[kind] += 1
@@ -74,7 +63,9 @@ def verify_run(run: str, *, trust: str | None, trust_pointers: str | None, as_js
             elif one.fault and not one.blocked:
                 hide()
                 print(f"{one.key}: {one.fault}", file=sys.stderr)
-    counts = ", ".join(f"{count} {kind if count == 1 else _PLURALS[kind]}" for kind, count in counted.items())
+    counts = ", ".join(
+        f"{count} {kind if count == 1 else _PLURALS.get(kind, kind + 's')}" for kind, count in counted.items()
+    )
     text = f"{counts}: " + ("all good" if not bad else f"{bad} bad")
     if blocked:
         text += f", and {blocked} that could not be checked, because something that they need is bad"
@@ -89,20 +80,14 @@ _ADVICE = (
     "Workers take another path where there is one, and otherwise keep their version. Check the disk or store. "
     "Restore what is bad from a backup, or keep publishing: the next anchor is a path around it."
 )
-_PLURALS = {
-    "version": "versions",
-    "anchor": "anchors",
-    "squash": "squashes",
-    "pointer": "moves of pointers",
-    "record": "records",
-}
+_PLURALS = {"squash": "squashes", "pointer": "moves of pointers"}  # the others have an s
 
 
 def verify_folder(run: str, folder: Path, *, trust: str | None, as_json: bool) -> int:
     """Compute a folder's digest; exit code 0 if it is a version of the run, and the one named. Raises: PulseError."""
-    printer, records = Printer(as_json), RunReader(open_place(run), read_trust(trust))
+    printer, records = options.Printer(as_json), RunReader(options.open_place(run), options.read_trust(trust))
     if records.newest() is None:
-        raise NothingThereError(no_run(run))
+        raise options.NothingThereError(options.no_run(run))
     found = identify(records, folder)
     version = found.record.version if found.record else None
     claimed = found.mark.version if found.mark else None

@@ -2,8 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 from pulsesync.errors import PulseError
+
+
+def load(name: str, extra: str) -> Any:
+    """Import a module that needs an extra. Raises: PulseError, which names the extra, if it is not installed."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as e:
+        raise missing(e, extra) from e
 
 
 def missing(error: ImportError, extra: str) -> PulseError:

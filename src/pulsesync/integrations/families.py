@@ -153,7 +153,7 @@ class ModelShape:
             "tied": tied,
             "lm_head": not tied if lm_head is None else lm_head,
         }
-        said = {key: bool(c[key]) for key in ("qkv_bias",) if key in c}
+        said = {"qkv_bias": bool(c["qkv_bias"])} if "qkv_bias" in c else {}
         deepseek = _deepseek_numbers(c) if family.startswith("deepseek") else {}
         return cls(**numbers | _expert_numbers(c) | _FAMILIES[family] | deepseek | said)
 
@@ -172,13 +172,8 @@ def _expert_numbers(c: Mapping[str, Any]) -> dict[str, Any]:
 def _deepseek_numbers(c: Mapping[str, Any]) -> dict[str, Any]:
     step, first = c.get("moe_layer_freq") or 1, c.get("first_k_dense_replace") or 0
     width = c.get("moe_intermediate_size") or 0
-    latent = LatentShape(
-        q_rank=c.get("q_lora_rank") or 0,
-        kv_rank=c["kv_lora_rank"],
-        nope=c["qk_nope_head_dim"],
-        rope=c["qk_rope_head_dim"],
-        value=c["v_head_dim"],
-    )
+    widths = (c[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    latent = LatentShape(c.get("q_lora_rank") or 0, *widths)
     return {
         "experts": c.get("n_routed_experts") or 0,
         "expert_intermediate": width,

@@ -144,12 +144,11 @@ class HuggingFaceFolder:
         self.folder = arguments.folder("folder", folder)
         self.trust, self._movers = trusted(trust), trusted_for_pointers(trust_pointers, trust)
         self.hold_s, self.follow_replaced = arguments.seconds("hold_s", hold_s), follow_replaced
-        store = open_store(location)
-        self._origin = store
+        self._origin = open_store(location)
         self._own_cache = cache is None
-        self._cache = arguments.folder("cache", cache) if cache is not None else self.folder / CACHE
-        self.store: Store = CachedStore(store, self._cache)
-        self._events = SyncEvents.of(store, heartbeat, follow)
+        self._cache = self.folder / CACHE if cache is None else arguments.folder("cache", cache)
+        self.store: Store = CachedStore(self._origin, self._cache)
+        self._events = SyncEvents.of(self._origin, heartbeat, follow)
         self._stack = ExitStack()
         self._stack.enter_context(owned(self.folder))
         self._sides = {name: FolderCopy(self.folder / name) for name in "ab"}
@@ -186,8 +185,7 @@ class HuggingFaceFolder:
         return self._goals.follow(self.update, self._version, interval_s, on_error)
 
     def _version(self) -> int | None:
-        current = self.current
-        return current.version if current else None
+        return current.version if (current := self.current) else None
 
     def update(self, version: int | None = None) -> FolderUpdate | None:
         """Update the folder to the newest version, that of its pointer, or a given one; None if it has it already.
@@ -206,29 +204,23 @@ class HuggingFaceFolder:
             self._events.newest = self._goals.version
             self._events.failed(e, self._version(), torn=False)  # what is current is complete in any case
             raise
-        self._report(done)
-        return done
-
-    def _report(self, done: FolderUpdate | None) -> None:
-        """Show where the folder is. The copy that became current was recounted before."""
         self._events.newest = self._goals.version
         if done is not None:
             if self._events.heartbeat is not None:
-                self._events.heartbeat.recounted(True)
+                self._events.heartbeat.recounted(True)  # it was, before it became current
             self._events.synced(done.sync)
         elif current := self.current:
             self._events.found_nothing(current.version, current.step, current.digest)
+        return done
 
     def _update(self, version: int | None) -> FolderUpdate | None:
         began = time.perf_counter()
         if self._goal(version) is None:
             return None
         with self._to_write() as side:
-            goal = self._goal(version)  # there may be a newer version by now
-            if goal is None:
+            if (goal := self._goal(version)) is None:  # there may be a newer version by now
                 return None
-            companions = [file for file in goal.files if is_companion(file.name)]
-            contents = {file.name: fetch_file(self.store, file) for file in companions}
+            contents = {one.name: fetch_file(self.store, one) for one in goal.files if is_companion(one.name)}
             plan = plan_files(self._layout_of(goal), adapter=ADAPTER_CONFIG in contents)
             if not any(TensorFolder.fits(one.folder, plan) for one in self._sides.values()):
                 self._check_room(goal)
@@ -238,16 +230,12 @@ class HuggingFaceFolder:
             side.finish(mark, contents, plan)
             self._turn(side)
         self._tidy()
-        left_out = tuple(file.name for file in goal.files if file not in companions)
-        missing = missing_companions(contents)
-        return FolderUpdate(mark, side.folder, source, report, left_out, missing, time.perf_counter() - began)
+        left_out = tuple(file.name for file in goal.files if file.name not in contents)
+        seconds = time.perf_counter() - began
+        return FolderUpdate(mark, side.folder, source, report, left_out, missing_companions(contents), seconds)
 
     def _goal(self, version: int | None) -> Manifest | None:
-        """Return the version to update to; None if it is current.
-
-        Raises:
-            RunChangedError: the location has another run than the folder; MissingLinkError; NothingPublishedError.
-        """
+        """Return the version to update to; None if it is current. Raises: RunChangedError, and as `GoalFinder.find`."""
         records, current = RunReader(self.store, self.trust, trust_pointers=self._movers), self.current
         try:
             return self._goals.find(records, current, version)
@@ -265,9 +253,7 @@ class HuggingFaceFolder:
     def _check_room(self, goal: Manifest) -> None:
         """Check that there is an anchor for a run that is new to the folder, before files of its size are created.
 
-        Raises:
-            NothingPublishedError: its first anchor is still being written; LimitError: the anchor is too small for what
-            the layout describes; MissingLinkError, FormatError, StoreError.
+        Raises: NothingPublishedError, while its first anchor is being written; LimitError, if that is too small.
         """
         records = RunReader(self.store, self.trust)
         try:
@@ -304,9 +290,7 @@ class HuggingFaceFolder:
         side.follower = RunFollower(self._origin, self.trust, cache=self._cache)
         if mark and mark.run == goal.run and side.follower.resume(side.weights.arrays, mark.version, history):
             return "resume"
-        name = _current(self.folder)
-        other = self._sides[name] if name else None
-        there = other.mark() if other else None
+        other, there = self._sides.get(_current(self.folder) or ""), self.current
         if other and there and there.run == goal.run and TensorFolder.fits(other.folder, plan):
             side.weights.copy_from(TensorFolder(other.folder, plan))
             if side.follower.resume(side.weights.arrays, there.version, other.history()):
@@ -373,10 +357,7 @@ class FolderCopy:
             flush_names(self.folder)
 
     def sync(self, version: int, follow_replaced: bool, current: CopyRecord | None) -> SyncReport:
-        """Sync the weights to a version, and recount all of them; report the change from the current copy.
-
-        Raises: as `Subscriber.sync`.
-        """
+        """Sync to a version, recount all weights, and report the change from the current copy. Raises: PulseError."""
         assert self.weights is not None
         assert self.follower is not None
         self.follower.reported = (current.run, current.version, current.step) if current else None
@@ -394,9 +375,7 @@ class FolderCopy:
         assert self.follower is not None
         state = self.follower.state
         assert state is not None
-        contents = dict(companions)
-        if plan.index:
-            contents[INDEX] = plan.index
+        contents = companions | ({INDEX: plan.index} if plan.index else {})
         if state.history.tiles:
             contents[HISTORY] = state.history.to_bytes()
         with writing(self.folder):
@@ -538,8 +517,7 @@ def identify(records: RunReader, path: str | Path) -> Identity:
     """
     path = Path(path)
     newest = records.required_newest()
-    name = _current(path)
-    folder = path / name if name else path
+    folder = path / (_current(path) or "")
     layout = records.layout(newest.layout)
     checkpoint = open_checkpoint(folder, private=True)
     state = WeightState.attach(HostBackend, by_layout(layout, checkpoint.tensors), layout)

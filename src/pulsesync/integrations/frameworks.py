@@ -16,7 +16,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -41,7 +41,6 @@ class FrameworkWeights(Protocol):
 
     def names(self) -> Iterable[str]:
         """The names of all tensors: each once, and the same in the trainer and in every worker."""
-        ...
 
     def bits(self, name: str) -> Any:
         """A tensor with its shape, dtype and exact bits.
@@ -49,7 +48,6 @@ class FrameworkWeights(Protocol):
         It is a numpy array (bfloat16 and float8 of ml_dtypes), or a torch tensor, in host memory or on a CUDA device.
         It may be a view of live memory. It is never written to, and not read after the call that asked for it returns.
         """
-        ...
 
     def write(self, name: str, bits: Any) -> None:
         """Replace the weights of a tensor by those of an array or tensor of the kind that `bits` returns.
@@ -57,7 +55,6 @@ class FrameworkWeights(Protocol):
         They must be copied: the next sync changes that memory. If this raises, the sync ends, and the old weights of
         the tensors written so far are restored, through this method.
         """
-        ...
 
 
 def published_tensors(weights: FrameworkWeights) -> dict[str, Any]:
@@ -154,7 +151,7 @@ class FrameworkSubscriber:
         self.subscriber.close()
         self._copy, self._kind = {}, {}
 
-    def __enter__(self) -> "FrameworkSubscriber":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

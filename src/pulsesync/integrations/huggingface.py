@@ -23,15 +23,8 @@ from typing import Any, Literal, get_args
 from pulsesync.core.arguments import one_of
 from pulsesync.errors import StateError
 from pulsesync.group.collective import Collective
-from pulsesync.integrations.peft import SaveEmbeddings, adapter_weights, is_peft, merged_files, merged_weights
-from pulsesync.integrations.pretrained import (
-    check_publishable,
-    checkpoint_files,
-    checkpoint_weights,
-    is_sharded,
-    required,
-    unwrapped,
-)
+from pulsesync.integrations import pretrained
+from pulsesync.integrations.peft import SaveEmbeddings, adapter_weights, is_peft, merged_model, merged_weights
 from pulsesync.publish.pending import PublishReport
 from pulsesync.publish.publisher import Publisher
 from pulsesync.publish.sharded import ShardedPublisher
@@ -111,8 +104,7 @@ class PublishingCallback:
     # Trainers, and programs that tune them, may copy and pickle callbacks. A copy starts without a publisher.
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("location", "adapters", "every_step", "options")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("location", "adapters", "every_step", "options")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -124,12 +116,12 @@ class PublishingCallback:
         self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **_: Any
     ) -> None:
         """Publish the weights that training starts with. Raises: as `Publisher.publish`; StateError."""
-        model = unwrapped(model)
-        check_publishable(model)
-        sharded = is_sharded(model.parameters())
+        model = pretrained.unwrapped(model)
+        pretrained.check_publishable(model)
+        sharded = pretrained.is_sharded(model.parameters())
         if not sharded and not state.is_world_process_zero:
             return
-        self._as = self._choose_adapters(model)
+        self._as = self.adapters or ("merged" if is_peft(model) else None)
         weights = self._weights(model)
         if self.publisher is None:
             options = {**self.options, "cast": self._cast(weights, args)}
@@ -198,12 +190,9 @@ class PublishingCallback:
 
     # What is published, and how
 
-    def _choose_adapters(self, model: Any) -> Adapters | None:
-        return self.adapters or ("merged" if is_peft(model) else None)
-
     def _weights(self, model: Any) -> dict[str, Any]:
         if self._as is None:
-            return checkpoint_weights(model)
+            return pretrained.checkpoint_weights(model)
         if self._as == "merged":
             return merged_weights(model)
         weights, _ = adapter_weights(model, save_embeddings=self._save_embeddings)
@@ -215,8 +204,8 @@ class PublishingCallback:
         if self._as == "only":
             return adapter_weights(model, save_embeddings=self._save_embeddings)[1]
         chosen = read_cast(cast).get("*")
-        of = merged_files if self._as == "merged" else checkpoint_files
-        return of(model, processing_class, dtype=CASTS.get(chosen or ""))
+        whole = merged_model(model) if self._as == "merged" else model
+        return pretrained.checkpoint_files(whole, processing_class, dtype=CASTS.get(chosen or ""))
 
     def _cast(self, weights: Mapping[str, Any], args: Any) -> Any:
         """Return the cast of the options, or the one that mixed precision needs."""
@@ -276,18 +265,9 @@ class PublishingCallback:
 
 
 @cache
-def _pulse_callback() -> type:
-    """Make `PulseCallback`. Raises: PulseError, if transformers is not installed."""
-    transformers = required("transformers")
-
-    class PulseCallback(PublishingCallback, transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        __doc__ = PublishingCallback.__doc__
-
-    PulseCallback.__qualname__ = "PulseCallback"  # so that pickle finds it in this module
-    return PulseCallback
-
-
 def __getattr__(name: str) -> Any:
-    if name == "PulseCallback":
-        return _pulse_callback()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Make `PulseCallback`. Raises: PulseError, if transformers is not installed."""
+    if name != "PulseCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    bases = (PublishingCallback, pretrained.required("transformers").TrainerCallback)
+    return type(name, bases, {"__doc__": PublishingCallback.__doc__, "__module__": __name__})  # so pickle finds it

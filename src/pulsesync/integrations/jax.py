@@ -16,13 +16,13 @@ it before JAX may donate or free it, and has written new weights before JAX copi
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from pulsesync.core.extras import missing
+from pulsesync.core.extras import load
 from pulsesync.errors import StateError, VerificationError
 from pulsesync.integrations.frameworks import FrameworkSubscriber, published_tensors
 from pulsesync.publish.publisher import Publisher
@@ -60,7 +60,7 @@ class JaxPublisher(Publisher):
             return super().publish(published_tensors(JaxWeights(params)), **options)
 
 
-class JaxSubscriber:
+class JaxSubscriber(FrameworkSubscriber):
     """Syncs trees of `jax.Array` to the versions of a run.
 
     It keeps a copy of the weights, in host memory or on the arrays' GPU, in which versions are checked and applied. No
@@ -73,16 +73,10 @@ class JaxSubscriber:
     """
 
     def __init__(self, location: Location, **options: Any) -> None:
-        self._follower = FrameworkSubscriber(location, **options)
-        self.subscriber = self._follower.subscriber
+        super().__init__(location, **options)
         self.report: SyncReport | None = None  # of the last sync
 
-    @property
-    def version(self) -> int | None:
-        """The version of the last sync; None before the first."""
-        return self._follower.version
-
-    def sync(self, params: Any, version: int | None = None, **options: Any) -> Any:
+    def sync(self, params: Any, version: int | None = None, **options: Any) -> Any:  # type: ignore[override]
         """Return a tree like params with the weights of the newest version, or of a given one; set `report`.
 
         Args:
@@ -96,10 +90,10 @@ class JaxSubscriber:
         """
         with lent(params):
             weights = JaxWeights(params)
-            self.report = self._follower.sync(weights, version, **options)
+            self.report = super().sync(weights, version, **options)
         return weights.tree()
 
-    def watch(self, params: Any, **options: Any) -> Iterator[Any]:
+    def watch(self, params: Any, **options: Any) -> Iterator[Any]:  # type: ignore[override]
         """Yield a tree with the weights of each version as it is published. Raises: as `sync`.
 
         Args:
@@ -107,7 +101,7 @@ class JaxSubscriber:
             options: As for `Subscriber.watch`: `wait_s`, `interval_s`, `max_interval_s`, ….
         """
         weights = JaxWeights(params)
-        for report in self._follower.watch(weights, **options):
+        for report in super().watch(weights, **options):
             self.report = report
             _wait_for_torch(map(weights.array, weights.names()))
             yield weights.tree()
@@ -120,7 +114,7 @@ class JaxSubscriber:
         """
         with lent(params):
             weights = JaxWeights(params)
-            if self._follower.roll_back(weights) is None:
+            if super().roll_back(weights) is None:
                 raise VerificationError("there is no sync to roll back; pass undo= to keep undo logs of more syncs")
         return weights.tree()
 
@@ -131,17 +125,7 @@ class JaxSubscriber:
             VerificationError: it is not that version, or nothing was synced yet.
         """
         with lent(params):
-            return self._follower.verify(JaxWeights(params))
-
-    def close(self) -> None:
-        """Release the copy and the undo logs."""
-        self._follower.close()
-
-    def __enter__(self) -> "JaxSubscriber":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            return super().verify(JaxWeights(params))
 
 
 class JaxWeights:
@@ -194,11 +178,7 @@ def all_on_gpus(arrays: Iterable[Any]) -> bool:
 
 
 def array_bits(name: str, array: Any, by_torch: bool) -> Any:
-    """Return the bits of an array: a read-only numpy array, or, by_torch, a tensor in the array's own memory.
-
-    Raises:
-        StateError: it is not an array, is a key of a random generator, or other processes have parts of it.
-    """
+    """Return an array's bits: a read-only numpy array or, by_torch, a tensor in the same memory. Raises: StateError."""
     jax = _jax()
     if not isinstance(array, jax.Array):
         raise StateError(f"{name!r} is a {type(array).__name__}, not a jax.Array; leave it out", tensor=name)
@@ -281,11 +261,10 @@ def _through_torch(array: Any) -> bool:
 
 @cache
 def _torch_sees_gpu() -> bool:
-    try:
+    found = False
+    with suppress(ModuleNotFoundError):
         import torch
-    except ModuleNotFoundError:
-        found = False
-    else:
+
         found = torch.cuda.is_available()
     if not found:
         logger.warning(
@@ -297,10 +276,6 @@ def _torch_sees_gpu() -> bool:
 
 def _jax() -> Any:
     """Return the module jax. Raises: PulseError, if it is not installed."""
-    try:
-        import jax
-        import jax.dlpack
-        import jax.dtypes
-    except ModuleNotFoundError as e:
-        raise missing(e, "jax") from e
-    return jax
+    for module in ("jax.dlpack", "jax.dtypes"):
+        load(module, "jax")
+    return load("jax", "jax")

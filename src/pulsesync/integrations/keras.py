@@ -126,9 +126,7 @@ class KerasSubscriber(FrameworkSubscriber):
         super().__init__(location, **options)
         self._variables = variables
 
-    def sync(  # type: ignore[override]
-        self, model: Any, version: int | None = None, **options: Any
-    ) -> SyncReport:
+    def sync(self, model: Any, version: int | None = None, **options: Any) -> SyncReport:  # type: ignore[override]
         """Sync a model to the newest version, or to a given one. Args and raises: as `FrameworkSubscriber.sync`."""
         weights = KerasWeights(model, self._variables)
         with weights.lent():
@@ -183,7 +181,8 @@ class KerasPublishing:
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Publish after every `every` batches. Raises: as `KerasPublisher.publish`."""
         if self.every != "epoch":
-            self._attach_state()
+            if hasattr(self.model, "jax_state_sync"):
+                self.model.jax_state_sync()  # on JAX, `fit` keeps the weights in its own state during an epoch
             if self._iteration() - self._last >= self.every:
                 self._publish()
 
@@ -207,23 +206,6 @@ class KerasPublishing:
     def _iteration(self) -> int:
         return int(self.model.optimizer.iterations)
 
-    def _attach_state(self) -> None:
-        """Copy the weights into the model's variables: on JAX, `fit` keeps them in its own state during an epoch."""
-        if hasattr(self.model, "jax_state_sync"):
-            self.model.jax_state_sync()
-
-
-@cache
-def _keras_callback() -> type:
-    """Make `KerasCallback`. Raises: PulseError, if Keras is not installed."""
-    keras = _keras()
-
-    class KerasCallback(KerasPublishing, keras.callbacks.Callback):  # type: ignore[misc, name-defined]
-        __doc__ = KerasPublishing.__doc__
-
-    KerasCallback.__qualname__ = "KerasCallback"
-    return KerasCallback
-
 
 def _keras() -> Any:
     """Return the module keras. Raises: PulseError, if it is not installed."""
@@ -236,7 +218,10 @@ def _keras() -> Any:
     return keras
 
 
+@cache
 def __getattr__(name: str) -> Any:
-    if name == "KerasCallback":
-        return _keras_callback()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Make `KerasCallback`. Raises: PulseError, if Keras is not installed."""
+    if name != "KerasCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    bases = (KerasPublishing, _keras().callbacks.Callback)
+    return type(name, bases, {"__doc__": KerasPublishing.__doc__, "__module__": __name__})

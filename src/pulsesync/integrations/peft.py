@@ -22,14 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pulsesync.errors import StateError
-from pulsesync.integrations.pretrained import (
-    as_saved,
-    check_publishable,
-    checkpoint_files,
-    is_sharded,
-    required,
-    unwrapped,
-)
+from pulsesync.integrations import pretrained
 from pulsesync.state.checkpoint_files import ADAPTER_CONFIG
 
 __all__ = ["adapter_weights", "merged_weights"]
@@ -42,7 +35,7 @@ SaveEmbeddings = bool | Literal["auto"]
 
 def is_peft(model: Any) -> bool:
     """Return whether a module, wrapped or not, is a PEFT model, or has adapters that transformers has added."""
-    model = unwrapped(model)
+    model = pretrained.unwrapped(model)
     return hasattr(model, "peft_config") and bool(model.peft_config)
 
 
@@ -60,7 +53,7 @@ def merged_weights(model: Any) -> dict[str, Any]:
         partitioned or sharded, or because adapters of several methods are mixed. PulseError: PEFT is not installed.
     """
     merged = merged_model(model)
-    return as_saved(merged, merged.state_dict())
+    return pretrained.as_saved(merged, merged.state_dict())
 
 
 def merged_model(model: Any) -> Any:
@@ -70,10 +63,10 @@ def merged_model(model: Any) -> Any:
     """
     import torch
 
-    peft = required("peft")
+    peft = pretrained.required("peft")
     model = _peft_model(model, peft)
     _check_mergeable(model)
-    tuners: Any = required("peft.tuners.tuners_utils")
+    tuners: Any = pretrained.required("peft.tuners.tuners_utils")
     fresh: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, tuners.BaseTunerLayer):
@@ -104,9 +97,9 @@ def adapter_weights(
         StateError: there is no such adapter, several are active and none is named, or the parameters are partitioned.
         PulseError: PEFT is not installed.
     """
-    peft = required("peft")
+    peft = pretrained.required("peft")
     model = _peft_model(model, peft)
-    check_publishable(model)
+    pretrained.check_publishable(model)
     if adapter is None:
         active = model.active_adapters
         if len(active) != 1:
@@ -121,13 +114,8 @@ def adapter_weights(
     return weights, {ADAPTER_CONFIG: _adapter_config(model, adapter)}
 
 
-def merged_files(model: Any, processing_class: Any = None, *, dtype: str | None = None) -> dict[str, bytes]:
-    """Return the companion files of merged weights, as `checkpoint_files`. Raises: as `merged_weights`."""
-    return checkpoint_files(merged_model(model), processing_class, dtype=dtype)
-
-
 def _peft_model(model: Any, peft: Any) -> Any:
-    model = unwrapped(model)
+    model = pretrained.unwrapped(model)
     if isinstance(model, peft.PeftModel):
         return model
     if is_peft(model):
@@ -140,7 +128,7 @@ def _peft_model(model: Any, peft: Any) -> Any:
 
 def _check_mergeable(model: Any) -> None:
     """Raises: StateError, if merging is not possible or not tested."""
-    check_publishable(model)
+    pretrained.check_publishable(model)
     for name, config in model.peft_config.items():
         method = str(getattr(config.peft_type, "value", config.peft_type))
         if method not in MERGEABLE:
@@ -153,7 +141,7 @@ def _check_mergeable(model: Any) -> None:
             "the base model is quantised, and merging would quantise it again; publish only the adapter "
             "(adapters='only')"
         )
-    if is_sharded(model.parameters()):
+    if pretrained.is_sharded(model.parameters()):
         raise StateError(
             "the model is sharded (FSDP2 or tensor parallelism), and adapters cannot be merged into shards; publish "
             "only the adapter (adapters='only')"
@@ -172,7 +160,6 @@ def _twin(module: Any, fresh: dict[int, Any], made: dict[int, Any]) -> Any:
         return made[id(module)]
     twin: Any = object.__new__(type(module))
     made[id(module)] = twin
-    state = {}
     for name, value in vars(module).items():
         if type(value) in (dict, OrderedDict, list, set):
             value = value.copy()  # most attributes are empty tables of hooks, for which copy.copy is slow
@@ -180,8 +167,7 @@ def _twin(module: Any, fresh: dict[int, Any], made: dict[int, Any]) -> Any:
             value = copy.copy(value)
         elif isinstance(value, torch.nn.Module):
             value = _twin(value, fresh, made)
-        state[name] = value
-    twin.__dict__.update(state)
+        vars(twin)[name] = value
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else _twin(child, fresh, made)
     for name, parameter in module._parameters.items():

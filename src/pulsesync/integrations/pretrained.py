@@ -10,11 +10,10 @@ its modules, as it can for mixture-of-experts models.
 import copy
 import tempfile
 from collections.abc import Iterable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pulsesync.core.extras import missing
+from pulsesync.core.extras import load
 from pulsesync.errors import StateError
 from pulsesync.state.checkpoint_files import companions
 
@@ -24,15 +23,8 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "DeepSpeedEngine"}  # cl
 
 
 def required(name: str) -> Any:
-    """Return a module of transformers or PEFT.
-
-    Raises:
-        PulseError: it is not installed; the message names the extra to install.
-    """
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as e:
-        raise missing(e, "hf") from e
+    """Return a module of transformers or PEFT. Raises: PulseError, which names the extra, if it is not installed."""
+    return load(name, "hf")
 
 
 def unwrapped(model: Any) -> Any:
@@ -53,11 +45,7 @@ def is_sharded(tensors: Iterable[Any]) -> bool:
 
 
 def check_publishable(model: Any) -> None:
-    """Check that the parameters of a model can be read in place.
-
-    Raises:
-        StateError: DeepSpeed ZeRO-3 or FSDP1 has partitioned them, or they are not in memory.
-    """
+    """Raises: StateError, if parameters cannot be read in place: partitioned by ZeRO-3 or FSDP1, or not in memory."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise StateError(
             "FSDP1 has flattened the model's parameters, and they cannot be published; use FSDP2 (fsdp_config="

@@ -129,7 +129,7 @@ def fused(model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     """
     yield _vocabulary(EMBEDDING, model, rank)
     for n in range(model.layers):
-        at, dense = f"model.layers.{n}", not model.experts or n in model.dense_layers
+        at = f"model.layers.{n}"
         yield _whole(f"{at}.input_layernorm.weight", model.hidden)
         if model.latent:
             yield from _latent_attention(f"{at}.self_attn", model, model.latent, rank)
@@ -138,7 +138,7 @@ def fused(model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
         yield _whole(f"{at}.post_attention_layernorm.weight", model.hidden)
         if model.mlp_norms:
             yield from (_whole(f"{at}.{when}_feedforward_layernorm.weight", model.hidden) for when in ("pre", "post"))
-        if dense:
+        if not model.experts or n in model.dense_layers:
             yield from _mlp(f"{at}.mlp", model, model.intermediate, rank, model.mlp_bias)
         else:
             yield from _moe(f"{at}.{model.moe}", model, rank)
@@ -214,11 +214,10 @@ def _experts(at: str, model: ModelShape, rank: EngineRank) -> Iterator[Fused]:
     first = each * rank.ep + min(rank.ep, more)
     mine = range(first, first + each + (rank.ep < more))
     local = end - begin
-    gates, ups = ((slice(0, local), gate), (slice(local, 2 * local), up))
     w13 = tuple(
         FusedPiece(f"{at}.{n}.{name}.weight", (width, hidden), (n - first, rows), rows=span)
         for n in mine
-        for rows, name in (gates, ups)
+        for rows, name in ((slice(0, local), gate), (slice(local, 2 * local), up))
     )
     w2 = tuple(FusedPiece(f"{at}.{n}.{down}.weight", (hidden, width), (n - first,), columns=span) for n in mine)
     yield Fused(f"{at}.w13_weight", (len(mine), 2 * local, hidden), w13)
@@ -330,10 +329,12 @@ def place(model: ModelShape, rank: EngineRank, runtime: Mapping[str, Any]) -> di
     for name, tensor in given.items():
         begin, end = _memory(tensor)
         if not any(low <= begin < end <= high for low, high in known):
-            raise StateError(
-                f"the runtime has a tensor {name!r}, which the map of this model does not have", tensor=name
-            )
+            raise not_mapped("runtime", name)
     return out
+
+
+def not_mapped(where: str, name: str) -> StateError:
+    return StateError(f"the {where} has a tensor {name!r}, which the map of this model does not have", tensor=name)
 
 
 def _checked(one: Fused, tensor: Any) -> Any:
@@ -383,7 +384,8 @@ def check_loaded(placed: Mapping[str, Placed], checkpoint: Mapping[str, Any]) ->
     for name, one in placed.items():
         if name not in checkpoint:
             raise StateError(f"the checkpoint has no tensor {name!r}", tensor=name)
-        whole, mine = (view_bits({name: _to_host(tensor)})[0][name] for tensor in (checkpoint[name], one.tensor))
+        in_host = [tensor.cpu() if hasattr(tensor, "cpu") else tensor for tensor in (checkpoint[name], one.tensor)]
+        whole, mine = (view_bits({name: tensor})[0][name] for tensor in in_host)
         if (whole.spec.dtype, whole.spec.shape) != (mine.spec.dtype, one.shape):
             raise StateError(
                 f"tensor {name!r} is {mine.spec.dtype} {one.shape} in the engine, but {whole.spec.dtype} "
@@ -394,11 +396,6 @@ def check_loaded(placed: Mapping[str, Placed], checkpoint: Mapping[str, Any]) ->
         table = whole.flat.reshape(whole.spec.rows, whole.spec.columns)
         if not np.array_equal(table[slice(*window.rows), slice(*window.columns)].reshape(-1), mine.flat):
             raise StateError(f"the weights of {name!r} are not at the position that the map names", tensor=name)
-
-
-def _to_host(tensor: Any) -> Any:
-    """Return a tensor in host memory: itself, if it is there."""
-    return tensor.cpu() if hasattr(tensor, "cpu") else tensor
 
 
 def for_subscriber(placed: Mapping[str, Placed]) -> tuple[dict[str, Any], Slices]:

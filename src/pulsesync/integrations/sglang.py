@@ -20,11 +20,17 @@ from importlib import import_module
 from typing import Any
 
 from pulsesync.errors import GroupError, PulseError, StateError, StoreError, VerificationError
-from pulsesync.group.collective import Collective, SoloTeam, Team
-from pulsesync.integrations.engine.adapter import EngineAdapter
+from pulsesync.group.collective import Team
+from pulsesync.integrations.engine.adapter import (
+    MOVES_EXPERTS,
+    EngineAdapter,
+    gloo_team,
+    no_checkpoint,
+    unknown_request,
+)
 from pulsesync.integrations.engine.answers import STATUS, check_fields
 from pulsesync.integrations.engine.follower import EngineFollower, EngineLimits, RunOptions, find_version
-from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, TIMEOUT_S, EngineServer
+from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, EngineServer
 from pulsesync.integrations.engine.together import move_together
 from pulsesync.integrations.engine.update import UpdateReport, check_version, merged_status
 from pulsesync.integrations.runtime import EngineRank
@@ -107,10 +113,7 @@ class _Rank:
         if do == "update":
             return move_together(self._follower, self, message["options"], message["version"], token)
         if do not in ("prepare", "status"):
-            raise ValueError(
-                f"unknown request {do!r}: caller and server run different versions of pulsesync; install the same one "
-                "in both"
-            )
+            raise unknown_request(do, "server")
         answers = self.gather(json.dumps(self._follower.call(message)).encode())
         return merged_status([json.loads(answer) for answer in answers])
 
@@ -123,11 +126,7 @@ class _Rank:
 
 
 class SglangEngine(EngineAdapter):
-    """One rank of SGLang. Run with SGLang 0.5.23.
-
-    Args:
-        model: The model of this rank.
-    """
+    """One rank of SGLang. Run with SGLang 0.5.23."""
 
     def check(self) -> None:
         parallel = _context("parallel")
@@ -138,10 +137,7 @@ class SglangEngine(EngineAdapter):
                     f"weights are not known: start a server without {flag} for each replica"
                 )
         if _context("exec").moe.enable_eplb:
-            raise StateError(
-                "this engine moves its experts while it runs (--enable-eplb), so the position of a weight is not "
-                "known: start it without --enable-eplb"
-            )
+            raise StateError(MOVES_EXPERTS)
 
     def rank(self) -> EngineRank:
         parallel = _context("parallel")
@@ -149,9 +145,7 @@ class SglangEngine(EngineAdapter):
 
     def team(self) -> Team:
         """Return the ranks, in a process group of their own. Every rank must call this at the same time."""
-        if _context("parallel").tp_size == 1:
-            return SoloTeam()
-        return Collective(import_module("torch.distributed").new_group(backend="gloo"), TIMEOUT_S)
+        return gloo_team(_context("parallel").tp_size)
 
     def hf_config(self) -> Any:
         return self.model.config
@@ -162,18 +156,14 @@ class SglangEngine(EngineAdapter):
     def checkpoint(self) -> Iterator[tuple[str, Any]]:
         model = _context("model")
         if model.load_format not in ("auto", "safetensors", "pt", "mistral"):
-            raise PulseError(
-                f"the engine was started with load_format={model.load_format!r}, which has no checkpoint that can be "
-                "read again"
-            )
+            raise no_checkpoint(model.load_format)
         loader = import_module("sglang.srt.model_loader.loader").DefaultModelLoader
         config = import_module("sglang.srt.configs.load_config").LoadConfig(load_format=model.load_format)
         yield from loader(config)._get_weights_iterator(loader.Source(model.model_path, model.revision))
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
         """Load with the model's own loader; begin_weight_update and end_weight_update unpack before and pack after."""
-        loaded: set[str] | None = self.model.load_weights(weights)
-        return loaded
+        return self.model.load_weights(weights)  # type: ignore[no-any-return]
 
 
 _REFUSED = {"dp_size": "--dp-size", "attn_dp_size": "--enable-dp-attention", "pp_size": "--pp-size"}
@@ -235,30 +225,22 @@ class SglangServer(EngineServer):
     engine = "SGLang"
     key_hint = "pass it with --api-key, PULSE_SGLANG_API_KEY or SglangServer(api_key=)"
 
-    def __init__(
-        self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S, api_key_in_clear: bool = False
-    ) -> None:
-        super().__init__(url, api_key=api_key, timeout_s=timeout_s, api_key_in_clear=api_key_in_clear)
-        self._ranks = 0  # 0 until the server was asked
-        self._known: dict[str, Any] | None = None  # its last status, valid while its weight_version is the same
-        self._pause_s = 0.0
+    _ranks = 0  # 0 until the server was asked
+    _known: dict[str, Any] | None = None  # its last status, valid while its weight_version is the same
+    _pause_s = 0.0
 
     def status(self) -> dict[str, Any]:
-        """Return the server's status, as `EngineServer.status`, and weight_version.
+        """Return the server's status, as `EngineServer.status`, and weight_version. Raises: as there.
 
         The ranks are asked, in a short pause, only if the server's weight_version has changed.
-
-        Raises:
-            StoreError: it does not answer; PulseError: it was not started with the options that updates need.
         """
         named = self._get("/model_info").get("weight_version")
         if self._known is None or self._known["weight_version"] != named:
             self._check_started()
             self._known = {**self._ask_status({"do": "status"}), "weight_version": named}
-        known = self._known
+        version = self._known["version"]
         # It has weights of a version that it is not named after: the update that wrote them has not ended.
-        unfinished = known["version"] is not None and named != str(known["version"])
-        return {**known, "paused_by_update": unfinished}
+        return {**self._known, "paused_by_update": version is not None and named != str(version)}
 
     def _update(self, options: dict[str, Any], version: int | str, kv_cache: str) -> UpdateReport:
         check_version(version)

@@ -11,8 +11,6 @@
 
 Only verl imports this module: in the driver and in every trainer and rollout process, where `custom_backend_module`
 names it, and, by the entry point of the group `verl.plugins`, wherever verl is imported and pulsesync installed. The
-from pulsesync.state.views import new_torch_tensors
-from pulsesync.state.views import new_torch_tensors
 import registers the engine; a second one does nothing.
 
 One sync, as verl's `CheckpointEngineManager` drives it: `prepare` reads the run's newest version, `build_topology`
@@ -100,8 +98,9 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         self.bucket_size, self.is_master = bucket_size, is_master
         self.location, self.timeout_s = location, timeout_s
-        self._cast = None if cast is None else read_cast(cast)
-        self._anchor_every, self._resume, self._key_file = anchor_every, resume, signing_key
+        cast = None if cast is None else read_cast(cast)
+        self._options: dict[str, Any] = {"cast": cast, "anchor_every": anchor_every, "resume": resume}
+        self._key_file = signing_key
         keys = trust if trust is None or isinstance(trust, str) else list(trust)
         self._subscriber = Subscriber(location, trust=keys, cache=cache)
         self._trust = trusted(keys)
@@ -119,7 +118,7 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self.is_master:
             return {}
         newest = RunReader(self._subscriber.store, self._trust).newest()
-        return {"run": newest.run if newest else None, "version": newest.version if newest else -1}
+        return {"run": newest.run, "version": newest.version} if newest else {"run": None, "version": -1}
 
     @classmethod
     def build_topology(
@@ -171,14 +170,10 @@ class PulseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _publish(self, share: "_TrainerShare", step: int) -> PublishReport:
         share.check()
         if self._publisher is None:
-            self._publisher = self._open(share.team)
+            file = self._key_file if share.team.rank == 0 else None
+            key = None if file is None else SigningKey.from_file(file)
+            self._publisher = Publisher(self.location, team=share.team, signing_key=key, **self._options)
         return self._publisher.publish(share.tensors, step=step)
-
-    def _open(self, team: Team) -> Publisher:
-        options: dict[str, Any] = {"cast": self._cast, "anchor_every": self._anchor_every, "resume": self._resume}
-        if self._key_file is not None and team.rank == 0:
-            options["signing_key"] = SigningKey.from_file(self._key_file)
-        return Publisher(self.location, team=team, **options)
 
     def _meet(self, trainers: int) -> Team:
         """Return the team of all trainers, which have a process group already."""

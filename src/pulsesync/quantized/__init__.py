@@ -7,10 +7,9 @@
 See docs/integrations/quantized.md.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pulsesync.core.extras import missing
+from pulsesync.core.extras import load
 
 if TYPE_CHECKING:
     from pulsesync.quantized.recipes import RECIPES as RECIPES
@@ -32,8 +31,4 @@ __all__ = ["RECIPES", "QuantizedReport", "QuantizedSubscriber", "Recipe", "quant
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = import_module(f"{__name__}.{_MODULES[name]}")
-    except ModuleNotFoundError as e:
-        raise missing(e, "torch") from e
-    return getattr(module, name)
+    return getattr(load(f"{__name__}.{_MODULES[name]}", "torch"), name)

@@ -5,7 +5,8 @@ flat tensors and back, with the same two functions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -24,26 +25,35 @@ class FlatChanges:
     old: torch.Tensor  # integers of the size of the dtype
     new: torch.Tensor
 
-    def to(self, where: torch.device) -> "FlatChanges":
-        return FlatChanges(*(column.to(where) for column in (self.owners, self.indices, self.old, self.new)))
+    @classmethod
+    def join(cls, some: Sequence[Self]) -> Self:
+        """Changes of tensors of one dtype, one after the other, in new memory."""
+        return cls(*(torch.cat(column) for column in zip(*(one.columns for one in some), strict=True)))
 
-    def where(self, mask: torch.Tensor) -> "FlatChanges":
+    @property
+    def columns(self) -> list[torch.Tensor]:
+        return list(vars(self).values())
+
+    def to(self, where: torch.device) -> Self:
+        return type(self)(*(column.to(where) for column in self.columns))
+
+    def where(self, mask: torch.Tensor) -> Self:
         """The changes for which a mask is True."""
         chosen = mask.nonzero()[:, 0]  # once for all columns
         return self if chosen.numel() == self.count else self.take(chosen)
 
-    def moving(self) -> "FlatChanges":
+    def moving(self) -> Self:
         """The changes whose old and new bits differ."""
         return self.where(self.old != self.new)
 
-    def take(self, chosen: torch.Tensor) -> "FlatChanges":
+    def take(self, chosen: torch.Tensor) -> Self:
         """The changes with these numbers, in their order."""
-        return FlatChanges(*(column[chosen] for column in (self.owners, self.indices, self.old, self.new)))
+        return type(self)(*(column[chosen] for column in self.columns))
 
-    def inverse(self) -> "FlatChanges":
-        return FlatChanges(self.owners, self.indices, self.new, self.old)
+    def inverse(self) -> Self:
+        return replace(self, old=self.new, new=self.old)
 
-    def sorted(self) -> "FlatChanges":
+    def sorted(self) -> Self:
         """Sorted by owners, and by indices in each."""
         keys = (self.owners << 43) | self.indices  # a layout has at most 2^20 tensors
         if bool((keys[1:] > keys[:-1]).all()):
@@ -53,12 +63,6 @@ class FlatChanges:
     @property
     def count(self) -> int:
         return self.owners.numel()
-
-
-def join_flat(some: Sequence[FlatChanges]) -> FlatChanges:
-    """Changes of tensors of one dtype, one after the other."""
-    columns = zip(*((one.owners, one.indices, one.old, one.new) for one in some), strict=True)
-    return FlatChanges(*(torch.cat(column) for column in columns))
 
 
 class TileIndex:

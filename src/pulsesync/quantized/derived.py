@@ -12,7 +12,7 @@ from pulsesync.errors import VerificationError
 from pulsesync.quantized.changes import SIGNED, FlatChanges, TileIndex
 from pulsesync.quantized.groups import GroupScales, QuantizedGroups
 from pulsesync.quantized.recipes import Recipe
-from pulsesync.quantized.targets import Target, Targets
+from pulsesync.quantized.targets import Targets
 from pulsesync.run.follower import attach
 from pulsesync.state.anchors import AnchorLoader
 from pulsesync.state.backend import Delta, Transition
@@ -32,14 +32,7 @@ class PreparedWeights:
 
 
 class DerivedWeights:
-    """Tensors that are quantised from the weights of a run, or copied.
-
-    Args:
-        weights: The worker's tensors.
-        plain: The state of the run's weights, which a Subscriber updates.
-        mirror: These weights, by name.
-        recipe: How they are quantised.
-    """
+    """Tensors that are quantised from the weights of a run, or copied. `plain` is the state of those in `mirror`."""
 
     def __init__(self, weights: Any, plain: WeightState, mirror: Mapping[str, torch.Tensor], recipe: Recipe) -> None:
         self.plain = plain
@@ -69,7 +62,7 @@ class DerivedWeights:
         if changes is None:
             return self._prepare_whole()
         assert self._known is not None
-        found = self._groups.follow(changes, self._weights, self._tensor, self._known)
+        found = self._groups.follow(changes, self._weights, self._known)
         if found is None:
             return self._prepare_whole()
         transition = self._transition(found.changes)
@@ -104,17 +97,10 @@ class DerivedWeights:
         flat = self._mirror[number]
         return flat.view(SIGNED[flat.element_size()]).to(self._where)
 
-    def _tensor(self, target: Target) -> torch.Tensor:
-        return self._targets.tensors[target.name]
-
     # Writing
 
     def commit(self, prepared: PreparedWeights) -> None:
-        """Write what was prepared into the tensors.
-
-        Raises:
-            VerificationError: all tensors were to be written, and that failed halfway.
-        """
+        """Write what was prepared. Raises: VerificationError, if everything was to be written and that failed."""
         if prepared.transition is not None:
             self.state.commit(prepared.transition)
         else:

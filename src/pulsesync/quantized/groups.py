@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pulsesync.quantized.changes import FlatChanges, join_flat
+from pulsesync.quantized.changes import FlatChanges
 from pulsesync.quantized.recipes import INTEGERS, Recipe, magnitude_bits
 from pulsesync.quantized.targets import Target, Targets
 
@@ -40,24 +40,14 @@ class Requantized:
 
 
 class QuantizedGroups:
-    """The groups of all quantised tensors of a worker.
-
-    Args:
-        targets: The tensors.
-        recipe: How they are quantised.
-        sources: How many tensors the run has.
-        where: The device that works on them.
-    """
+    """The groups of all quantised tensors of a worker, on the device `where`; the run has `sources` tensors."""
 
     def __init__(self, targets: Targets, recipe: Recipe, sources: int, where: torch.device) -> None:
         self.targets, self.recipe, self.where = targets, recipe, where
         self._integer = INTEGERS[targets.dtype.itemsize]
         self._infinity = int(torch.tensor(torch.inf, dtype=targets.dtype).view(self._integer))
         firsts = [target.first_group for target in targets.quantized]
-        ends = [
-            first + math.prod(recipe.scale_shape(target.shape))
-            for first, target in zip(firsts, targets.quantized, strict=True)
-        ]
+        ends = [target.first_group + math.prod(recipe.scale_shape(target.shape)) for target in targets.quantized]
         self._borders = torch.tensor([firsts, ends], device=where)
         self._group_sizes = [math.prod(recipe.group_shape(target.shape)) for target in targets.quantized]
         self.size = sum(math.prod(target.shape) for target in targets.quantized)
@@ -93,22 +83,11 @@ class QuantizedGroups:
 
     # Some of them
 
-    def follow(
-        self,
-        changes: Sequence[FlatChanges],
-        weights: Weights,
-        quantized: Callable[[Target], torch.Tensor],
-        known: GroupScales,
-    ) -> Requantized | None:
-        """The changes of the worker's tensors that follow from changes of weights.
+    def follow(self, changes: Sequence[FlatChanges], weights: Weights, known: GroupScales) -> Requantized | None:
+        """The changes of the worker's tensors that follow from all changes of weights since these were derived.
 
-        None: there are too many changes, and all weights must be quantised.
-
-        Args:
-            changes: Of tensors of the run by number; all changes since the worker's tensors were derived.
-            weights: The weights after the changes.
-            quantized: The current tensor of the worker for a target, flat.
-            known: The groups before the changes.
+        `weights` are those after the changes, `known` the groups before. None: there are too many changes, so that all
+        weights must be quantised.
         """
         by_size: dict[int, list[FlatChanges]] = {}
         cells: list[_ChangedCells] = []
@@ -116,27 +95,25 @@ class QuantizedGroups:
             for lane in self._lanes:
                 if (copied := lane.copied(some)).count:
                     by_size.setdefault(copied.new.element_size(), []).append(copied)
-                if (
-                    some.new.element_size() == self.targets.dtype.itemsize
-                    and (found := lane.cells(some)).groups.numel()
-                ):
+                is_quantized = some.new.element_size() == self.targets.dtype.itemsize
+                if is_quantized and (found := lane.cells(some)).count:
                     cells.append(found)
         later, rescaled, count = known, torch.zeros(0, dtype=torch.int64, device=self.where), 0
         if cells:
-            changed = _ChangedCells.join(cells)
+            changed = _ChangedCells.join(cells) if len(cells) > 1 else cells[0]
             later, rescaled = self._rescale(changed, weights, known)
             if self._weights_in(rescaled) > max(self.size // WHOLE_SHARE, CELLS):
                 return None
             kept = changed.outside(rescaled, self.targets.groups)
             by_size.setdefault(1, []).append(self._encode_cells(kept, later.scales))
-            count = kept.groups.numel()
+            count = kept.count
             for target, indices, groups in self._cells_of(rescaled):
                 now = self._encode(weights(target.source)[indices], later.scales[groups])
-                before = quantized(target).view(torch.int8)[indices]
+                before = self.targets.tensors[target.name].view(torch.int8)[indices]
                 by_size[1].append(FlatChanges(torch.full_like(indices, target.number), indices, before, now))
                 count += indices.numel()
             by_size.setdefault(4, []).append(self._scale_changes(rescaled, known, later))
-        joined = (join_flat(some).moving().sorted() for some in by_size.values())
+        joined = (FlatChanges.join(some).moving().sorted() for some in by_size.values())
         return Requantized([one for one in joined if one.count], later, rescaled.numel(), count)
 
     def _rescale(
@@ -187,13 +164,10 @@ class QuantizedGroups:
     def _weights_in(self, groups: torch.Tensor) -> int:
         """An upper bound of the number of weights in some groups, over all tensors."""
         begins, ends = torch.searchsorted(groups, self._borders).tolist()
-        sizes = zip(begins, ends, self._group_sizes, strict=True)
-        return sum((end - begin) * size for begin, end, size in sizes)
+        return sum((end - begin) * size for begin, end, size in zip(begins, ends, self._group_sizes, strict=True))
 
     def _cells_of(self, groups: torch.Tensor) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
         """The weights of some groups, in batches: their tensor, their index in it, and the group of each."""
-        if not groups.numel():
-            return
         begins, ends = torch.searchsorted(groups, self._borders).tolist()
         for target, begin, end in zip(self.targets.quantized, begins, ends, strict=True):
             if begin < end:
@@ -221,19 +195,10 @@ class QuantizedGroups:
 
 
 @dataclass(frozen=True)
-class _ChangedCells:
-    """Changed weights of quantised tensors, by tensor of the worker, and their groups."""
+class _ChangedCells(FlatChanges):
+    """Changed weights of quantised tensors, by tensor of the worker."""
 
-    owners: torch.Tensor
-    indices: torch.Tensor
-    old: torch.Tensor
-    new: torch.Tensor
     groups: torch.Tensor
-
-    @classmethod
-    def join(cls, some: "Sequence[_ChangedCells]") -> "_ChangedCells":
-        columns = zip(*((one.owners, one.indices, one.old, one.new, one.groups) for one in some), strict=True)
-        return cls(*(torch.cat(column) if len(column) > 1 else column[0] for column in columns))
 
     def outside(self, groups: torch.Tensor, count: int) -> "_ChangedCells":
         """The changes that are in none of these groups."""
@@ -241,9 +206,7 @@ class _ChangedCells:
             return self
         apart = torch.ones(count, dtype=torch.bool, device=groups.device)
         apart[groups] = False
-        kept = apart[self.groups].nonzero()[:, 0]
-        columns = (self.owners, self.indices, self.old, self.new, self.groups)
-        return _ChangedCells(*(column[kept] for column in columns))
+        return self.where(apart[self.groups])
 
 
 class _Lane:

@@ -104,14 +104,14 @@ class QuantizedSubscriber:
         arguments.function("confirm", confirm)
         self.recipe = find_recipe(recipe)
         self._plain, self._confirm = plain, confirm
-        # The mirror can be one sync ahead of the tensors: if the caller did not confirm, or if writing failed.
-        kept = undo + 1 if undo else 0
         store, keys = open_store(location), trusted(trust)
         folder = arguments.folder("cache", cache) if cache is not None else None
         movers, goals = trusted_for_pointers(trust_pointers, trust), GoalFinder(follow)
         self.events = SyncEvents.of(store, heartbeat, follow)
         if self.events.heartbeat is not None:
             weakref.finalize(self, self.events.heartbeat.close)
+        # The mirror can be one sync ahead of the tensors: if the caller did not confirm, or if writing failed.
+        kept = undo + 1 if undo else 0
         self._follower = RunFollower(
             store, keys, trust_pointers=movers, cache=folder, undo=kept, goals=goals, events=self.events
         )
@@ -180,12 +180,7 @@ class QuantizedSubscriber:
         derived = self._attach(weights)
         if plain.repaired:
             derived.forget()  # they may have been quantised from weights that something else wrote
-        elif verify:
-            self._find_repairs(derived)
-        return self._sync_tensors(derived, plain)
-
-    def _find_repairs(self, derived: DerivedWeights) -> None:
-        if derived.is_made and (damaged := self._find_damaged(derived)):
+        elif verify and derived.is_made and (damaged := self._find_damaged(derived)):
             logger.warning(
                 "Something other than a sync has written to %d of the tensors, first to %r; all weights are "
                 "quantised again.",
@@ -193,6 +188,7 @@ class QuantizedSubscriber:
                 damaged[0],
             )
             derived.forget()
+        return self._sync_tensors(derived, plain)
 
     def _find_damaged(self, derived: DerivedWeights) -> list[str]:
         """Recount the worker's tensors; return the names of those to which something else has written."""

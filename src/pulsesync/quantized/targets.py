@@ -42,11 +42,7 @@ class Targets:
 
     @classmethod
     def match(cls, source: Any, run: Layout, recipe: Recipe) -> "Targets":
-        """Find from which tensor of the run each tensor of a worker is derived.
-
-        Raises:
-            StateError: a tensor is missing, unknown, or has the wrong shape, dtype or device.
-        """
+        """Find from which tensor of the run each of a worker is derived. Raises: StateError, if one does not fit."""
         tensors = {name: _plain(name, tensor) for name, tensor in mapping_of(source).items()}
         views, ties = view_bits(tensors) if device.find(tensors) is None else device.load("memory").view(tensors)
         layout = layouts.make([view.spec for view in views.values()], ties)
@@ -55,10 +51,8 @@ class Targets:
         sources = by_name | {alias: by_name[name] for alias, name in run.ties.items()}
         _check_all_there(tensors, run)
         where = next(iter(tensors.values())).device
-        copied, quantized, dtypes = [], [], set()
+        copied, quantized, dtypes, used, groups = [], [], set(), set(), 0
         first_groups: dict[int, int] = {}
-        groups = 0
-        used = set()
         for name in sorted(sources.keys() & tensors.keys(), key=str.encode):
             spec, tensor, scales = run.tensors[sources[name]], tensors[name], name + recipe.scale_suffix
             quantizes = dtype_name(name, tensor) != spec.dtype
@@ -81,9 +75,8 @@ class Targets:
         if extra := sorted(tensors.keys() - used):
             raise other_names([], extra)
         if not quantized:
-            raise StateError(
-                f"no local tensor is {recipe.dtype}, so there is nothing to quantise; use Subscriber instead"
-            )
+            nothing = f"no local tensor is {recipe.dtype}, so there is nothing to quantise; use Subscriber instead"
+            raise StateError(nothing)
         if len(dtypes) > 1:
             raise StateError(
                 f"the weights to quantise must have one dtype in the run; they have {sorted(dtypes)}: publish "
@@ -110,12 +103,8 @@ def _check_all_there(tensors: Mapping[str, torch.Tensor], run: Layout) -> None:
     aliases: dict[str, set[str]] = {}
     for alias, name in run.ties.items():
         aliases.setdefault(name, set()).add(alias)
-    missing = [
-        spec.name
-        for spec in run.tensors
-        if spec.name not in tensors and not aliases.get(spec.name, set()) & tensors.keys()
-    ]
-    if missing:
+    named = {spec.name: aliases.get(spec.name, set()) | {spec.name} for spec in run.tensors}
+    if missing := [name for name, names in named.items() if names.isdisjoint(tensors)]:
         raise other_names(missing, [])
 
 

@@ -17,6 +17,7 @@ from pulsesync import Publisher  # noqa: E402
 from pulsesync.errors import StateError  # noqa: E402
 from pulsesync.integrations import peft as adapters  # noqa: E402
 from pulsesync.integrations.folder import HuggingFaceFolder  # noqa: E402
+from pulsesync.integrations.pretrained import checkpoint_files  # noqa: E402
 from tests.integrations.hf import models  # noqa: E402
 
 pytestmark = [
@@ -172,7 +173,7 @@ def test_a_config_says_that_embeddings_are_not_tied_any_more_where_a_merge_untie
     model = CASES["modules_to_save, tied"]()
     reference = copy.deepcopy(model).merge_and_unload()
     assert reference.config.tie_word_embeddings is False
-    assert json.loads(adapters.merged_files(model)["config.json"])["tie_word_embeddings"] is False
+    assert json.loads(checkpoint_files(adapters.merged_model(model))["config.json"])["tie_word_embeddings"] is False
     assert model.get_base_model().config.tie_word_embeddings is True
 
 

@@ -53,8 +53,7 @@ def folder_version(path: Path) -> int | None:
 
 def octets(tensor: Any) -> Octets:
     """Return the bytes of a contiguous tensor, in place."""
-    flat: Octets = tensor.reshape(-1).view(np.uint8)
-    return flat
+    return tensor.reshape(-1).view(np.uint8)  # type: ignore[no-any-return]
 
 
 # Checksums
@@ -86,11 +85,7 @@ def _package(name: str, algorithm: str) -> Any:
 
 
 def encode(encoding: Encoding, old: Octets, new: Octets) -> bytes | None:
-    """Return the compressed delta from the old bytes of a tensor to the new ones; None if they are the same.
-
-    Raises:
-        LimitError: `overwrite` has 32 bits for a position, and the tensor is larger.
-    """
+    """Return the compressed delta from a tensor's old bytes to the new ones; None: the same. Raises: LimitError."""
     if encoding == "overwrite" and new.size > 1 << 32:
         raise LimitError(
             "overwrite cannot name a byte beyond 4 GiB of a tensor; use xor", value=new.size, limit=1 << 32
@@ -195,12 +190,7 @@ class FolderIndex:
 
 
 def read_index(folder: Path) -> FolderIndex | None:
-    """Read and check the index of a version's folder; None if there is none, as in a checkpoint of one file.
-
-    Raises:
-        FormatError and its subclasses: it is not an index, names another version, or names an unknown encoding,
-        compression or checksum.
-    """
+    """Read and check a folder's index; None if there is none, as in a checkpoint of one file. Raises: FormatError."""
     if (table := _load(folder / MANIFEST)) is not None:
         index = _from_manifest(folder, table)
     elif (table := _load(folder / INDEX)) is not None:
@@ -230,13 +220,14 @@ def _load(path: Path) -> dict[str, Any] | None:
 
 def _from_manifest(folder: Path, table: Mapping[str, Any]) -> FolderIndex:
     """Convert a manifest of SkyRL to an index."""
+    files: dict[str, Any] = {}
+    sums: dict[str, tuple[str, str]] = {}
+    renamed = False
     try:
-        files = {str(entry["name"]): entry["payload_file"] for entry in table["tensors"]}
-        sums = {
-            str(entry["name"]): (str(entry.get("checksum_algorithm", "xxh3-128")), str(entry["checksum"]))
-            for entry in table["tensors"]
-        }
-        renamed = [entry["name"] for entry in table["tensors"] if entry["payload_key"] != entry["name"]]
+        for entry in table["tensors"]:
+            name, algorithm = str(entry["name"]), str(entry.get("checksum_algorithm", "xxh3-128"))
+            files[name], sums[name] = entry["payload_file"], (algorithm, str(entry["checksum"]))
+            renamed |= entry["payload_key"] != entry["name"]
         version, base = table["version"], table["base_version"]
     except (KeyError, TypeError, AttributeError) as e:
         raise FormatError(f"{folder / MANIFEST} is not a manifest of deltas: {e!r}") from e
@@ -257,12 +248,8 @@ def _check_delta(index: FolderIndex) -> None:
             f"{where} names version {said['version']}, but its folder is named for another one; rename the folder, or "
             "write it again"
         )
-    choices = {
-        "delta_encoding": get_args(Encoding),
-        "compression_format": (COMPRESSION,),
-        "checksum_format": get_args(Checksum),
-    }
-    for key, known in choices.items():
+    choices = {"delta_encoding": get_args(Encoding), "compression_format": (COMPRESSION,)}
+    for key, known in (choices | {"checksum_format": get_args(Checksum)}).items():
         if said.get(key) not in known:
             raise UnsupportedError(f"{where}: {key} must be one of {', '.join(known)}; got {said.get(key)!r}")
 
@@ -306,22 +293,18 @@ def decode_tensor(index: FolderIndex, name: str, delta: TensorDelta, old: Octets
 
 def delta_files(deltas: Mapping[str, tuple[bytes, str]]) -> tuple[dict[str, list[bytes]], dict[str, str]]:
     """Return the files of frames with their checksums, as pieces to write one after the other; and the weight_map."""
-    groups: list[list[str]] = []
+    groups: list[dict[str, tuple[bytes, str]]] = []
     filled = 0
     for name in sorted(deltas, key=str.encode):
         size = len(deltas[name][0])
         if not groups or filled + size > SHARD_BYTES:
-            groups.append([])
+            groups.append({})
             filled = 0
-        groups[-1].append(name)
+        groups[-1][name] = deltas[name]
         filled += size
-    files: dict[str, list[bytes]] = {}
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(groups):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        files[file] = _file({name: deltas[name] for name in names})
-        weight_map |= dict.fromkeys(names, file)
-    return files, weight_map
+    named = {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups)}
+    weight_map = {name: file for file, group in named.items() for name in group}
+    return {file: _file(group) for file, group in named.items()}, weight_map
 
 
 def _file(deltas: Mapping[str, tuple[bytes, str]]) -> list[bytes]:

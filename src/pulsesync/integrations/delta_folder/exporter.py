@@ -104,7 +104,10 @@ class DeltaExporter:
         records = RunReader(self.store, self.trust)
         newest = records.required_newest()
         last = self._last_exported(records, newest)
-        number = self._next(records, last)
+        if last is not None:
+            number = max(last + 1, self._first or 0)
+        else:
+            number = _oldest(records) if self._first is None else self._first
         if last is None and number > newest.version:
             raise MissingLinkError(f"version {number} is not published: the newest is {newest.version}", version=number)
         if number > (newest.version if to is None else min(to, newest.version)):
@@ -118,50 +121,37 @@ class DeltaExporter:
             raise
 
     def _last_exported(self, records: RunReader, newest: Manifest) -> int | None:
-        """Return the last version in the folder, if there is one.
-
-        Raises:
-            ConflictError: it belongs to another run; MissingLinkError: it was pruned, so no delta to it can be made.
-        """
+        """Return the last version in the folder, if any. Raises: ConflictError: of another run; MissingLinkError."""
         folders = find_folders(self.folder)
         if not folders:
             return None
-        versions = list(folders)
-        path = folders[versions[-1]]
-        index = form.read_index(path)
+        first, last = min(folders), max(folders)
+        index, record, place = form.read_index(folders[last]), records.version(last), location_of(self.store)
         said = (index.metadata.get(_RUN), index.metadata.get(_DIGEST)) if index else (None, None)
-        record = records.version(versions[-1])
-        if record is None and said[0] == newest.run and versions[-1] < newest.version:
+        if record is None and said[0] == newest.run and last < newest.version:
             raise MissingLinkError(
-                f"version {versions[-1]}, the last one in {self.folder}, was pruned from the run at "
-                f"{location_of(self.store)}, so the changes since cannot be computed: export to a new folder",
-                version=versions[-1],
+                f"version {last}, the last one in {self.folder}, was pruned from the run at {place}, so the changes "
+                "since cannot be computed: export to a new folder",
+                version=last,
             )
         if record is None or said != (record.run, record.digest):
-            raise ConflictError(
-                f"{path} is not version {versions[-1]} of the run at {location_of(self.store)}: export to a new folder"
-            )
-        if self._first is not None and self._first < versions[0]:
-            raise ConflictError(f"{self.folder} begins at version {versions[0]}: export {self._first} to a new folder")
-        return versions[-1]
-
-    def _next(self, records: RunReader, last: int | None) -> int:
-        if last is not None:
-            return max(last + 1, self._first or 0)
-        return self._first if self._first is not None else _oldest(records)
+            raise ConflictError(f"{folders[last]} is not version {last} of the run at {place}: export to a new folder")
+        if self._first is not None and self._first < first:
+            raise ConflictError(f"{self.folder} begins at version {first}: export {self._first} to a new folder")
+        return last
 
     def _export(self, records: RunReader, record: Manifest) -> DeltaVersion:
         weights = self._weights
-        if weights is None or weights.version != record.version - 1 or weights.layout.id != record.layout:
+        is_delta = bool(weights and weights.version == record.version - 1 and weights.layout.id == record.layout)
+        if weights is None or not is_delta:
             self._weights = weights = _ReplayedWeights(self.store, records, record)
-            with self._appearing(record.version) as folder:
-                tensors = self._write_checkpoint(folder, record, weights)
-            is_delta = False
-        else:
-            deltas = weights.move_to(record, self.encoding, self.checksum)
-            with self._appearing(record.version) as folder:
+        deltas = weights.move_to(record, self.encoding, self.checksum) if is_delta else {}
+        with self._appearing(record.version) as folder:
+            if is_delta:
                 self._write_deltas(folder, record, deltas)
-            tensors, is_delta = len(deltas), True
+                tensors = len(deltas)
+            else:
+                tensors = self._write_checkpoint(folder, record, weights)
         written = self.folder / form.folder_name(record.version)
         size_bytes = sum(path.stat().st_size for path in written.glob("*.safetensors"))
         return DeltaVersion(record.version, written, is_delta, tensors, size_bytes)

@@ -5,28 +5,29 @@ Tested with vLLM and SGLang (`integrations.vllm.compat`, `integrations.sglang`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from typing import Any
 
+from pulsesync.errors import PulseError
+from pulsesync.group.collective import Collective, SoloTeam, Team
 from pulsesync.integrations.runtime import EngineRank, runtime_tensors
+
+TIMEOUT_S = 1800.0  # how long a rank waits for the others, the slowest of which may fetch an anchor
+MOVES_EXPERTS = (
+    "this engine moves its experts while it runs (--enable-eplb), so the position of a weight is not known: start it "
+    "without --enable-eplb"
+)
 
 
 class EngineAdapter(ABC):
-    """One rank of an engine, in the process that has its weights.
-
-    Args:
-        model: The model of this rank, a torch.nn.Module.
-    """
+    """One rank of an engine, in the process that has its weights; `model` is a torch.nn.Module."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse an engine with a setting for which its weights could be wrong after an update.
-
-        Raises:
-            StateError: there is such a setting; the message names it, and what to do.
-        """
+        """Refuse settings with which weights could be wrong after an update. Raises: StateError: what to do."""
 
     @abstractmethod
     def rank(self) -> EngineRank:
@@ -42,11 +43,7 @@ class EngineAdapter(ABC):
 
     @abstractmethod
     def checkpoint(self) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors of the checkpoint that the engine was started with, as the engine's own loader reads them.
-
-        Raises:
-            PulseError: this engine was not started with a checkpoint that can be read again.
-        """
+        """Yield the tensors of the engine's checkpoint, as its loader reads them. Raises: PulseError: it has none."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
@@ -80,3 +77,23 @@ class EngineAdapter(ABC):
             import torch
 
             torch.cuda.synchronize(device)
+
+
+def no_checkpoint(load_format: str) -> PulseError:
+    """The error of an engine that was started with something else than a checkpoint."""
+    return PulseError(
+        f"the engine was started with load_format={load_format!r}, which has no checkpoint that can be read again"
+    )
+
+
+def unknown_request(do: Any, asked: str) -> ValueError:
+    return ValueError(
+        f"unknown request {do!r}: caller and {asked} run different versions of pulsesync; install the same one in both"
+    )
+
+
+def gloo_team(size: int) -> Team:
+    """Return this many ranks of an engine, in a process group of their own. Every rank must call this at that time."""
+    if size == 1:
+        return SoloTeam()
+    return Collective(import_module("torch.distributed").new_group(backend="gloo"), TIMEOUT_S)

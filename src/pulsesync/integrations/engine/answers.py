@@ -48,17 +48,14 @@ _SHOWN = 80  # characters of an unexpected value, in the error
 def parse_answer(data: bytes) -> dict[str, Any]:
     """Parse the body of an answer, with texts of one line; what is not a JSON object becomes its `detail`."""
     try:
-        answer = json.loads(data or b"{}", object_hook=_with_one_line_texts)
+        answer = json.loads(data or b"{}", object_hook=lambda table: {name: _one_line(table[name]) for name in table})
     except (ValueError, RecursionError):
         answer = data[:500].decode(errors="replace")
     return answer if isinstance(answer, dict) else {"detail": answer}
 
 
-def _with_one_line_texts(table: dict[str, Any]) -> dict[str, Any]:
-    return {name: _one_line(value) for name, value in table.items()}
-
-
 def _one_line(value: Any) -> Any:
+    """Return a text, or the texts of a list, on one line; an object inside a list has got its own already."""
     if isinstance(value, list):
         return [one_line(one) if isinstance(one, str) else one for one in value]
     return one_line(value) if isinstance(value, str) else value

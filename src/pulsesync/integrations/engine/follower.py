@@ -18,7 +18,8 @@ from pulsesync.core.location import ParsedLocation
 from pulsesync.errors import ChainError, GroupError, NothingPublishedError, StateError, VerificationError
 from pulsesync.format.layout import Layout
 from pulsesync.format.signature import trusted, trusted_for_pointers
-from pulsesync.integrations.engine.adapter import EngineAdapter
+from pulsesync.integrations.engine.adapter import EngineAdapter, unknown_request
+from pulsesync.integrations.engine.answers import RANK_REPORT
 from pulsesync.integrations.engine.weights import EngineWeights, changed_names, find_weights
 from pulsesync.run.goals import GoalFinder
 from pulsesync.run.reader import RunReader
@@ -34,31 +35,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Which run an engine follows, and which keys it trusts.
+    """Which run an engine follows, and which keys it trusts; as for a `Subscriber`, where nothing else is said."""
 
-    Args:
-        location: The path or URL of the run, which every rank can reach.
-        trust: Public keys (64 hexadecimal digits); records that none of them signed are refused. None: signatures are
-            not checked.
-        pointer: Name of a pointer of the run: "latest" is then the version that it names; None: the newest version.
-        trust_pointers: Public keys that may sign moves of that pointer, and nothing else; it needs `trust`.
-        follow_replaced: If the location has another run than before, or the same run was restored from a backup,
-            start over from an anchor of the current run.
-    """
-
-    location: ParsedLocation
+    location: ParsedLocation  # which every rank can reach
     trust: Sequence[str] | None = None
-    pointer: str | None = None
-    follow_replaced: bool = False
-    trust_pointers: Sequence[str] | None = None
+    pointer: str | None = None  # "latest" is then the version that it names; None: the newest version
+    follow_replaced: bool = False  # start over if the location has another run, or was restored from a backup
+    trust_pointers: Sequence[str] | None = None  # may sign moves of the pointer, and nothing else; it needs `trust`
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> "RunOptions":
         """Read a mapping that was received over the network. Raises: ValueError, for unknown names or other types."""
-        if unknown := sorted(given.keys() - cls.__dataclass_fields__.keys()):
-            raise ValueError(
-                f"unknown field {', '.join(unknown)}; the fields are {', '.join(cls.__dataclass_fields__)}"
-            )
+        names = cls.__dataclass_fields__
+        if unknown := sorted(given.keys() - names.keys()):
+            raise ValueError(f"unknown field {', '.join(unknown)}; the fields are {', '.join(names)}")
         for name in ("location", "pointer"):
             if not isinstance(given.get(name, ""), str | None):
                 raise ValueError(f"{name} must be a text; got {type(given[name]).__name__}")
@@ -79,29 +69,17 @@ def _as_tuple(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the operator of an engine allows to the clients that request updates.
+    """What the operator of an engine allows to the clients that request updates."""
 
-    Args:
-        runs: The locations that may be followed, including all locations below them; None: any.
-        trust: Public keys that must have signed the run, whatever a request names; None: as the request names.
-        cache: A folder in which bodies are kept, shared by the ranks of a host: each body is fetched once.
-        variable: The environment variable that names the runs, for errors.
-        trust_pointers: Public keys that may sign moves of pointers; with `trust`, whatever a request names.
-    """
-
-    runs: tuple[ParsedLocation, ...] | None = None
-    trust: tuple[str, ...] | None = None
-    cache: str | None = None
-    variable: str = ""
-    trust_pointers: tuple[str, ...] | None = None
+    runs: tuple[ParsedLocation, ...] | None = None  # that may be followed, with all locations below them; None: any
+    trust: tuple[str, ...] | None = None  # must have signed the run, whatever a request names; None: as it names
+    cache: str | None = None  # a folder for bodies, shared by the ranks of a host: each body is fetched once
+    variable: str = ""  # the environment variable that names the runs, for errors
+    trust_pointers: tuple[str, ...] | None = None  # may sign moves of pointers; with `trust`, whatever a request names
 
     @classmethod
     def read(cls, prefix: str) -> "EngineLimits":
-        """Read the limits from the environment: PREFIX_RUNS, _TRUST, _TRUST_POINTERS (lists with commas) and _CACHE.
-
-        Raises:
-            ValueError: one of them is set but empty, or contains something that is not a location or a public key.
-        """
+        """Read PREFIX_RUNS, _TRUST, _TRUST_POINTERS (with commas) and _CACHE. Raises: ValueError, as for empty ones."""
         runs, keys, movers = (read_list(f"{prefix}_{name}") for name in ("RUNS", "TRUST", "TRUST_POINTERS"))
         try:
             allowed = None if runs is None else tuple(map(ParsedLocation.parse, runs))
@@ -126,11 +104,7 @@ class EngineLimits:
         return replace(options, trust=self.trust, trust_pointers=self.trust_pointers)
 
     def open(self, options: RunOptions) -> Store:
-        """Open the run of a request, if it is allowed. Of a folder, nothing is ever read outside of those allowed.
-
-        Raises:
-            ValueError: the location is not allowed, or is not valid for its store.
-        """
+        """Open the run of a request, if it is allowed; nothing else is read. Raises: ValueError."""
         self.applied(options)
         if self.runs is None or options.location.path is None:
             return open_store(options.location)
@@ -194,12 +168,7 @@ class _Preparation:
 
 
 class EngineFollower:
-    """Keeps the weights of one rank of an engine at versions of a run.
-
-    Args:
-        engine: This rank of the engine.
-        limits: What requests may ask for.
-    """
+    """Keeps the weights of one rank of an engine at versions of a run; `limits` are those of what requests ask for."""
 
     def __init__(self, engine: EngineAdapter, limits: EngineLimits | None = None) -> None:
         self._engine, self._limits = engine, limits or EngineLimits()
@@ -237,10 +206,7 @@ class EngineFollower:
         elif do == "close":
             self.close()
         elif do != "status":
-            raise ValueError(
-                f"unknown request {do!r}: caller and worker run different versions of pulsesync; install the same one "
-                "in both"
-            )
+            raise unknown_request(do, "worker")
         return self.status()
 
     def status(self) -> dict[str, Any]:
@@ -251,10 +217,7 @@ class EngineFollower:
         state = None if pending is None else "ready" if pending.ready.is_set() else "preparing"
         return {
             "location": str(self._followed.options.location) if self._followed else None,
-            "version": known.get("version"),
-            "step": known.get("step"),
-            "digest": known.get("digest"),
-            "mode": known.get("mode"),
+            **{name: known.get(name) for name in ("version", "step", "digest", "mode")},
             "broken": self._broken,
             "update": state,
             "token": pending.token if pending else None,
@@ -281,10 +244,7 @@ class EngineFollower:
         """Begin to fetch, check and decode a version, in a thread; `status` reports when it is ready.
 
         Another update is aborted; one with the same token continues, unless it has failed. The run that is followed
-        changes when the update is committed.
-
-        Raises:
-            StateError: this engine cannot be updated; ValueError, StoreError: the run cannot be opened.
+        changes when the update is committed. Raises: StateError, if it cannot be updated; as `EngineLimits.open`.
         """
         self._engine.check()
         if (one := self._pending) and token and one.token == token and one.error is None:
@@ -295,9 +255,8 @@ class EngineFollower:
         if followed is None or not followed.is_of(options):
             followed = _Followed(options, self._limits, self._wait_for_decision)
         self._pending = one = _Preparation(token, followed)
-        one.thread = threading.Thread(
-            target=self._prepare, args=[one, version, options.follow_replaced], name="pulse-update", daemon=True
-        )
+        given = (one, version, options.follow_replaced)
+        one.thread = threading.Thread(target=self._prepare, args=given, name="pulse-update", daemon=True)
         one.thread.start()
 
     def _prepare(self, one: _Preparation, version: int, follow_replaced: bool) -> None:
@@ -331,9 +290,8 @@ class EngineFollower:
         report = subscriber.sync(weights.tensors, version, verify=in_place, follow_replaced=follow_replaced)
         assert subscriber.state is not None
         patched = set(report.path) <= {"patch", "squash", "undo"} and not report.repaired and not replaced
-        one.changed = (
-            changed_names(subscriber.state.layout, before, subscriber.state.sums) if patched else set(weights.tensors)
-        )
+        names = changed_names(subscriber.state.layout, before, subscriber.state.sums)
+        one.changed = names if patched else set(weights.tensors)
         return report
 
     def _weights_for(self, followed: _Followed, version: int) -> EngineWeights:
@@ -366,15 +324,12 @@ class EngineFollower:
     def commit(self, token: str = "") -> dict[str, Any]:
         """Write what was prepared, and have the engine compute with it. The engine must not generate meanwhile.
 
-        Raises:
-            PulseError: it failed; `roll_back` restores the weights. ChainError: nothing was prepared, or another
-            update.
+        Raises: ChainError, if nothing was prepared, or another update; PulseError: `roll_back` restores the weights.
         """
         one = self._pending
         if one is None or one.token != token or not one.ready.is_set():
-            raise ChainError(
-                "this update cannot be committed, because another caller has started an update; update again"
-            )
+            text = "this update cannot be committed, because another caller has started an update; update again"
+            raise ChainError(text)
         assert one.thread is not None
         self._before = _Served(self._followed, self._served, self._fresh, one.followed)
         one.decided.set()
@@ -404,13 +359,9 @@ class EngineFollower:
             self._pending = None
 
     def roll_back(self, version: int | None) -> None:
-        """Return to the version before an update that this rank, or another one, has written in part.
+        """Return to the version before an update that was written in part; None: to the engine's own checkpoint.
 
-        None: to the checkpoint that the engine was started with.
-
-        Raises:
-            VerificationError: that is not possible: the weights are no version, and the engine must not generate
-                before an update succeeds.
+        Raises: VerificationError, if that fails: the engine must not generate before an update succeeds.
         """
         self.abort()
         before = self._before
@@ -421,22 +372,19 @@ class EngineFollower:
                 raise ChainError(
                     f"cannot roll back to version {version}: this rank had version {before.report.get('version')}"
                 )
-            if before.followed is None:
-                self._load_checkpoint(before.fresh)
-            else:
+            if before.followed is not None:
                 _return_to(before.followed, before.report["version"], wrote=before.writer)
+            elif before.fresh:
+                self._engine.load_weights(self._engine.checkpoint())
+                self._engine.refresh_packed()
+            else:
+                raise ChainError("there is no earlier version to roll back to; update to a version instead")
             self._engine.synchronize()
         except Exception as e:
             self._broken = f"an update failed halfway, and the weights cannot be rolled back: {e}"
             raise VerificationError(f"{self._broken}; do not generate before an update succeeds", torn=True) from e
         self._followed, self._served, self._fresh = before.followed, before.report, before.fresh
         self._broken = self._before = None
-
-    def _load_checkpoint(self, fresh: bool) -> None:
-        if not fresh:
-            raise ChainError("there is no earlier version to roll back to; update to a version instead")
-        self._engine.load_weights(self._engine.checkpoint())
-        self._engine.refresh_packed()
 
 
 def _return_to(followed: _Followed, version: int, wrote: _Followed) -> None:
@@ -462,18 +410,9 @@ def find_version(options: RunOptions, limits: EngineLimits | None = None) -> int
 
 
 def _describe(report: SyncReport, mode: str, seconds: float) -> dict[str, Any]:
-    return {
-        "version": report.version,
-        "step": report.step,
-        "from_version": report.from_version,
-        "path": list(report.path),
-        "changed": report.changed,
-        "fetched_bytes": report.fetched_bytes,
-        "seconds": seconds,
-        "digest": report.digest,
-        "mode": mode,
-        "repaired": list(report.repaired),
-    }
+    facts = {name: getattr(report, name, None) for name in RANK_REPORT}
+    lists = {"path": list(report.path), "repaired": list(report.repaired)}
+    return {**facts, **lists, "seconds": seconds, "mode": mode}
 
 
 def _describe_error(error: Exception) -> dict[str, str]:

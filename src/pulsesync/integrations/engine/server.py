@@ -36,11 +36,7 @@ class EngineServer(ABC):
 
     Redirects are not followed, so that the API key goes to this address and nowhere else.
 
-    Args:
-        url: Its address, such as http://127.0.0.1:8000.
-        api_key: The key that it was started with, if any.
-        timeout_s: How long an update may take.
-        api_key_in_clear: Send the key over http to another machine, too, although it can be read on the network.
+    Its arguments are described where they are public: at the subclasses.
 
     Raises:
         ValueError: url is not an http or https address; api_key is empty, is not plain ASCII, or would be sent
@@ -103,11 +99,8 @@ class EngineServer(ABC):
             answer; it is not known whether it was updated: call `status`.
         """
         keys = trusted(trust)  # raises for none: an empty one must not turn the check off
-        options = {
-            "location": location,
-            "trust": None if keys is None else sorted(keys),
-            "follow_replaced": follow_replaced,
-        }
+        signers = None if keys is None else sorted(keys)
+        options = {"location": location, "trust": signers, "follow_replaced": follow_replaced}
         until, events = time.monotonic() + wait_s, UpdateEvents(location)
         with events.noting_failure():
             while True:
@@ -130,10 +123,11 @@ class EngineServer(ABC):
     def _update(self, options: dict[str, Any], version: int | str, kv_cache: str) -> UpdateReport:
         """Try once. Raises: as `update`."""
 
-    def _step(self, path: str, body: dict[str, Any] | None = None) -> None:
+    def _step(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         code, answer = self._call("POST", path, self._timeout_s, body)
         if code != 200:
             raise self._refusal(code, answer, path)
+        return answer
 
     def _call(
         self, method: str, path: str, timeout_s: float, body: dict[str, Any] | None = None
@@ -177,14 +171,14 @@ class EngineServer(ABC):
     def _refusal(self, code: int, answer: dict[str, Any], path: str = "") -> PulseError:
         if code == 401:
             return PulseError(f"the {self.engine} server requires an API key: {self.key_hint}")
+        answered = f"answered {code}{f' to {path}' if path else ''}"
         if 300 <= code < 400:
             return PulseError(
-                f"{self.url} answered {code}{f' to {path}' if path else ''}, which points to another address: give the "
-                f"address of the {self.engine} server itself, because its API key is not sent anywhere else"
+                f"{self.url} {answered}, which points to another address: give the address of the {self.engine} server "
+                "itself, because its API key is not sent anywhere else"
             )
         said = str(answer.get("error") or answer.get("detail") or answer.get("message") or answer)
-        reason = printable(said, _REASON_CHARACTERS)
-        return PulseError(f"the {self.engine} server answered {code}{f' to {path}' if path else ''}: {reason}")
+        return PulseError(f"the {self.engine} server {answered}: {printable(said, _REASON_CHARACTERS)}")
 
 
 class ServerFollower:
@@ -231,14 +225,12 @@ class ServerFollower:
         self._goals = GoalFinder(pointer, max_staleness)
         self._version: int | None = None  # the server's version when it was last asked
         self._is_torn = False  # what it said then
-        self._heartbeat = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=pointer)
-        self._events = SyncEvents(without_credentials(location))  # of looks; those of updates are the server's
+        beats = None if heartbeat is None else HeartbeatWriter(store, heartbeat, follows=pointer)
+        self._events = SyncEvents(without_credentials(location), beats)  # of looks; those of updates are the server's
 
     def close(self) -> None:
         """End the heartbeat, if there is one. The server stays as it is."""
-        if self._heartbeat is not None:
-            self._heartbeat.close()
-            self._heartbeat.join()
+        self._events.close()
 
     def update(self, version: int | None = None) -> UpdateReport | None:
         """Update the server to the version to follow, or to a given one; return None if it has that version already.
@@ -246,46 +238,34 @@ class ServerFollower:
         Raises:
             NothingPublishedError: there is no version yet; PulseError: as `EngineServer.update`.
         """
-        try:
-            report, goal = self._update(version)
-        except Exception as e:
-            if self._heartbeat is not None:
-                self._heartbeat.failed(e, self._version, torn=self._is_torn)
-            raise
-        if self._heartbeat is not None:
-            if report is not None:
-                self._heartbeat.synced(
-                    report.version,
-                    report.step,
-                    newest=self._goals.version,
-                    pause_s=report.pause_s,
-                    fetched_bytes=report.fetched_bytes,
-                )
-            elif goal is not None:
-                self._heartbeat.synced(goal.version, goal.step, newest=self._goals.version)
-        if report is None and goal is not None:
-            self._events.newest = self._goals.version
-            self._events.found_nothing(goal.version, goal.step, goal.digest)
-        return report
-
-    def _update(self, version: int | None) -> tuple[UpdateReport | None, Manifest | None]:
-        """Return what was done, None if the server is there already, and the record that says which version that is."""
+        events, heartbeat = self._events, self._events.heartbeat
+        has_looked, report = False, None
         try:
             goal, whole = self._look(version)
-        except NothingPublishedError:  # it waits for a version; metrics do not count that as a failure
-            raise
+            has_looked, version = True, goal.version if goal else version
+            if version != self._version or not whole:
+                assert version is not None
+                report = self.server.update(self.location, version, **self._options)
+                self._version = report.version
         except Exception as e:
-            self._events.newest = self._goals.version
-            self._events.failed(e, self._version, torn=self._is_torn)
+            events.newest = self._goals.version
+            if not (has_looked or isinstance(e, NothingPublishedError)):  # to metrics, waiting is no failure
+                events.failed(e, self._version, torn=self._is_torn)
+            elif heartbeat is not None:
+                heartbeat.failed(e, self._version, torn=self._is_torn)
             raise
-        if goal is not None:
-            version = goal.version
-        assert version is not None
-        if version == self._version and whole:
-            return None, goal
-        report = self.server.update(self.location, version, **self._options)
-        self._version = report.version
-        return report, goal
+        events.newest = self._goals.version
+        if report is not None and heartbeat is not None:
+            heartbeat.synced(
+                report.version,
+                report.step,
+                newest=events.newest,
+                pause_s=report.pause_s,
+                fetched_bytes=report.fetched_bytes,
+            )
+        elif report is None and goal is not None:
+            events.found_nothing(goal.version, goal.step, goal.digest)
+        return report
 
     def _look(self, version: int | None) -> tuple[Manifest | None, bool]:
         """Return the record of the version to follow, None for a given one, and whether the server is consistent."""

@@ -14,10 +14,7 @@ def move_together(
 ) -> dict[str, Any]:
     """Update this rank together with the others, all or none; return the report. Every rank must call this.
 
-    The caller pauses and resumes generation, drops the KV cache and sets the version.
-
-    Raises:
-        PulseError: as `moving`, the same on every rank. GroupError: a rank did not answer.
+    The caller pauses and resumes generation, drops the KV cache and sets the version. Raises: as `moving`; GroupError.
     """
 
     def take(step: Step) -> Any:

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 POLL_S = 0.02  # the first wait between two checks whether all ranks are ready; it grows up to the longest
 MAX_POLL_S = 0.5
+CACHE_NOT_DROPPED = (
+    "the engine could not drop its KV cache, which the old weights have computed; update again, or restart it"
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ def moving(options: dict[str, Any], version: int | str, token: str) -> Generator
             VerificationError, and generation stays paused.
     """
     check_version(version)
-    goal = version if isinstance(version, int) else (yield from _find(options))
-    before = _common([state["version"] for state in (yield from _states())])
+    goal = version if isinstance(version, int) else int((yield from _ask("find", options=options))[0]["version"])
+    versions = {state["version"] for state in (yield from _ask("status"))}
+    before = versions.pop() if len(versions) == 1 else None  # there is no way back to different ones
     begun: Answers = yield Ask({"do": "prepare", "options": options, "version": goal, "token": token})
     try:
         raise_error(begun)
@@ -78,13 +82,12 @@ def moving(options: dict[str, Any], version: int | str, token: str) -> Generator
         yield "resume"
         raise
     try:
-        reports: Answers = yield Ask({"do": "commit", "token": token})
-        raise_error(reports)
+        reports = yield from _ask("commit", token=token)
         yield Finish(goal)
     except Exception as e:
         rolled: Answers = yield Ask({"do": "roll back", "version": before})
-        if any("error" in answer for answer in rolled):
-            raise VerificationError(f"{_first_error(rolled)['message']} (the update failed: {e})", torn=True) from e
+        if error := _first_error(rolled):
+            raise VerificationError(f"{error['message']} (the update failed: {e})", torn=True) from e
         yield "resume"
         raise
     yield "resume"
@@ -109,33 +112,21 @@ def run(steps: Generator[Step, Any, dict[str, Any]], take: Callable[[Step], Any]
             else:
                 step = steps.send(answer)
     except StopIteration as end:
-        report: dict[str, Any] = end.value
-        return report
+        return end.value  # type: ignore[no-any-return]
 
 
-def _find(options: dict[str, Any]) -> Generator[Step, Any, int]:
-    """Return the newest version that rank 0 finds."""
-    found: Answers = yield Ask({"do": "find", "options": options})
-    raise_error(found)
-    return int(found[0]["version"])
-
-
-def _states() -> Generator[Step, Any, Answers]:
-    states: Answers = yield Ask({"do": "status"})
-    raise_error(states)
-    return states
-
-
-def _common(versions: list[int | None]) -> int | None:
-    """Return the version of all ranks; None if they have none, or different ones, which cannot be rolled back to."""
-    return versions[0] if len(set(versions)) == 1 else None
+def _ask(do: str, **given: Any) -> Generator[Step, Any, Answers]:
+    """Send a message to every rank, and return the answers. Raises: PulseError, if one is an error."""
+    answers: Answers = yield Ask({"do": do, **given})
+    raise_error(answers)
+    return answers
 
 
 def _all_ready(token: str) -> Generator[Step, Any, None]:
     """Wait until every rank has prepared the update. Raises: PulseError, if one has failed."""
     pause_s = POLL_S
     while True:
-        states = yield from _states()
+        states = yield from _ask("status")
         raise_error([{"error": state["failure"]} for state in states if state["failure"]])
         if any(state["token"] != token for state in states):
             raise GroupError(
@@ -174,19 +165,18 @@ def _merged(reports: Answers) -> dict[str, Any]:
 
 def raise_error(answers: Answers) -> None:
     """Raise the error that an answer contains, with the class that it names. Raises: PulseError, if there is one."""
-    if not any("error" in answer for answer in answers):
+    if (error := _first_error(answers)) is None:
         return
-    error = _first_error(answers)
     kind = getattr(errors, str(error["type"]), None)
     if isinstance(kind, type) and issubclass(kind, PulseError):
         raise kind(str(error["message"]))
     raise PulseError(f"{error['type']}: {error['message']}")
 
 
-def _first_error(answers: Answers) -> dict[str, Any]:
-    """Return the error of the rank that failed, not that of a rank to which it was reported."""
+def _first_error(answers: Answers) -> dict[str, Any] | None:
+    """Return the error of the rank that failed, if one did, not that of a rank to which it was reported."""
     found: Answers = [answer["error"] for answer in answers if "error" in answer]
-    return next((one for one in found if one["type"] != "GroupError"), found[0])
+    return min(found, key=lambda error: error["type"] == "GroupError", default=None)
 
 
 @dataclass(frozen=True)
@@ -211,15 +201,11 @@ class UpdateReport:
         """Read a report that was received over the network. Raises: StoreError, if it is malformed."""
         check_fields(table, REPORT)
         known = {field.name: table[field.name] for field in fields(cls)}
-        return cls(**{**known, "path": tuple(known["path"]), "repaired": tuple(known["repaired"])})
+        return cls(**known | {"path": tuple(known["path"]), "repaired": tuple(known["repaired"])})
 
 
 class UpdateEvents:
-    """The events of the updates of one engine, in the process that drives it.
-
-    Args:
-        location: The location of the run.
-    """
+    """The events of the updates of one engine to versions of a run, in the process that drives the engine."""
 
     def __init__(self, location: str) -> None:
         self.location = str(ParsedLocation.parse(location))
@@ -247,12 +233,6 @@ class UpdateEvents:
             yield
         except Exception as e:
             if has_listeners():
-                emit(
-                    EngineUpdateFailed(
-                        location=self.location,
-                        error=describe_error(e),
-                        retryable=bool(getattr(e, "retryable", False)),
-                        torn=bool(getattr(e, "torn", False)),
-                    )
-                )
+                facts = {name: bool(getattr(e, name, False)) for name in ("retryable", "torn")}
+                emit(EngineUpdateFailed(location=self.location, error=describe_error(e), **facts))
             raise

@@ -8,13 +8,14 @@ checkpoint in host memory is synced, and the model's own loader loads the tensor
 import logging
 import re
 import weakref
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
 
 from pulsesync.errors import StateError
 from pulsesync.format.layout import Layout
 from pulsesync.integrations.engine.adapter import EngineAdapter
-from pulsesync.integrations.runtime import HEAD, EngineRank, ModelShape, check_loaded, for_subscriber, fused, place
+from pulsesync.integrations.families import ModelShape
+from pulsesync.integrations.runtime import HEAD, EngineRank, check_loaded, for_subscriber, fused, not_mapped, place
 from pulsesync.run.follower import attach
 from pulsesync.state.sharding import Placed
 from pulsesync.state.slices import Slices
@@ -23,30 +24,7 @@ from pulsesync.state.views import CASTS, new_torch_tensors
 logger = logging.getLogger(__name__)
 
 
-class EngineWeights(Protocol):
-    """The interface of the weights of a rank, for a follower."""
-
-    mode: str
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """The tensors to sync, by their names in the checkpoint."""
-
-    @property
-    def slices(self) -> Slices | None:
-        """Which part of each tensor is local; None: all of it."""
-
-    def load(self, names: Collection[str]) -> None:
-        """Have the engine compute with the synced weights, at least with those of these tensors."""
-
-    def refresh(self) -> bool:
-        """Inspect the engine again; return whether something else has loaded its weights since the last `load`.
-
-        Changes that a sync with `verify=True` finds by recounting the weights are not searched for here.
-        """
-
-
-def find_weights(engine: EngineAdapter, layout: Layout, fresh: bool) -> EngineWeights:
+def find_weights(engine: EngineAdapter, layout: Layout, fresh: bool) -> "EngineWeights":
     """Return the weights of this rank: in place, or through a mirror if that is not possible, which is logged.
 
     fresh: the engine still has the weights that it was started with, so the map can be checked against them.
@@ -59,10 +37,9 @@ def find_weights(engine: EngineAdapter, layout: Layout, fresh: bool) -> EngineWe
 
 
 class PlacedWeights:
-    """The engine's own parameters, by the names of the checkpoint.
+    """The engine's own parameters, by the names of the checkpoint. `tensors` and `slices` are for a `Subscriber`.
 
-    Raises:
-        StateError: they do not match the map, or are not those of the run.
+    Raises: StateError, if they do not match the map, or are not those of the run.
     """
 
     mode = "in place"
@@ -88,10 +65,15 @@ class PlacedWeights:
         return placed
 
     def load(self, names: Collection[str]) -> None:
+        """Have the engine compute with the synced weights, at least with those of these tensors."""
         if names:
             self._engine.refresh_packed()
 
     def refresh(self) -> bool:
+        """Inspect the engine again; return whether something else has loaded its weights since the last `load`.
+
+        Changes that a sync with `verify=True` finds by recounting the weights are not searched for here.
+        """
         if _addresses(self._engine.parameters()) == self._addresses:
             return False
         self._place()  # parameters were replaced: the old memory is not used any more
@@ -105,17 +87,11 @@ def _addresses(live: Mapping[str, Any]) -> dict[str, int]:
 def _check_names(names: set[str], shape: ModelShape) -> None:
     known = {piece.name for one in fused(shape, EngineRank()) for piece in one.pieces}
     if unknown := sorted(names - known):
-        raise StateError(
-            f"the run has a tensor {unknown[0]!r}, which the map of this model does not have", tensor=unknown[0]
-        )
+        raise not_mapped("run", unknown[0])
 
 
 def _check_placed(engine: EngineAdapter, placed: Mapping[str, Placed]) -> bool:
-    """Compare the engine's weights with the checkpoint that it has loaded; return whether it has all of them.
-
-    Raises:
-        StateError: a weight is not at the position that the map names.
-    """
+    """Compare the weights with the checkpoint; return whether it has all. Raises: StateError, if one is elsewhere."""
     left = placed.keys() - {HEAD}  # which a checkpoint with tied weights does not have
     try:
         for name, tensor in engine.checkpoint():
@@ -133,8 +109,7 @@ def _check_placed(engine: EngineAdapter, placed: Mapping[str, Placed]) -> bool:
 class MirroredWeights:
     """A copy of the checkpoint in host memory, from which the model's own loader loads.
 
-    Raises:
-        StateError: the engine was not started with a checkpoint of the run's model in the run's dtypes.
+    Raises: StateError, if the engine was not started with a checkpoint of the run's model in the run's dtypes.
     """
 
     mode = "mirror"
@@ -174,11 +149,13 @@ class MirroredWeights:
             logger.info("The mirror starts empty: %s.", e)
 
     def load(self, names: Collection[str]) -> None:
+        """As `PlacedWeights.load`: complete layers, and at first all of them."""
         wanted = set(self.tensors) if not self._loaded else self._units(names)
         if not wanted:
             return
         self._loaded, self._seen = False, None  # until all of it is loaded
-        loaded = self._engine.load_weights(self._weights(wanted))
+        in_layers = sorted(wanted, key=_natural)  # so that the loader can free memory
+        loaded = self._engine.load_weights((name, self.tensors[name]) for name in in_layers)
         self._check_complete(loaded, everything=len(wanted) == len(self.tensors))
         self._engine.refresh_packed()
         self._loaded, self._seen = True, _Fingerprint(self._engine)
@@ -203,16 +180,14 @@ class MirroredWeights:
         units = {_unit(alias) for alias, name in self._layout.ties.items() if name in names} | set(map(_unit, names))
         return {name for name in self.tensors if _unit(name) in units}
 
-    def _weights(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
-        for name in sorted(names, key=_natural):  # layer by layer, so that the loader can free memory
-            yield name, self.tensors[name]
-
     def refresh(self) -> bool:
         if self._seen is None or self._seen.fits(self._engine):
             return False
         self._loaded = False  # so that the next `load` loads all tensors
         return True
 
+
+EngineWeights: TypeAlias = PlacedWeights | MirroredWeights
 
 _NOT_LOADED = ("rotary_emb.inv_freq",)  # in some old checkpoints, and computed by every loader
 _UNIT = re.compile(r"(.*?\.\d+\.[^.]+)\.")  # up to the name after the first number: model.layers.3.self_attn
@@ -239,10 +214,8 @@ class _Fingerprint:
         self._packed = [weakref.ref(one) for one in engine.derived()]
 
     def fits(self, engine: EngineAdapter) -> bool:
-        packed = engine.derived()
-        if len(packed) != len(self._packed) or any(
-            seen() is not one for seen, one in zip(self._packed, packed, strict=True)
-        ):
+        packed, seen = engine.derived(), [one() for one in self._packed]
+        if len(packed) != len(seen) or any(a is not b for a, b in zip(packed, seen, strict=True)):
             return False
         return _checksums(engine.model) == self._tensors
 

@@ -1,10 +1,9 @@
 """What this package needs of a Ray cluster: membership, named actors, and calls with a time limit."""
 
 import time
-from importlib import import_module
 from typing import Any
 
-from pulsesync.core.extras import missing
+from pulsesync.core.extras import load
 from pulsesync.errors import PulseError
 
 NAMESPACE = "pulsesync"  # of all named actors of this package, so that any job of the cluster finds them
@@ -12,17 +11,8 @@ SLACK_S = 10.0  # time after an actor's own time limit until the actor counts as
 
 
 def ray(part: str = "") -> Any:
-    """Return the module ray, or one of its modules.
-
-    Raises:
-        PulseError: it is not installed; the message names the extra to install.
-    """
-    try:
-        whole = import_module("ray")
-        return import_module(f"ray.{part}") if part else whole
-    except ModuleNotFoundError as e:
-        extra = "rllib" if part.startswith("rllib") else "ray"
-        raise missing(e, extra) from e
+    """Return the module ray, or a module in it. Raises: PulseError, which names the extra, if it is not installed."""
+    return load(f"ray.{part}" if part else "ray", "rllib" if part.startswith("rllib") else "ray")
 
 
 def check_joined() -> None:
@@ -35,21 +25,10 @@ def named_actor(cls: type, name: str, threads: int | None = None) -> Any:
     """Return the actor of a name, or start it on this node. It outlives the process that started it."""
     check_joined()
     affinity = ray("util.scheduling_strategies").NodeAffinitySchedulingStrategy
+    here = affinity(ray().get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {"max_concurrency": threads} if threads else {}
-    return (
-        ray()
-        .remote(cls)
-        .options(
-            name=name,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            scheduling_strategy=affinity(ray().get_runtime_context().get_node_id(), soft=False),
-            **options,
-        )
-        .remote()
-    )
+    options |= {"lifetime": "detached", "get_if_exists": True, "num_cpus": 0, "scheduling_strategy": here}
+    return ray().remote(cls).options(name=name, namespace=NAMESPACE, **options).remote()
 
 
 def find_actor(name: str) -> Any:

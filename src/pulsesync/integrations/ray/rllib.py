@@ -101,8 +101,7 @@ class PatchedSync:
     def push(self, learners: Any, inference_only: bool) -> "Pull":
         """Have one learner publish. All learners have the same weights."""
         first = None if learners.is_local else learners._worker_manager.healthy_actor_ids()[:1]
-        results = learners.foreach_learner(Push(self.patching, inference_only), remote_actor_ids=first)
-        result = next(iter(results))
+        result = next(iter(learners.foreach_learner(Push(self.patching, inference_only), remote_actor_ids=first)))
         if not result.ok:
             raise result.get()
         report, seq_no = result.get()
@@ -129,16 +128,14 @@ class Push:
 
     def __call__(self, learner: Any) -> tuple[PublishReport, int]:
         how = self.patching
-        publisher = _PUBLISHERS.get(learner)
-        if publisher is None:
-            publisher = Publisher(
+        if (publisher := _PUBLISHERS.get(learner)) is None:
+            publisher = _PUBLISHERS[learner] = Publisher(
                 how.link.store(),
                 resume=True,  # RLlib restores a learner from its own checkpoint after it has published new weights
                 codec=how.codec,
                 cast={} if how.cast is None else how.cast,  # {}: env-runners use FP32, without a warning
                 anchor_every=how.anchor_every,
             )
-            _PUBLISHERS[learner] = publisher
         state = learner.get_state(components="rl_module", inference_only=self.inference_only)
         modules: Mapping[str, Mapping[str, Any]] = state["rl_module"]
         source = {f"{of}/{name}": array for of, module in modules.items() for name, array in module.items()}
@@ -218,16 +215,10 @@ def _in_dtypes_of(subscriber: Subscriber, version: int, tensors: Mapping[str, An
     """Return the tensors themselves if they have the dtype of the run; otherwise copies in that dtype."""
     records = RunReader(subscriber.store, subscriber.trust)
     specs = {spec.name: spec for spec in records.layout(records.required_version(version).layout).tensors}
-    found = {}
-    for name, tensor in tensors.items():
-        spec = specs.get(name)
-        dtype = torch_dtype(spec.dtype) if spec and spec.dtype in ("F32", *CASTS) else tensor.dtype
-        found[name] = tensor if dtype == tensor.dtype else tensor.to(dtype)
-    return found
+    dtypes = {name: torch_dtype(spec.dtype) for name, spec in specs.items() if spec.dtype in ("F32", *CASTS)}
+    return {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in tensors.items()}
 
 
 def _listed(callbacks: Any) -> list[Any]:
     """Return the callbacks of a config as a list: the config has none, one, or several."""
-    if callbacks is None:
-        return []
-    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks] if callbacks is not None else []

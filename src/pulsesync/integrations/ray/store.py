@@ -62,8 +62,7 @@ class ObjectDirectory:
         dies, for loan_s. Ray's own counting of references is not enough: where two threads of a process read an object
         while it is replaced, about one replacement in 1,400 freed it under a reader, which then waited for ever.
         """
-        found = self._objects.get(key)
-        if found is None:
+        if (found := self._objects.get(key)) is None:
             return None
         if isinstance(found.content, bytes):
             return found.content[begin:end]

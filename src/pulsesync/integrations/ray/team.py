@@ -50,7 +50,8 @@ class Rendezvous:
         self._end(_Reply(f"rank {rank} has rejoined", rejoin=True))
         if rank in self._coming:
             self._coming.pop(rank).set_result(_Reply(f"another process has joined as rank {rank}"))
-        mine = self._coming[rank] = asyncio.get_running_loop().create_future()
+        mine: asyncio.Future[_Reply] = asyncio.get_running_loop().create_future()
+        self._coming[rank] = mine
         if len(self._coming) == size:
             self._begin()
         done, _ = await asyncio.wait([mine], timeout=timeout_s)
@@ -58,8 +59,7 @@ class Rendezvous:
             del self._coming[rank]
             missing = sorted(set(range(size)) - self._coming.keys() - {rank})
             mine.set_result(_Reply(f"waited {timeout_s:g} s for ranks {missing}, which did not join"))
-        answer: _Reply = mine.result()
-        return answer
+        return mine.result()
 
     async def gather(self, generation: str, rank: int, number: int, note: bytes, timeout_s: float) -> _Reply:
         """Send a note to a round, and wait for those of the others."""
@@ -77,12 +77,10 @@ class Rendezvous:
         if not done:
             missing = sorted(set(range(self._size or 0)) - live.notes.keys())
             self._end(_Reply(f"rank {rank} waited {timeout_s:g} s for ranks {missing}"))
-        answer: _Reply = mine.result()
-        return answer
+        return mine.result()
 
     def _begin(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._live = _Generation(secrets.token_hex(8), loop.create_future())
+        self._live = _Generation(secrets.token_hex(8), asyncio.get_running_loop().create_future())
         for waiting in self._coming.values():
             waiting.set_result(_Reply(generation=self._live.id))
         self._coming = {}

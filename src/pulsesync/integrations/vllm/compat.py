@@ -9,23 +9,16 @@ from importlib import import_module
 from typing import Any
 
 from pulsesync.errors import PulseError, StateError, StoreError
-from pulsesync.group.collective import Collective, SoloTeam, Team
-from pulsesync.integrations.engine.adapter import EngineAdapter
+from pulsesync.group.collective import Team
+from pulsesync.integrations.engine.adapter import MOVES_EXPERTS, EngineAdapter, gloo_team, no_checkpoint
+from pulsesync.integrations.engine.update import CACHE_NOT_DROPPED
 from pulsesync.integrations.runtime import EngineRank
-
-TIMEOUT_S = 1800.0  # how long a rank waits for the others, the slowest of which may fetch an anchor
-
 
 # In a worker
 
 
 class VllmEngine(EngineAdapter):
-    """One rank of vLLM.
-
-    Args:
-        config: The engine's VllmConfig.
-        model: The model of this rank.
-    """
+    """One rank of vLLM; `config` is the engine's VllmConfig."""
 
     def __init__(self, config: Any, model: Any) -> None:
         super().__init__(model)
@@ -39,15 +32,11 @@ class VllmEngine(EngineAdapter):
                 "of only one of them: start a server for each replica, and let each follow the run"
             )
         if getattr(parallel, "enable_eplb", False):
-            raise StateError(
-                "this engine moves its experts while it runs (--enable-eplb), so the position of a weight is not "
-                "known: start it without --enable-eplb"
-            )
+            raise StateError(MOVES_EXPERTS)
 
     def check_loader(self) -> None:
-        if self.config.lora_config is None:
-            return
-        if not hasattr(import_module("vllm.lora.layers").BaseLayerWithLoRA, "load_weights"):
+        has_lora = self.config.lora_config is not None
+        if has_lora and not hasattr(import_module("vllm.lora.layers").BaseLayerWithLoRA, "load_weights"):
             raise StateError(
                 "with --enable-lora, this version of vLLM cannot load weights again: use vLLM 0.28 or later"
             )
@@ -77,10 +66,7 @@ class VllmEngine(EngineAdapter):
         config = self.config
         loader = import_module("vllm.model_executor.model_loader").get_model_loader(config.load_config)
         if not hasattr(loader, "get_all_weights"):
-            raise PulseError(
-                f"the engine was started with load_format={config.load_config.load_format!r}, which has no checkpoint "
-                "that can be read again"
-            )
+            raise no_checkpoint(config.load_config.load_format)
         yield from loader.get_all_weights(config.model_config, self.model)
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str] | None:
@@ -105,8 +91,7 @@ class VllmEngine(EngineAdapter):
         if not import_module("vllm.platforms").current_platform.is_cpu():
             return
         pack = import_module("vllm.model_executor.layers.utils").dispatch_cpu_unquantized_gemm
-        layers = [layer for layer in self.model.modules() if hasattr(layer, "cpu_linear") and layer.weight.numel()]
-        for layer in layers:
+        for layer in [one for one in self.model.modules() if hasattr(one, "cpu_linear") and one.weight.numel()]:
             pack(layer, remove_weight=False)
 
     def derived(self) -> list[Any]:
@@ -116,29 +101,16 @@ class VllmEngine(EngineAdapter):
 def team_of(config: Any) -> Team:
     """Return the ranks of an engine, in a process group of their own. Every rank must call this at the same time."""
     parallel = config.parallel_config
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
-        return SoloTeam()
-    return Collective(import_module("torch.distributed").new_group(backend="gloo"), TIMEOUT_S)
+    return gloo_team(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 # In the process that serves requests
 
 
-async def pause(engine: Any) -> None:
-    """Stop generating, and keep the requests in flight."""
-    await engine.pause_generation(mode="keep", clear_cache=False)
-
-
 async def drop_cache(engine: Any) -> None:
-    """Drop all caches that old weights have computed; requests in flight compute theirs again.
-
-    Raises:
-        PulseError: the engine could not drop its KV cache.
-    """
+    """Drop all caches of old weights; requests in flight compute theirs again. Raises: PulseError, if that failed."""
     if await engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True) is False:
-        raise PulseError(
-            "the engine could not drop its KV cache, which the old weights have computed; update again, or restart it"
-        )
+        raise PulseError(CACHE_NOT_DROPPED)
     for name in ("reset_mm_cache", "reset_encoder_cache"):  # of images; some versions lack the second
         if hasattr(engine, name):
             await getattr(engine, name)()

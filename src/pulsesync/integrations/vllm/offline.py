@@ -6,20 +6,8 @@ import time
 from typing import Any
 
 from pulsesync.errors import PulseError
+from pulsesync.integrations.engine import update as updates
 from pulsesync.integrations.engine.follower import RunOptions, find_version
-from pulsesync.integrations.engine.update import (
-    LATEST,
-    Ask,
-    Finish,
-    Step,
-    UpdateEvents,
-    UpdateReport,
-    Wait,
-    check_version,
-    moving,
-    raise_error,
-    run,
-)
 
 
 def attach(
@@ -70,17 +58,16 @@ class OfflineFollower:
 
     def status(self) -> dict[str, Any]:
         """Return the status of the workers, as rank 0 reports it."""
-        ranks: list[dict[str, Any]] = self._ask({"do": "status"})
-        raise_error(ranks)
+        ranks: updates.Answers = self._ask({"do": "status"})
+        updates.raise_error(ranks)
         return ranks[0]
 
     @property
     def version(self) -> int | None:
         """The version that the engine computes with; None before the first update."""
-        version: int | None = self.status()["version"]
-        return version
+        return self.status()["version"]  # type: ignore[no-any-return]
 
-    def update(self, version: int | str = LATEST, *, keep_kv_cache: bool = False) -> UpdateReport:
+    def update(self, version: int | str = updates.LATEST, *, keep_kv_cache: bool = False) -> updates.UpdateReport:
         """Update all workers to the newest version, or to a given one; all of them or none.
 
         Args:
@@ -93,24 +80,21 @@ class OfflineFollower:
         """
         self._keep_cache = keep_kv_cache
         began = time.perf_counter()
-        check_version(version)
-        events = UpdateEvents(self._options["location"])
+        updates.check_version(version)
+        events = updates.UpdateEvents(self._options["location"])
         with events.noting_failure():
-            goal = find_version(RunOptions.parse(self._options)) if version == LATEST else version
-            report = run(moving(self._options, goal, secrets.token_hex(8)), self._take)
-        return events.updated(UpdateReport.parse({**report, "pause_s": time.perf_counter() - began}))
+            goal = find_version(RunOptions.parse(self._options)) if version == updates.LATEST else version
+            report = updates.run(updates.moving(self._options, goal, secrets.token_hex(8)), self._take)
+        return events.updated(updates.UpdateReport.parse({**report, "pause_s": time.perf_counter() - began}))
 
-    def _take(self, step: Step) -> Any:
-        if isinstance(step, Ask):
+    def _take(self, step: updates.Step) -> Any:
+        if isinstance(step, updates.Ask):
             return self._ask(step.message)
-        if isinstance(step, Wait):
+        if isinstance(step, updates.Wait):
             time.sleep(step.seconds)
-        elif isinstance(step, Finish):
+        elif isinstance(step, updates.Finish):
             if not self._keep_cache and self._llm.reset_prefix_cache() is False:
-                raise PulseError(
-                    "the engine could not drop its KV cache, which the old weights have computed; update again, or "
-                    "restart it"
-                )
+                raise PulseError(updates.CACHE_NOT_DROPPED)
             if hasattr(self._llm, "update_weight_version"):  # vLLM 0.27 and later
                 self._llm.update_weight_version(str(step.version))
         return None

@@ -9,6 +9,7 @@ vLLM 0.32 cannot start a worker in a process that has imported numba.
 
 import inspect
 import json
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,31 +24,18 @@ PREFIX = "PULSE_VLLM"  # of PULSE_VLLM_RUNS, PULSE_VLLM_TRUST, PULSE_VLLM_CACHE,
 
 
 def register() -> None:
-    """Register this adapter in vLLM; it may be called again.
-
-    Raises:
-        ValueError: PULSE_VLLM_PLAIN_WEIGHTS is neither 0 nor 1.
-    """
-    factory = _find("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory")  # vLLM 0.16 and later
-    if factory is not None and _takes_config(factory) and BACKEND not in factory._registry:
-        factory.register_engine(BACKEND, "pulsesync.integrations.vllm.backend", "PulseWeightTransferEngine")
+    """Register this adapter in vLLM; it may be called again. Raises: ValueError, as `read_switch`."""
+    with suppress(ModuleNotFoundError):  # before vLLM 0.16
+        factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+        # since vLLM 0.25, engines get the configuration and the model
+        takes_config = "vllm_config" in inspect.signature(factory.create_engine).parameters
+        if takes_config and BACKEND not in factory._registry:
+            factory.register_engine(BACKEND, "pulsesync.integrations.vllm.backend", "PulseWeightTransferEngine")
     worker = import_module("vllm.v1.worker.worker_base").WorkerBase
     worker.pulse_call = pulse_call
     if read_switch(PLAIN_WEIGHTS):
         operations: Any = import_module("vllm._custom_ops")
         operations._supports_onednn = False  # with it, linear layers on a CPU would keep only packed weights
-
-
-def _takes_config(factory: Any) -> bool:
-    """Return whether engines get the configuration and the model: since vLLM 0.25."""
-    return "vllm_config" in inspect.signature(factory.create_engine).parameters
-
-
-def _find(module: str, name: str) -> Any:
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError:
-        return None
 
 
 def pulse_call(worker: Any, message: str) -> dict[str, Any]:

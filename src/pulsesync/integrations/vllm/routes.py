@@ -19,19 +19,8 @@ from typing import Any, Literal, get_args
 
 from pulsesync.core.arguments import one_of
 from pulsesync.errors import PulseError
+from pulsesync.integrations.engine import update as updates
 from pulsesync.integrations.engine.follower import EngineLimits, RunOptions, find_version
-from pulsesync.integrations.engine.update import (
-    LATEST,
-    Ask,
-    Finish,
-    Step,
-    UpdateEvents,
-    UpdateReport,
-    Wait,
-    check_version,
-    merged_status,
-    moving,
-)
 from pulsesync.integrations.vllm import compat
 from pulsesync.integrations.vllm.plugin import read_limits
 
@@ -106,8 +95,8 @@ def parse_update(body: Any) -> tuple[dict[str, Any], int | str, KvCache]:
     if not isinstance(body, dict):
         raise ValueError("the body must be a JSON object")
     options = {**body}
-    version, kv_cache = options.pop("version", LATEST), options.pop("kv_cache", "drop")
-    check_version(version)
+    version, kv_cache = options.pop("version", updates.LATEST), options.pop("kv_cache", "drop")
+    updates.check_version(version)
     one_of("kv_cache", kv_cache, get_args(KvCache))
     RunOptions.parse(options)
     return options, version, kv_cache
@@ -126,7 +115,7 @@ class ServedEngine:
     async def status(self) -> dict[str, Any]:
         """Return the engine's status: that of rank 0, whether the others agree, and why an update left it paused."""
         return {
-            **merged_status(await self._ask({"do": "status"})),
+            **updates.merged_status(await self._ask({"do": "status"})),
             "weight_version": await compat.get_version(self._engine),
             "paused": await self._engine.is_paused(),
             "paused_by_update": self._paused_here,
@@ -136,20 +125,20 @@ class ServedEngine:
         """Update all ranks to a version; return the report. Raises: as `moving`."""
         asked = RunOptions.parse(options)
         self._limits.applied(asked)
-        events = UpdateEvents(str(asked.location))
+        events = updates.UpdateEvents(str(asked.location))
         with events.noting_failure():
-            if version == LATEST:
+            if version == updates.LATEST:
                 # not in a worker, which could not generate meanwhile
                 version = await asyncio.to_thread(find_version, asked, self._limits)
             async with self._turns:
                 await compat.check_awake(self._engine)
                 self._kv_cache, self._pause_s = kv_cache, 0.0
-                report = await self._run(moving(options, version, secrets.token_hex(8)))
+                report = await self._run(updates.moving(options, version, secrets.token_hex(8)))
         report = {**report, "pause_s": self._pause_s, "kv_cache": kv_cache}
-        events.updated(UpdateReport.parse(report))
+        events.updated(updates.UpdateReport.parse(report))
         return report
 
-    async def _run(self, steps: Generator[Step, Any, dict[str, Any]]) -> dict[str, Any]:
+    async def _run(self, steps: Generator[updates.Step, Any, dict[str, Any]]) -> dict[str, Any]:
         try:
             step = next(steps)
             while True:
@@ -160,16 +149,15 @@ class ServedEngine:
                 else:
                     step = steps.send(answer)
         except StopIteration as end:
-            report: dict[str, Any] = end.value
-            return report
+            return end.value  # type: ignore[no-any-return]
 
-    async def _take(self, step: Step) -> Any:
+    async def _take(self, step: updates.Step) -> Any:
         engine = self._engine
-        if isinstance(step, Ask):
+        if isinstance(step, updates.Ask):
             return await self._ask(step.message)
-        if isinstance(step, Wait):
+        if isinstance(step, updates.Wait):
             await asyncio.sleep(step.seconds)
-        elif isinstance(step, Finish):
+        elif isinstance(step, updates.Finish):
             if self._kv_cache == "drop":
                 await compat.drop_cache(engine)
             await compat.set_version(engine, str(step.version))
@@ -178,12 +166,11 @@ class ServedEngine:
             self._paused_at = time.perf_counter()
             if not await engine.is_paused():  # if another caller has paused it, it stays paused
                 self._paused_here = True
-            await compat.pause(engine)
+            await engine.pause_generation(mode="keep", clear_cache=False)
         elif self._paused_here:
             await engine.resume_generation()
             self._paused_here, self._pause_s = False, time.perf_counter() - self._paused_at
         return None
 
     async def _ask(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = await self._engine.collective_rpc("pulse_call", args=(json.dumps(message),))
-        return answers
+        return await self._engine.collective_rpc("pulse_call", args=(json.dumps(message),))  # type: ignore[no-any-return]

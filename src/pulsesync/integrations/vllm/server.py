@@ -16,7 +16,7 @@ from typing import Any
 
 from pulsesync.errors import PulseError
 from pulsesync.integrations.engine.answers import RANK_REPORT, RANK_STATUS, STATUS, Fields, check_fields, check_ranks
-from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, TIMEOUT_S, EngineServer
+from pulsesync.integrations.engine.server import STATUS_TIMEOUT_S, EngineServer
 from pulsesync.integrations.engine.update import Ask, Finish, Step, UpdateReport, Wait, merged_status, moving, run
 
 _ANSWERS: dict[str, Fields] = {"find": {"version": (int,)}, "commit": RANK_REPORT}  # to others: the rank's status
@@ -39,19 +39,11 @@ class VllmServer(EngineServer):
     engine = "vLLM"
     key_hint = "pass it with --api-key, PULSE_VLLM_API_KEY or VllmServer(api_key=)"
 
-    def __init__(
-        self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S, api_key_in_clear: bool = False
-    ) -> None:
-        super().__init__(url, api_key=api_key, timeout_s=timeout_s, api_key_in_clear=api_key_in_clear)
-        self._by_routes: bool | None = None  # whether it has our routes; None: not known yet
-        self._paused_at, self._pause_s = 0.0, 0.0  # when an update has paused it (0 if not), and how long in all
+    _by_routes: bool | None = None  # whether it has our routes; None: not known yet
+    _paused_at, _pause_s = 0.0, 0.0  # when an update has paused it (0 if not), and how long in all
 
     def status(self) -> dict[str, Any]:
-        """Return the server's status, as `EngineServer.status`, and weight_version and paused.
-
-        Raises:
-            StoreError: it does not answer; PulseError: it was not started with the options that updates need.
-        """
+        """Return the server's status, as `EngineServer.status`, and weight_version and paused. Raises: as there."""
         if self._by_routes is not False:
             code, answer = self._call("GET", "/v1/pulse", STATUS_TIMEOUT_S)
             if code == 200:
@@ -88,11 +80,7 @@ class VllmServer(EngineServer):
             return UpdateReport.parse(answer)
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Load a LoRA adapter from a folder, and replace the one that has this name.
-
-        Raises:
-            PulseError: the server refuses it; StoreError: it does not answer.
-        """
+        """Load a LoRA adapter from a folder, in place of the one of this name. Raises: PulseError, StoreError."""
         body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
         code, answer = self._call("POST", "/v1/load_lora_adapter", self._timeout_s, body)
         if code == 404:
@@ -112,9 +100,8 @@ class VllmServer(EngineServer):
         elif isinstance(step, Finish):
             if kv_cache == "drop":
                 self._step("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
-            code, answer = self._call(
-                "POST", "/update_weight_version", STATUS_TIMEOUT_S, {"new_version": str(step.version)}
-            )
+            body = {"new_version": str(step.version)}
+            code, answer = self._call("POST", "/update_weight_version", STATUS_TIMEOUT_S, body)
             if code not in (200, 404):  # vLLM before 0.27 has no such route
                 raise self._refusal(code, answer)
         elif step == "pause":
@@ -127,9 +114,7 @@ class VllmServer(EngineServer):
 
     def _ask(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         body = {"method": "pulse_call", "args": [json.dumps(message)]}
-        code, answer = self._call("POST", "/collective_rpc", self._timeout_s, body)
-        if code != 200:
-            raise self._refusal(code, answer, "/collective_rpc")
+        answer = self._step("/collective_rpc", body)
         with self._named_in_errors():
             return check_ranks(answer.get("results"), _ANSWERS.get(message["do"], RANK_STATUS))
 
