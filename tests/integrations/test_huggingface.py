@@ -38,7 +38,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(
 ) -> None:
     pytest.importorskip("torch")
     monkeypatch.setitem(sys.modules, missing, None)
-    huggingface.__getattr__.cache_clear()
+    huggingface._pulse_callback.cache_clear()
     with pytest.raises(PulseError, match=rf"{missing} is not installed: pip install 'pulsesync\[hf\]'"):
         use()
 

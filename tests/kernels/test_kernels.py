@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pulsesync.core.digest import keys
 from pulsesync.core.types import DTYPES, Bits
 from pulsesync.format import tables
-from pulsesync.kernels import cpu, reference, spec
+from pulsesync.kernels import coder, cpu, reference, spec
 from pulsesync.kernels.records import (
     BlockStreams,
     CodedSpan,
@@ -496,7 +496,7 @@ def test_a_step_beyond_half_the_circle_or_half_of_it_the_wrong_way_is_a_fault(
     row = np.array([contexts.rows[old >> 7 & 0xFF] >> contexts.bits], np.uint16)
     decisions = Decisions(one[1:], row, np.array([0], np.uint32), np.array([symbol], np.uint8))
     table = EncoderTable(cumulative, tables.reciprocals(frequencies), contexts.bits, 16)
-    words, ends = cpu.encode_blocks(decisions, np.array([extra], np.uint32), table, one[1:])
+    words, ends = coder.encode_blocks(decisions, np.array([extra], np.uint32), table, one[1:])
     history, streams = (
         SpanHistory(NO_BYTES, np.array([0, 0]), 0, 1),
         BlockStreams(one[1:], one[1:], np.diff(ends), words),

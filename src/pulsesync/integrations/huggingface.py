@@ -265,9 +265,14 @@ class PublishingCallback:
 
 
 @cache
-def __getattr__(name: str) -> Any:
+def _pulse_callback() -> type:
     """Make `PulseCallback`. Raises: PulseError, if transformers is not installed."""
-    if name != "PulseCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     bases = (PublishingCallback, pretrained.required("transformers").TrainerCallback)
-    return type(name, bases, {"__doc__": PublishingCallback.__doc__, "__module__": __name__})  # so pickle finds it
+    inside = {"__doc__": PublishingCallback.__doc__, "__module__": __name__}  # so that pickle finds it
+    return type("PulseCallback", bases, inside)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PulseCallback":
+        return _pulse_callback()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -219,9 +219,13 @@ def _keras() -> Any:
 
 
 @cache
-def __getattr__(name: str) -> Any:
+def _keras_callback() -> type:
     """Make `KerasCallback`. Raises: PulseError, if Keras is not installed."""
-    if name != "KerasCallback":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     bases = (KerasPublishing, _keras().callbacks.Callback)
-    return type(name, bases, {"__doc__": KerasPublishing.__doc__, "__module__": __name__})
+    return type("KerasCallback", bases, {"__doc__": KerasPublishing.__doc__, "__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KerasCallback":
+        return _keras_callback()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
