@@ -273,9 +273,10 @@ class _PileCoder:
     def _checks(self, touched: Sequence[int], moved: Callable[[], BlockDigestChanges]) -> dict[int, bytes]:
         """The checks of bundles: how the digest of each group changes, by number of the tile."""
         out, pile = {}, self.pile
-        for i in (i for i in touched if is_checked(pile.tiles[i])):
-            mine = slice(*pile.first_block[i : i + 2])
-            out[i] = moved()[pile][mine, 0][self._blocks.changes[mine] > 0].astype("<u4").tobytes()
+        for i in touched:
+            if is_checked(pile.tiles[i]):
+                mine = slice(pile.first_block[i], pile.first_block[i + 1])
+                out[i] = moved()[pile][mine, 0][self._blocks.changes[mine] > 0].astype("<u4").tobytes()
         return out
 
 

@@ -220,7 +220,7 @@ class DeviceBackend(StateBackend):
     def _write_decoded(self, blocks: Sequence[WholeBlock]) -> Iterator[tuple[Sequence[WholeBlock], Sequence[Tensor]]]:
         """Decode and write some blocks at a time; yield them, with their weights on the device."""
         with memory.on(self.device):
-            for some, _, here in self._decoded(blocks):
+            for some, _, here in _decoded(blocks, self.device):
                 for block, bits in zip(some, here, strict=True):
                     self._blocks.write(block.tile, block.number, bits)
                 yield some, here
@@ -228,7 +228,7 @@ class DeviceBackend(StateBackend):
     def check_blocks(self, blocks: Sequence[WholeBlock], staged: StagedBlocks | None) -> list[BlockSums]:
         out: list[BlockSums] = []
         with memory.on(self.device):
-            for some, decoded, here in self._decoded(blocks):
+            for some, decoded, here in _decoded(blocks, self.device):
                 found = self._blocks.count(some, here)
                 for block, weights, bits, sums in zip(some, decoded, here, found, strict=True):
                     if staged is not None and not self._blocks.has(block, bits):
@@ -236,12 +236,15 @@ class DeviceBackend(StateBackend):
                 out += found
         return out
 
-    def _decoded(self, blocks: Sequence[WholeBlock]) -> Iterator[tuple[Sequence[WholeBlock], list[Bits], list[Tensor]]]:
-        """Some blocks at a time, with their weights: decoded on the host, and copied to the device once."""
-        for begin in range(0, len(blocks), TOGETHER):
-            some = blocks[begin : begin + TOGETHER]
-            decoded = spread(WholeBlock.decode, some)
-            yield some, decoded, [to_stream(bits, self.device) for bits in decoded]
+
+def _decoded(
+    blocks: Sequence[WholeBlock], device: torch.device
+) -> Iterator[tuple[Sequence[WholeBlock], list[Bits], list[Tensor]]]:
+    """Some blocks at a time, with their weights: decoded on the host, and copied to the device once."""
+    for begin in range(0, len(blocks), TOGETHER):
+        some = blocks[begin : begin + TOGETHER]
+        decoded = spread(WholeBlock.decode, some)
+        yield some, decoded, [to_stream(bits, device) for bits in decoded]
 
 
 def backend_of(state: WeightState) -> DeviceBackend:

@@ -44,7 +44,7 @@ def _fetching(device: torch.device) -> DeviceStream:
     return DeviceStream(device)
 
 
-@lru_cache(maxsize=128)  # the pieces of a fragment, one per trainer, for a few fragments
+@lru_cache(maxsize=256)  # shared states, and the pieces of fragments, one per trainer
 def pile_of(name: str, dtype: str, size: int, device: torch.device) -> tuple[Layout, Pile]:
     """The layout of one tensor, and its pile."""
     layout = layouts.make([TensorSpec(name, dtype, (size,))])

@@ -54,7 +54,8 @@ class PartHeader:
 
     def check_section(self, section: int, data: bytes | memoryview) -> None:
         """Raises: ChecksumError, if these bytes do not match the hash in the header."""
-        if (len(data), hashlib.sha256(data).digest()) != self.sections[section]:
+        size, digest = self.sections[section]
+        if len(data) != size or hashlib.sha256(data).digest() != digest:
             damaged = f"section {section} of part {self.id[:12]} is damaged: its bytes do not match its hash"
             raise ChecksumError(damaged, part=self.id, section=section)
 

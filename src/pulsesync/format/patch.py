@@ -240,8 +240,9 @@ def decode(
     done = iter(spread(run, [task for some in tasks for task in some], 1 if is_short else None))
     patches = []
     for some in tasks:
-        blocks, (codec, tile, _, payload, _) = tuple(change for _ in some for change in next(done)), some[0]
-        patches.append(TilePatch(tile, codec, blocks, payload.heads.cut if payload and codec == Codec.HISTORY else 0))
+        blocks, first = tuple(change for _ in some for change in next(done)), some[0]
+        cut = first.payload.heads.cut if first.payload and first.codec == Codec.HISTORY else 0
+        patches.append(TilePatch(first.tile, first.codec, blocks, cut))
     return DecodedPart(tuple(patches), {entry.tile: entry.sum for entry in opened.entries})
 
 

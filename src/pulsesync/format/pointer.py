@@ -39,7 +39,8 @@ class Pointer:
     @property
     def table(self) -> dict[str, str | int]:
         """The fields as they are written."""
-        return {"format": FORMAT} | {name: value for name, value in vars(self).items() if name != "signed_by"}
+        written = ("run", "name", "number", "version", "digest", "created")
+        return {"format": FORMAT} | {name: getattr(self, name) for name in written}
 
     def build(self) -> bytes:
         """Write the line, without a signature."""

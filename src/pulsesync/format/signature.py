@@ -199,13 +199,14 @@ def parse(block: bytes) -> Signature | None:
     """
     if not block:
         return None
-    size, both = PAIR_BYTES, 2 * PAIR_BYTES
+    both = 2 * PAIR_BYTES
     if len(block) > both:
         raise versions.unknown(f"{len(block)} bytes follow the record: a signature of a kind")
-    if len(block) not in (size, both):
-        raise FormatError(f"a signature must have {size} bytes, or {both} from a delegate; this has {len(block)}")
-    pairs = [(block[at : at + 32].hex(), block[at + 32 : at + size].hex()) for at in range(0, len(block), size)]
-    return Signature(*pairs[0], *(Delegation(*pair) for pair in pairs[1:]))
+    if len(block) not in (PAIR_BYTES, both):
+        raise FormatError(f"a signature must have {PAIR_BYTES} bytes, or {both} from a delegate; this has {len(block)}")
+    pairs = (block[:PAIR_BYTES], block[PAIR_BYTES:])
+    first, then = ((pair[:32].hex(), pair[32:].hex()) for pair in pairs)
+    return Signature(*first, Delegation(*then) if pairs[1] else None)
 
 
 def check(record: bytes, found: Signature | None, trust: Collection[str], squashed_run: str | None = None) -> None:

@@ -101,7 +101,7 @@ def agree(notes: Sequence[bytes], sources: Sequence[int]) -> BundlePlan:
     """Compute what is sent, the same on every rank. Raises: StateError: the models differ; FormatError: bad bytes."""
     read = [windows_from(note[4:]) for note in notes]
     ties = {alias: name for rank in sources for alias, name in read[rank][1].items()}
-    everyones = [_without_ties(rank, *both, ties, rank in sources) for rank, both in enumerate(read)]
+    everyones = [_without_ties(rank, of, own, ties, sends=rank in sources) for rank, (of, own) in enumerate(read)]
     wire = wire_of(everyones, sources, ties)
     names = {piece.tensor for pieces in wire.pieces for piece in pieces}
     for rank, windows in enumerate(everyones):

@@ -136,7 +136,7 @@ class Collective:
         except ModuleNotFoundError as e:
             raise missing(e, "torch") from e
 
-        self.group, self.timeout_s, self._dist = group, timeout_s, distributed
+        self.group, self.timeout_s = group, timeout_s
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
         self._over_nccl = distributed.get_backend(group) == "nccl"
         # also together with NCCL: then messages travel from the CPU
@@ -145,6 +145,12 @@ class Collective:
         self._helper: HelperThread | None = None  # over NCCL, from the first message on
         self.messages = self.sent_bytes = self.received_bytes = 0
         self.last_s = math.nan  # how long the last gather of a fixed size took
+
+    @property
+    def _dist(self) -> Any:
+        from torch import distributed
+
+        return distributed
 
     def gather(self, note: bytes) -> list[bytes]:
         lengths = [int(row[0]) for row in self.gather_rows(np.array([len(note)], np.int64))]

@@ -19,7 +19,7 @@ from pulsesync.loco.vectors import Vector
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class RoundCommitter:
     """Changes fragments after a round, all at once. Its methods run inside `finish`."""
 

@@ -199,7 +199,7 @@ class PendingUpdates:
         return self.by_payload[payload].sent if payload in self.by_payload else read
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Fragment:
     """A fragment's tensors, the state that all trainers share, this trainer's own state, and its unfinished round.
 

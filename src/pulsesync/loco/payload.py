@@ -82,8 +82,8 @@ class Coder:
                 rest = _pack(v.fetch(bits & 0x7FFFFF).astype(np.uint32))
             described = self.described[begin : begin + sent.size]
             coded = v.kernels.encode_steps(described, sent.positions, sizes, bits >> 31)
-        state, count = (self.fragment, self.round, self.base), len(sent.values)
-        head = PayloadHeader(trainer, terms, *state, begin, begin + sent.size, mode, count, scale, len(coded), "")
+        about, end, count = (trainer, terms, self.fragment, self.round, self.base), begin + sent.size, len(sent.values)
+        head = PayloadHeader(*about, begin, end, mode, count, scale, coded=len(coded), sha256="")
         return b"".join((_line(_sealed(head, coded, rest)), coded, rest))
 
     def decode(

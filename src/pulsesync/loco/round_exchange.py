@@ -30,7 +30,7 @@ class ExchangedRound:
     received_bytes: int
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RoundExchange:
     """Sends updates through an exchange, and computes the rounds that result. Changes only the pending updates."""
 

@@ -18,7 +18,7 @@ from pulsesync.publish.team import COORDINATOR, RankStatus, TeamRounds
 CALL_TIMEOUT_S = 300.0  # how long a rank may take to make a call of publish that another has made
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TeamAgreement:
     """Agrees with the other ranks, before a version is written, on what it is. A team of one agrees with itself."""
 

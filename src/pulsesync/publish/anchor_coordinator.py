@@ -4,7 +4,6 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from pulsesync.errors import ChainError, FormatError, StoreError
@@ -21,7 +20,7 @@ from pulsesync.run.planner import Look
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AnchorCoordinator:
     """The anchors of one rank: begins them with all ranks, and on rank 0 decides when, and creates their records."""
 
@@ -49,11 +48,14 @@ class AnchorCoordinator:
 
     def measure(self, last: Manifest) -> None:
         """Count the bytes that a new worker fetches besides the anchor; infinite without one. Raises: StoreError."""
-        self._path_bytes = math.inf
-        with suppress(ChainError, FormatError):
-            anchor, *patches = planner.find_path(None, last, self._look())
-            self._path_bytes = sum(record.path_bytes for record in patches)
-            self.writer.newest = max(anchor.starts, self.writer.newest or 0)
+        look = self._look()
+        try:
+            anchor, *patches = planner.find_path(None, last, look)
+        except (ChainError, FormatError):
+            self._path_bytes = math.inf
+            return
+        self._path_bytes = sum(record.path_bytes for record in patches)
+        self.writer.newest = max(anchor.starts, self.writer.newest or 0)
 
     def count(self, record: Manifest) -> None:
         """Count what a new worker fetches of a version: a root, to which no anchor leads yet, or a patch."""

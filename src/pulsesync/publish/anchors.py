@@ -34,7 +34,7 @@ PART_BYTES = 1 << 25  # bytes of weights in one part of an anchor, and in memory
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AnchorWriter:
     """Writes the anchors of one run, one at a time, and waits while a version is being sent.
 
@@ -48,9 +48,9 @@ class AnchorWriter:
     _executor: Executor
     _give_way: Callable[[], None]  # waits while a version is being sent
     costs: AnchorCosts  # chooses how tiles are coded, and measures the uploads for that
-    _ranks: int = 1  # of the team
+    ranks: int = 1  # of the team
     # Called with the record of an anchor that was created here, and the seconds since it was begun.
-    _created: Callable[[Manifest, float], None] = lambda record, seconds: None
+    created: Callable[[Manifest, float], None] = lambda record, seconds: None
     newest: int | None = None  # epoch of the newest anchor that is in the store
     owed: bool = False  # whether one was begun and is not in the store
     written_bytes: int = 0
@@ -66,7 +66,7 @@ class AnchorWriter:
     _pause: float = 0  # versions to wait for before the anchor is tried again
 
     def __post_init__(self) -> None:
-        self._location, self._alone = location_of(self.store), self._ranks == 1
+        self._location, self._alone = location_of(self.store), self.ranks == 1
 
     @property
     def busy(self) -> bool:
@@ -181,10 +181,10 @@ class AnchorWriter:
         try:
             return submit(self._executor, run)
         except RuntimeError as e:
-            text = f"anchor of epoch {epoch} was not started and is tried with a later version: {e}"
-            logger.warning("The %s.", text)
+            logger.warning("The anchor of epoch %d was not started and is tried with a later version: %s.", epoch, e)
             waits: Future[None] = Future()
-            waits.set_exception(StoreError(f"the {text}", retryable=True))
+            text = f"the anchor of epoch {epoch} was not started and is tried with a later version: {e}"
+            waits.set_exception(StoreError(text, retryable=True))
             return waits
 
     def _write(self, version: Manifest) -> None:
@@ -203,7 +203,7 @@ class AnchorWriter:
         transfer = Transfer(self._location, "encoding an anchor", total_bytes)
         parts = encode_parts(tiles, snapshot, self.costs, transfer.add) if tiles or self._alone else ()
         try:
-            refs = self.outbox.stage(epoch, ahead.offering(_one_ahead(executor, parts)), inline_share(self._ranks))
+            refs = self.outbox.stage(epoch, ahead.offering(_one_ahead(executor, parts)), inline_share(self.ranks))
             self.choice = self.costs.choice
             logger.info("The anchor of epoch %d is encoded as %s.", epoch, self.choice)
             record = anchor_record(version, refs, self.newest)
@@ -270,7 +270,7 @@ class AnchorWriter:
         except ConflictError:
             logger.info("The anchor of epoch %d was already written by another process.", record.starts)
         else:
-            self._created(record, time.monotonic() - self._began_s)
+            self.created(record, time.monotonic() - self._began_s)
 
     def _staged(self, epoch: int, ref: PartRef) -> bytes:
         """Read a part from disk. Raises: FormatError, NotFoundError, if it has changed; then the anchor is removed."""

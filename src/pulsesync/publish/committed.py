@@ -41,7 +41,7 @@ class Draft:
         return record.version == self.version and (self.part is None or self.part in record.parts)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CommittedVersion:
     """The last committed version, with which sources are compared. Changed only under the queue's lock."""
 
@@ -109,7 +109,7 @@ class CommittedVersion:
         return advanced
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CommitSettler:
     """Keeps the draft of a version until it is known whether it was committed, and then advances to it."""
 

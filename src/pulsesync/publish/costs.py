@@ -50,7 +50,7 @@ class CodecChoice:
         return f"{self.codec}: {self.reason}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LinkSpeed:
     """The speed of the link to the store, and from there to workers: given by the caller, or measured on uploads.
 

@@ -30,7 +30,7 @@ class FailedVersion:
         return isinstance(self.error, StoreError) and self.error.retryable
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FailureLedger:
     """The versions that failed since the last commit, and which call raises them. Used under the lock of the queue."""
 

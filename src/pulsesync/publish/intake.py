@@ -19,7 +19,7 @@ from pulsesync.publish.sender import VersionSender
 from pulsesync.state.sharding import Shards
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class VersionIntake:
     """Takes the steps of the trainer. `skip` and `compare` need the queue's lock."""
 

@@ -11,7 +11,7 @@ from pulsesync.publish.team import COORDINATOR
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PublishEvents:
     """The events of one publisher. Of a team, rank 0 emits versions and anchors, and every rank what failed on it."""
 

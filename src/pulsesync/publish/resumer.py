@@ -51,7 +51,7 @@ class TeamPlan:
     last: Manifest | None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RunResumer:
     """Looks for a run at the location, and rebuilds its last version if the weights of the trainer continue it.
 

@@ -52,14 +52,18 @@ class VersionSender:
         assert folder is not None
         link = LinkSpeed(options.link, is_local(records.store))
         outbox = Outbox(folder / ("outbox" if queue.is_alone else f"outbox-{team.rank}"))
-        costs, wait = AnchorCosts(options.anchor_codec, link), queue.wait_until_quiet
         self.anchor_writer = AnchorWriter(
-            records.store, outbox, self._sign, anchor_executor, wait, costs, team.size, events.anchored
+            records.store,
+            outbox,
+            self._sign,
+            anchor_executor,
+            queue.wait_until_quiet,
+            costs=AnchorCosts(options.anchor_codec, link),
+            ranks=team.size,
+            created=events.anchored,
         )
-        patch_costs, rounds = PatchCosts(options.codec, link), TeamRounds(team)
-        self.writer = RunWriter(
-            records, rounds, queue, cadence, self.anchor_writer, patch_costs, options, events, lease
-        )
+        costs, rounds = PatchCosts(options.codec, link), TeamRounds(team)
+        self.writer = RunWriter(records, rounds, queue, cadence, self.anchor_writer, costs, options, events, lease)
         self.committed = self.writer.committed
 
     def _sign(self, record: Manifest) -> bytes:

@@ -22,7 +22,7 @@ _DONE, _FAILED = b"+", b"-"
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TeamRounds:
     """Rounds in which every rank does its share of some work and gets a message from each rank, including itself."""
 

@@ -5,7 +5,7 @@ flat tensors and back, with the same two functions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import numpy as np
@@ -32,7 +32,7 @@ class FlatChanges:
 
     @property
     def columns(self) -> list[torch.Tensor]:
-        return list(vars(self).values())
+        return [getattr(self, one.name) for one in fields(self)]
 
     def to(self, where: torch.device) -> Self:
         return type(self)(*(column.to(where) for column in self.columns))

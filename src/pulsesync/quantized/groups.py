@@ -168,6 +168,8 @@ class QuantizedGroups:
 
     def _cells_of(self, groups: torch.Tensor) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
         """The weights of some groups, in batches: their tensor, their index in it, and the group of each."""
+        if not groups.numel():
+            return
         begins, ends = torch.searchsorted(groups, self._borders).tolist()
         for target, begin, end in zip(self.targets.quantized, begins, ends, strict=True):
             if begin < end:

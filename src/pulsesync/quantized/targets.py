@@ -103,8 +103,9 @@ def _check_all_there(tensors: Mapping[str, torch.Tensor], run: Layout) -> None:
     aliases: dict[str, set[str]] = {}
     for alias, name in run.ties.items():
         aliases.setdefault(name, set()).add(alias)
-    named = {spec.name: aliases.get(spec.name, set()) | {spec.name} for spec in run.tensors}
-    if missing := [name for name, names in named.items() if names.isdisjoint(tensors)]:
+    here = set(tensors)
+    absent = [spec.name for spec in run.tensors if spec.name not in here]
+    if missing := [name for name in absent if here.isdisjoint(aliases.get(name, ()))]:
         raise other_names(missing, [])
 
 

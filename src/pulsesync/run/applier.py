@@ -30,7 +30,7 @@ class NotConfirmed(Exception):  # noqa: N818 - an event of a sync, whose caller 
         self.cause = cause
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PlanApplier:
     """Applies plans to the local weights. Nothing is written before it is checked."""
 

@@ -129,7 +129,7 @@ class SyncMeter:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SyncEvents:
     """The events of one subscriber."""
 
@@ -197,7 +197,7 @@ class SyncEvents:
         return Transfer(self.location, what, total_bytes)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Transfer:
     """A transfer that may take long: emits how much of it is done, a few times a second."""
 

@@ -167,12 +167,13 @@ def _part(name: str, value: Any) -> Placed | None:
             "supported: redistribute it first",
             tensor=name,
         )
-    local = value.to_local()
     rows = (int(offset[0]), int(offset[0] + shape[0])) if whole else None
     columns = None
     if len(whole) > 1 and shape[1] != whole[1]:
         width = TensorSpec(name, "", whole[1:]).columns
         columns = (int(offset[1]) * width, int(offset[1] + shape[1]) * width)
+    if not local.numel():
+        rows = (0, 0) if whole else None
     return Placed(local, whole, rows, columns)
 
 
@@ -313,7 +314,7 @@ class TileShare:
         sides: list[dict[str, Window | str]] = [{**one.windows, **one.ties} for one in (self.shards, shards)]
         before, now = sides
         if before != now:
-            name = min(name for name, _ in before.items() ^ now.items())
+            name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
             old, new = before.get(name), now.get(name)
             problem = (
                 f"the tensors of a run must not change, but {name!r} {_change(old, new)}; publish the changed model to "

@@ -189,8 +189,10 @@ class CachedStore(WrappedStore):
 
     def _recall(self, key: str, at: int) -> tuple[bytes, bool] | None:
         """Look up a piece in the copy that a reader reported as bad; at its end, return no bytes."""
-        found, size = self._look_up(key, at, SUSPECT), self._stored_size(key, SUSPECT)
-        return (b"", True) if found is None and size is not None and at >= size else found
+        if (found := self._look_up(key, at, SUSPECT)) is not None:
+            return found
+        size = self._stored_size(key, SUSPECT)
+        return (b"", True) if size is not None and at >= size else None
 
     def _download(self, key: str, at: int, stop: int | None) -> tuple[bytes, bool]:
         end = self._missing_until(key, at, stop)

@@ -44,8 +44,8 @@ class FaultyStore(WrappedStore):
         super().__init__(store)
         self.faults: Counter[str] = Counter()
         self._rng = rng
-        kinds = ("lost", "unanswered", "truncated", "flipped", "stale", "doubled")
-        self._chances = dict(zip(kinds, (lost, unanswered, truncated, flipped, stale, doubled), strict=True))
+        self._chances = {"lost": lost, "unanswered": unanswered, "truncated": truncated}
+        self._chances |= {"flipped": flipped, "stale": stale, "doubled": doubled}
         self._now: dict[str, bytes] = {}  # as last put through this store
         self._before: dict[str, bytes] = {}
         self._lock = threading.Lock()

@@ -248,8 +248,12 @@ def _check_delta(index: FolderIndex) -> None:
             f"{where} names version {said['version']}, but its folder is named for another one; rename the folder, or "
             "write it again"
         )
-    choices = {"delta_encoding": get_args(Encoding), "compression_format": (COMPRESSION,)}
-    for key, known in (choices | {"checksum_format": get_args(Checksum)}).items():
+    choices = (
+        ("delta_encoding", get_args(Encoding)),
+        ("compression_format", (COMPRESSION,)),
+        ("checksum_format", get_args(Checksum)),
+    )
+    for key, known in choices:
         if said.get(key) not in known:
             raise UnsupportedError(f"{where}: {key} must be one of {', '.join(known)}; got {said.get(key)!r}")
 

@@ -288,10 +288,10 @@ class EngineFollower:
         before = subscriber.state.sums if subscriber.state is not None else {}
         in_place = weights.mode == "in place"  # where something else may have written: an engine that slept, a reload
         report = subscriber.sync(weights.tensors, version, verify=in_place, follow_replaced=follow_replaced)
-        assert subscriber.state is not None
+        state = subscriber.state
+        assert state is not None
         patched = set(report.path) <= {"patch", "squash", "undo"} and not report.repaired and not replaced
-        names = changed_names(subscriber.state.layout, before, subscriber.state.sums)
-        one.changed = names if patched else set(weights.tensors)
+        one.changed = changed_names(state.layout, before, state.sums) if patched else set(weights.tensors)
         return report
 
     def _weights_for(self, followed: _Followed, version: int) -> EngineWeights:
@@ -410,9 +410,8 @@ def find_version(options: RunOptions, limits: EngineLimits | None = None) -> int
 
 
 def _describe(report: SyncReport, mode: str, seconds: float) -> dict[str, Any]:
-    facts = {name: getattr(report, name, None) for name in RANK_REPORT}
-    lists = {"path": list(report.path), "repaired": list(report.repaired)}
-    return {**facts, **lists, "seconds": seconds, "mode": mode}
+    own = {"path": list(report.path), "repaired": list(report.repaired), "seconds": seconds, "mode": mode}
+    return {name: own[name] if name in own else getattr(report, name) for name in RANK_REPORT}
 
 
 def _describe_error(error: Exception) -> dict[str, str]:

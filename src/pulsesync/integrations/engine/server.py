@@ -238,34 +238,43 @@ class ServerFollower:
         Raises:
             NothingPublishedError: there is no version yet; PulseError: as `EngineServer.update`.
         """
-        events, heartbeat = self._events, self._events.heartbeat
-        has_looked, report = False, None
         try:
             goal, whole = self._look(version)
-            has_looked, version = True, goal.version if goal else version
-            if version != self._version or not whole:
-                assert version is not None
-                report = self.server.update(self.location, version, **self._options)
-                self._version = report.version
-        except Exception as e:
-            events.newest = self._goals.version
-            if not (has_looked or isinstance(e, NothingPublishedError)):  # to metrics, waiting is no failure
-                events.failed(e, self._version, torn=self._is_torn)
-            elif heartbeat is not None:
-                heartbeat.failed(e, self._version, torn=self._is_torn)
+        except NothingPublishedError as e:  # it waits for a version; metrics do not count that as a failure
+            self._note_failure(e)
             raise
-        events.newest = self._goals.version
-        if report is not None and heartbeat is not None:
+        except Exception as e:
+            self._events.newest = self._goals.version
+            self._events.failed(e, self._version, torn=self._is_torn)
+            raise
+        self._events.newest = self._goals.version
+        if goal is not None:
+            version = goal.version
+        assert version is not None
+        if version == self._version and whole:
+            if goal is not None:
+                self._events.found_nothing(goal.version, goal.step, goal.digest)
+            return None
+        try:
+            report = self.server.update(self.location, version, **self._options)
+        except Exception as e:
+            self._note_failure(e)  # the events of an update are the server's
+            raise
+        self._version = report.version
+        if (heartbeat := self._events.heartbeat) is not None:
             heartbeat.synced(
                 report.version,
                 report.step,
-                newest=events.newest,
+                newest=self._events.newest,
                 pause_s=report.pause_s,
                 fetched_bytes=report.fetched_bytes,
             )
-        elif report is None and goal is not None:
-            events.found_nothing(goal.version, goal.step, goal.digest)
         return report
+
+    def _note_failure(self, error: Exception) -> None:
+        self._events.newest = self._goals.version
+        if self._events.heartbeat is not None:
+            self._events.heartbeat.failed(error, self._version, torn=self._is_torn)
 
     def _look(self, version: int | None) -> tuple[Manifest | None, bool]:
         """Return the record of the version to follow, None for a given one, and whether the server is consistent."""

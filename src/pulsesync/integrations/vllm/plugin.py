@@ -9,7 +9,6 @@ vLLM 0.32 cannot start a worker in a process that has imported numba.
 
 import inspect
 import json
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +24,14 @@ PREFIX = "PULSE_VLLM"  # of PULSE_VLLM_RUNS, PULSE_VLLM_TRUST, PULSE_VLLM_CACHE,
 
 def register() -> None:
     """Register this adapter in vLLM; it may be called again. Raises: ValueError, as `read_switch`."""
-    with suppress(ModuleNotFoundError):  # before vLLM 0.16
+    try:
         factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
-        # since vLLM 0.25, engines get the configuration and the model
-        takes_config = "vllm_config" in inspect.signature(factory.create_engine).parameters
-        if takes_config and BACKEND not in factory._registry:
-            factory.register_engine(BACKEND, "pulsesync.integrations.vllm.backend", "PulseWeightTransferEngine")
+    except ModuleNotFoundError:  # before vLLM 0.16
+        factory = None
+    # Since vLLM 0.25, engines get the configuration and the model.
+    takes_config = factory is not None and "vllm_config" in inspect.signature(factory.create_engine).parameters
+    if takes_config and BACKEND not in factory._registry:
+        factory.register_engine(BACKEND, "pulsesync.integrations.vllm.backend", "PulseWeightTransferEngine")
     worker = import_module("vllm.v1.worker.worker_base").WorkerBase
     worker.pulse_call = pulse_call
     if read_switch(PLAIN_WEIGHTS):
