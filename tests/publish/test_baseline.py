@@ -1,5 +1,6 @@
 """What a publisher in host memory compares with: all tiles of a model, or those that one rank owns."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,12 @@ import pytest
 
 from pulsesync import Publisher, Subscriber
 from pulsesync.core.types import Bits, Sum
-from pulsesync.errors import StateError
+from pulsesync.errors import StateError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format import patch
 from pulsesync.format.layout import Layout
 from pulsesync.format.patch import CodecName
+from pulsesync.publish.anchor_coordinator import AnchorCoordinator
 from pulsesync.publish.baseline import baseline_for
 from pulsesync.publish.commit import root_record
 from pulsesync.state.host import HostBackend
@@ -170,5 +172,21 @@ def test_a_shard_that_changes_is_for_a_new_publisher_of_the_same_run() -> None:
     first, second = (shards_of({"w": Placed(np.zeros(4, np.float32), (8,), at)}) for at in ((0, 4), (4, 8)))
     layout = layout_of([first.windows, second.windows])
     share = share_of(layout, owner_of(layout, [first.windows, second.windows]), 0, first)
+    other: Any = [4, 8]  # a list is as good as a tuple
+    listed = shards_of({"w": Placed(np.zeros(4, np.float32), (8,), other)})
+    with pytest.raises(StateError, match=r"another shard of 'w' .* resumes the run"):
+        share.check(listed)
     with pytest.raises(StateError, match=r"another shard of 'w' .* resumes the run"):
         share.check(second)
+
+
+def test_a_path_that_cannot_be_measured_leaves_what_was_counted() -> None:
+    def look() -> Any:
+        raise StoreError("no answer")
+
+    unused: Any = None
+    anchors = AnchorCoordinator(unused, unused, threading.RLock(), 1.0, look, unused)
+    anchors._path_bytes = 12.0
+    with pytest.raises(StoreError):
+        anchors.measure(unused)
+    assert anchors._path_bytes == 12.0
