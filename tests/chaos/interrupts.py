@@ -9,6 +9,7 @@ turn it is Ctrl-C, and SIGTERM with a handler that calls `sys.exit(143)`, as the
 import json
 import os
 import random
+import select
 import signal
 import sys
 import time
@@ -24,6 +25,9 @@ from pulsesync.store import MemoryStore
 
 SIZE = 300_000
 STATES = 2  # published in turn
+PATIENCE_S = 10.0  # for a publish or a sync that an interrupt ends
+# Python ignores what a handler raises inside a callback of a weak reference, as when a thread object is freed.
+LOST = "sent again"
 
 
 def states() -> list[dict[str, Any]]:
@@ -74,7 +78,11 @@ def count(interrupts: int) -> Counter[str]:
         os.close(write)
         assert os.read(read, 1) == b"+"
         time.sleep(rng.uniform(0, 0.06))
-        os.kill(pid, (signal.SIGINT, signal.SIGTERM)[n % 2])
+        sent = (signal.SIGINT, signal.SIGTERM)[n % 2]
+        os.kill(pid, sent)
+        while not select.select([read], [], [], PATIENCE_S)[0]:
+            out[LOST] += 1
+            os.kill(pid, sent)
         with os.fdopen(read, "rb") as end:
             out[end.read().decode()] += 1
         os.waitpid(pid, 0)
