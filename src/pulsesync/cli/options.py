@@ -169,7 +169,7 @@ class Printer:
             print(f"pulse: {without_controls(text)}", file=sys.stderr, flush=True)
 
     def retries(self, error: PulseError) -> None:
-        """Print an error after which the command goes on."""
+        """Print an error after which the command continues."""
         self.note("error", f"{error}; trying again", kind=type(error).__name__, message=str(error))
 
     def table(self, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -74,23 +74,24 @@ def _make(where: Path) -> tuple[Path, int | None]:
     while True:
         path = where / f"pulse-spool-{secrets.token_hex(8)}"
         lock = os.open(_lock_of(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        mine, has_locks = False, True
         try:
             os.write(lock, _LINE)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mine = _is_open_as(_lock_of(path), lock)
-        except BlockingIOError:
-            pass  # a sweeping process has opened the file before it was locked, and may remove it
+        except BlockingIOError:  # a sweeping process has opened the file before it was locked, and may remove it
+            mine = False
         except OSError as e:
-            has_locks = False
-            said = "The file system of %s has no locks (%s): %s is not removed if this process is killed."
-            logger.info(said, where, e.strerror, path)
-        if not mine:
+            text = "The file system of %s has no locks (%s): %s is not removed if this process is killed."
+            logger.info(text, where, e.strerror, path)
             _lock_of(path).unlink(missing_ok=True)
             os.close(lock)
-        if mine or not has_locks:
             path.mkdir(mode=0o700)
-            return path, lock if mine else None
+            return path, None
+        if mine:
+            path.mkdir(mode=0o700)
+            return path, lock
+        _lock_of(path).unlink(missing_ok=True)
+        os.close(lock)
 
 
 def _remove_own(process: int, path: Path, lock: int | None) -> None:

@@ -18,7 +18,6 @@ from pulsesync.device.blocks import TiedTensors, begin_count
 from pulsesync.device.changes import PileChanges, device_keys, digest_changes_by_block
 from pulsesync.device.compare import AlikeTiles, PilePair, compare_pile, find_at_once
 from pulsesync.device.memory import (
-    I64,
     INTEGERS,
     all_to_stream,
     empty,
@@ -38,6 +37,7 @@ from pulsesync.device.state import DeviceBackend, backend_of
 from pulsesync.errors import FormatError, StateError
 from pulsesync.format.layout import Layout
 from pulsesync.kernels import cuda
+from pulsesync.kernels.arrays import I64
 from pulsesync.kernels.spec import GPU_CHUNK
 from pulsesync.state.slices import LocalTile, TileStorage
 from pulsesync.state.weights import WeightState

@@ -20,7 +20,6 @@ from pulsesync.device.changes import (
     on_whole,
 )
 from pulsesync.device.memory import (
-    I64,
     INTEGERS,
     all_to_stream,
     empty,
@@ -53,6 +52,7 @@ from pulsesync.format.index import FrequencyTable
 from pulsesync.format.patch import OpenedIndex
 from pulsesync.format.predict import PREDICTING
 from pulsesync.kernels import cuda, spec
+from pulsesync.kernels.arrays import I64
 
 MANY = 1 << 22  # bytes of streams that are copied by several threads ...
 COPIERS = 4  # ... of this number

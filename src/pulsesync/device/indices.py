@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import Tile
-from pulsesync.device.memory import I64, starts_of, to_device
+from pulsesync.device.memory import starts_of, to_device
+from pulsesync.kernels.arrays import I64
 from pulsesync.kernels.spec import GPU_CHUNK
 
 

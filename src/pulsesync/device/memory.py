@@ -14,7 +14,6 @@ from pulsesync.core.types import TensorSpec
 from pulsesync.errors import StateError
 from pulsesync.state.views import dtype_name, named, torch_dtype
 
-I64 = NDArray[np.int64]  # on the host
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ALIGNED = 16  # alignment of arrays in bytes, for which kernels are compiled
 PINNED = 1 << 24  # up to this size in bytes, an array is copied to the device through pinned memory

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Codec, Sum, Tile
 from pulsesync.device.changes import BlockDigestChanges, PileChanges, digest_changes, digest_changes_by_block
 from pulsesync.device.encode import code_piles
-from pulsesync.device.memory import I64, DeviceStream, pinned, starts_of, to_host, to_stream
+from pulsesync.device.memory import DeviceStream, pinned, starts_of, to_host, to_stream
 from pulsesync.device.pile import Pile
 from pulsesync.device.state import backend_of
 from pulsesync.device.tracked import DeviceHistory, HotWeights, begin_remember
@@ -21,6 +21,7 @@ from pulsesync.format.container import Allocate, new_bytes
 from pulsesync.format.index import FrequencyTable
 from pulsesync.format.patch import CodecName, EncodedPart
 from pulsesync.format.predict import CodedTile
+from pulsesync.kernels.arrays import I64
 from pulsesync.state.backend import Transition
 from pulsesync.state.weights import WeightState
 

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from pulsesync.core.types import Tile
-from pulsesync.device.memory import I64, INTEGERS, Tensors, cast, reachable, shared, starts_of, to_device, unsigned
+from pulsesync.device.memory import INTEGERS, Tensors, cast, reachable, shared, starts_of, to_device, unsigned
 from pulsesync.kernels import cuda
+from pulsesync.kernels.arrays import I64
 from pulsesync.kernels.spec import GPU_CHUNK
 
 KEPT = 8  # tables of addresses that are kept

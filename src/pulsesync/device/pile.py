@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, Dtype, Tile
 from pulsesync.device.indices import BlockIndices
-from pulsesync.device.memory import I64, Tensors, reachable, shared, starts_of, to_device, to_stream, wait
+from pulsesync.device.memory import Tensors, reachable, shared, starts_of, to_device, to_stream, wait
 from pulsesync.device.pieces import Pieces
+from pulsesync.kernels.arrays import I64
 from pulsesync.kernels.spec import GPU_CHUNK
 from pulsesync.state.slices import GatheredTile, TileStorage
 

@@ -8,12 +8,13 @@ import torch
 
 from pulsesync.core.types import Remembered
 from pulsesync.device.changes import SPAN, SPREAD, Changes, PileChanges, as_sums, device_keys
-from pulsesync.device.memory import I64, empty, fetch, on, scan, starts_of, to_device, to_host, to_stream, unsigned
+from pulsesync.device.memory import empty, fetch, on, scan, starts_of, to_device, to_host, to_stream, unsigned
 from pulsesync.device.pile import WORDS, Pile, PileAddresses
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History, TileHistory, TileHistorySummary, digest_of
 from pulsesync.format.tables import Contexts
 from pulsesync.kernels import cuda, spec
+from pulsesync.kernels.arrays import I64
 
 MARKS = 8  # chunks whose marks a program counts
 

@@ -290,7 +290,9 @@ class HuggingFaceFolder:
         side.follower = RunFollower(self._origin, self.trust, cache=self._cache)
         if mark and mark.run == goal.run and side.follower.resume(side.weights.arrays, mark.version, history):
             return "resume"
-        other, there = self._sides.get(_current(self.folder) or ""), self.current
+        name = _current(self.folder)
+        other = self._sides[name] if name else None
+        there = other.mark() if other else None
         if other and there and there.run == goal.run and TensorFolder.fits(other.folder, plan):
             side.weights.copy_from(TensorFolder(other.folder, plan))
             if side.follower.resume(side.weights.arrays, there.version, other.history()):
@@ -517,7 +519,8 @@ def identify(records: RunReader, path: str | Path) -> Identity:
     """
     path = Path(path)
     newest = records.required_newest()
-    folder = path / (_current(path) or "")
+    name = _current(path)
+    folder = path / name if name else path
     layout = records.layout(newest.layout)
     checkpoint = open_checkpoint(folder, private=True)
     state = WeightState.attach(HostBackend, by_layout(layout, checkpoint.tensors), layout)

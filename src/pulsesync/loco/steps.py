@@ -7,7 +7,6 @@ sent changes by its size, upwards if its sign points to the nearest border.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsesync.core.digest import count_tile, moved
 from pulsesync.core.types import BLOCK, Bits, BlockChange, TensorSpec
@@ -17,8 +16,7 @@ from pulsesync.format import patch
 from pulsesync.format.layout import Layout
 from pulsesync.format.tables import apply_steps
 from pulsesync.format.weights import as_weights
-
-I64 = NDArray[np.int64]
+from pulsesync.kernels.arrays import I64
 
 
 def _layout(size: int) -> Layout:

@@ -23,12 +23,12 @@ from pulsesync.core.digest import count_tile
 from pulsesync.core.threads import spread
 from pulsesync.core.types import MovedEntries, Sum, TensorSpec, VisibleEntries
 from pulsesync.format import layout as layouts
+from pulsesync.kernels.arrays import I64
 from pulsesync.loco import steps
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 F32 = NDArray[np.float32]
-I64 = NDArray[np.int64]
 # Entries of a fragment, FP32 unless stated otherwise, or numbers derived from them: a numpy array in host memory, or a
 # tensor of torch on a device. Both have the operators, slices and len() that are used here.
 Vector = Any

@@ -311,7 +311,8 @@ class SendQueue:
                     "This publisher can publish nothing more; create a new one, with a new team if it had one, to "
                     "resume the run."
                 )
-            text, trace = "Step %d was not published: %s: %s. %s", None if isinstance(error, PulseError) else error
+            trace = None if isinstance(error, PulseError) else error
+            text = "Step %d was not published: %s: %s. %s"
             logger.error(text, version.step, type(error).__name__, error, then, exc_info=trace)
 
     def raise_failure(self, caller: Caller) -> None:

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Never, Self, overload
 
@@ -135,8 +134,10 @@ class Publisher:
         arguments.mapping("grid", grid, "names of tensors to two sizes")
         arguments.mapping("files", files, "names of files to their bytes or paths")
         grid, files = dict(grid or {}), dict(files or {})
-        options = WriterOptions(codec, grid, min_tile, files, anchor_every, anchor_codec, link, resume, take_over)
-        self._options = replace(options, warns_of_fp32=cast is None)
+        warns = cast is None
+        self._options = WriterOptions(
+            codec, grid, min_tile, files, anchor_every, anchor_codec, link, resume, take_over, warns_of_fp32=warns
+        )
         max_failures = arguments.whole("max_failures", max_failures, 1, what="a number of versions")
         check_signing_key(signing_key)
         self.team: Team = team or SoloTeam()

@@ -36,7 +36,7 @@ class PlanApplier:
 
     _store: Store  # where bodies are; it may be a cache
     _origin: Store  # the store below the cache: the parts of anchors are kept in a spool of their own
-    _folder: Path | None  # for staged blocks and the spool of anchors; None: no spool, and the blocks are anywhere
+    _folder: Path | None  # for staged blocks and the spool of anchors; None: a temporary one, and no spool
     _local: LocalWeights
     _events: SyncEvents  # transfers that may take long are reported there
     _confirm: Callable[[], None] | None  # called before the first weight is written; what it raises ends the sync

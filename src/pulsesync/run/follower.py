@@ -345,9 +345,15 @@ class SyncAttempt:
         if run != position.run:
             from_version = from_step = None
         self.meter.fetched_bytes += records.fetched_bytes
-        pointer, rewound_at = follower.goals.pointer if self._version is None else None, records.rewound_at(version)
-        since = {"from_version": from_version, "from_step": from_step, "rewound_at": rewound_at}
-        report = self.meter.report(position, repaired=repaired, pointer=pointer, **since)
+        rewound_at = records.rewound_at(version)
+        report = self.meter.report(
+            position,
+            repaired=repaired,
+            from_version=from_version,
+            from_step=from_step,
+            pointer=follower.goals.pointer if self._version is None else None,
+            rewound_at=rewound_at,
+        )
         follower.reported = (position.run, version, step)
         if report.went_back:
             text = "The trainer went back to an earlier step%s: version %d was step %d, and version %d is step %d."

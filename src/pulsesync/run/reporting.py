@@ -155,9 +155,8 @@ class SyncEvents:
         if report.path:
             logger.info("Synced from %s: %s.", self.location, report)
         if self.heartbeat is not None:
-            pause_s, fetched = report.apply_s if report.path else None, report.fetched_bytes
-            at = report.version, report.step
-            self.heartbeat.synced(*at, newest=self.newest, pause_s=pause_s, fetched_bytes=fetched)
+            pause_s = report.apply_s if report.path else None
+            self.heartbeat.synced(report.version, report.step, self.newest, pause_s, report.fetched_bytes)
         if has_listeners() and (report.path or report.changed or time.monotonic() >= self._idle_at):
             self._idle_at = time.monotonic() + IDLE_S
             emit(Synced.of(report, location=self.location, newest=self.newest, pause_s=report.apply_s))
@@ -176,9 +175,16 @@ class SyncEvents:
             self.heartbeat.failed(error, version, torn=torn)
         if has_listeners():
             self._idle_at = -math.inf
-            at: dict[str, Any] = {"location": self.location, "version": version, "newest": self.newest}
-            text, retryable = describe_error(error), bool(getattr(error, "retryable", False))
-            emit(SyncFailed(**at, error=text, retryable=retryable, torn=torn))
+            emit(
+                SyncFailed(
+                    location=self.location,
+                    version=version,
+                    newest=self.newest,
+                    error=describe_error(error),
+                    retryable=bool(getattr(error, "retryable", False)),
+                    torn=torn,
+                )
+            )
 
     def recounted(self, version: int, equal: bool, began: float) -> None:
         """Log and emit a recount that began at a time of `perf_counter`. Damage is logged where it is known which."""

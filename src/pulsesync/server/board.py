@@ -164,8 +164,11 @@ class HeartbeatBoard:
 
     def _drop_old(self) -> None:
         now_s = time.time()
-        while self._kept and abs(now_s - next(iter(self._kept.values())).came_s) > KEEP_S:
-            del self._kept[next(iter(self._kept))]
+        while self._kept:
+            oldest = next(iter(self._kept))
+            if abs(now_s - self._kept[oldest].came_s) <= KEEP_S:
+                return
+            del self._kept[oldest]
 
     def _send(self) -> None:
         """Send heartbeats upstream, repeatedly. Those that the upstream does not accept are dropped."""

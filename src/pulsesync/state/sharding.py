@@ -316,16 +316,17 @@ class TileShare:
         if before != now:
             name = min(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
             old, new = before.get(name), now.get(name)
-            problem = (
-                f"the tensors of a run must not change, but {name!r} {_change(old, new)}; publish the changed model to "
-                "a new location"
-            )
             if isinstance(old, Window) and isinstance(new, Window) and old.tensor == new.tensor:
-                problem = (
+                raise StateError(
                     f"this process has another shard of {name!r} than before; the shards of a publisher must stay the "
-                    "same: create a new Publisher, which resumes the run"
+                    "same: create a new Publisher, which resumes the run",
+                    tensor=name,
                 )
-            raise StateError(problem, tensor=name)
+            raise StateError(
+                f"the tensors of a run must not change, but {name!r} {_change(old, new)}; publish the changed model to "
+                "a new location",
+                tensor=name,
+            )
 
 
 def _change(old: Window | str | None, new: Window | str | None) -> str:

@@ -266,7 +266,8 @@ class GatheredTile:
         self._found: tuple[Memory, _PieceViews | None] | None = None
         self.starts: NDArray[np.int64] = np.cumsum([0, *(piece.size for piece in tile.pieces)])
         local = [place is not None and place.whole for place in places]
-        self.whole, kept = all(local), None
+        self.whole = all(local)
+        kept: tuple[int, ...] | None = None
         if not self.whole:  # the groups that are completely local
             whole = np.logical_and.reduceat(local, np.searchsorted(self.starts, tile.groups[:-1]))
             kept = tuple(np.flatnonzero(whole).tolist())
