@@ -6,7 +6,7 @@ import pytest
 from pulsesync.core.types import TensorSpec
 from pulsesync.device.changes import find_changes
 from pulsesync.device.memory import to_host
-from pulsesync.device.tracked import DeviceHistory, find_hot
+from pulsesync.device.tracked import DeviceHistory, HotSearch
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History
 from pulsesync.format.tables import Contexts
@@ -53,7 +53,7 @@ def test_an_empty_history_is_like_none(device: str) -> None:
 
 def test_weights_are_hot_below_the_cuts_of_their_tiles(pair: Pair) -> None:
     pile, bits = pair.backend.piles[0], pair.writer.state["a"]
-    hot = find_hot(pile, pile.locate(pair.state.flats), np.array([5, 0]), DeviceHistory())()
+    hot = HotSearch(pile, pile.locate(pair.state.flats), np.array([5, 0]), DeviceHistory()).wait()
     marked = np.unpackbits(to_host(hot.bitmap)[0].view(np.uint8), bitorder="little").reshape(2, -1)
     assert np.array_equal(np.flatnonzero(marked[0]), np.flatnonzero((bits[:40] & 0x7FFF) >> 7 < 5))
     assert not marked[1].any()
@@ -65,7 +65,7 @@ def test_weights_that_somebody_else_wrote_are_not_those_that_are_remembered(pair
     flats = to_flats({**state, "a": np.zeros_like(state["a"])}, device)
     cuts = np.array([pair.state.history.cut(tile.ordinal) for tile in pile.tiles])
     with pytest.raises(VerificationError, match="something other than a sync wrote them"):
-        find_hot(pile, pile.locate(flats), cuts, pair.state.history)()
+        HotSearch(pile, pile.locate(flats), cuts, pair.state.history).wait()
 
 
 def test_only_the_position_in_the_epoch_decides_which_kernels_find_hot_weights(pair: Pair) -> None:
@@ -75,7 +75,7 @@ def test_only_the_position_in_the_epoch_decides_which_kernels_find_hot_weights(p
     nothing = find_changes(pile, weights, weights, cast=False)
     with counted() as compiled:
         for memories in (DeviceHistory(history.index), history):
-            find_hot(pile, weights, cuts, memories)
-            find_hot(pile, weights, cuts, memories, changed=nothing)
-            find_hot(pile, weights, cuts, memories, rooms=pile.host_sizes, contexts=Contexts(0, 24, 3, 38))
+            HotSearch(pile, weights, cuts, memories)
+            HotSearch(pile, weights, cuts, memories, changed=nothing)
+            HotSearch(pile, weights, cuts, memories, rooms=pile.host_sizes, contexts=Contexts(0, 24, 3, 38))
     assert sorted(one.kernel for one in compiled) == ["count_hot_changes", "list_hot"]

@@ -1,6 +1,6 @@
 """The Triton kernels of the entropy coder, and what leads to and from it: results of the reference, bounds kept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from pulsesync.device import encode as encoding
 from pulsesync.device.changes import PileChanges, find_changes
 from pulsesync.device.memory import starts_of, to_device, to_host, unsigned, warps_of
 from pulsesync.device.pile import PileAddresses
-from pulsesync.device.tracked import DeviceHistory, HotWeights, TileMemory, begin_advance, find_hot
+from pulsesync.device.tracked import DeviceHistory, HotSearch, HotWeights, TileMemory, advanced, begin_advance
 from pulsesync.errors import VerificationError
 from pulsesync.format import tables
 from pulsesync.format.history import History, TileHistory, TileHistorySummary
@@ -143,7 +143,7 @@ class Case:
     def hot(self) -> HotWeights:
         cuts = np.full(len(self.sizes), self.cut)
         rooms = np.array([3, *self.sizes[1:]])  # too little for the first, so that all are listed again
-        return find_hot(self.pile, self.weights, cuts, self.memories, self.found, rooms, self.contexts, places=True)()
+        return HotSearch(self.pile, self.weights, cuts, self.memories, self.found, rooms, self.contexts, ranks=True).wait()
 
     @property
     def borders(self) -> list[tuple[int, int]]:
@@ -155,7 +155,7 @@ class Case:
     def decisions(self) -> tuple[torch.Tensor, ...]:
         """Symbols, how far hot changes go, cold positions and steps; symbols by row; and how many go far."""
         run = self.found
-        hot_at, rows = self.hot.begins, self.hot.rows
+        hot_at, rows = self.hot.listed.begins, self.hot.listed.rows
         hots = sum(split[0].size for split in self.splits)
         cold = run.count - hots
         device = self.pile.device
@@ -205,7 +205,7 @@ class Case:
             to_device(order, device),
             to_device(firsts, device),
             to_device(np.array(self.lanes, np.int32), device),
-            unsigned(self.hot.rows),
+            unsigned(self.hot.listed.rows),
             symbols,
             unsigned(extras),
             *(to_device(np.array(some), device) for some in zip(*self.borders, strict=True)),
@@ -259,12 +259,18 @@ def test_classes_are_counted_as_the_reference_does(dtype: str, index: int, devic
 @each
 def test_hot_weights_are_listed_as_the_reference_decides(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
-    rows, places = host(c.hot.rows, np.uint16), host(c.hot.places, np.uint32)
+    rows, marks = host(c.hot.listed.rows, np.uint16), host(c.hot.bitmap, np.uint8)
+    ranks = host(c.hot.listed.ranks, np.uint16).reshape(-1, 128)
+    before = np.bitwise_count(marks).reshape(-1, 128, 4).sum(axis=2).cumsum(axis=1)
     assert c.hot.remembers == (index > 0)
+    assert np.array_equal(ranks[:, 1:], before[:, :-1])
+    assert not ranks[:, 0].any()
+    chunks = c.pile.host_first_chunk
     for b, (expected, _) in enumerate(c.decided):
         here = slice(*c.borders[b])
         assert np.array_equal(rows[here], expected)
-        assert np.array_equal(places[here], reference._decide(*c.block(b))[0])
+        places = np.flatnonzero(np.unpackbits(marks[512 * chunks[b] : 512 * chunks[b + 1]], bitorder="little"))
+        assert np.array_equal(places, reference._decide(*c.block(b))[0])
 
 
 @each
@@ -290,7 +296,7 @@ def test_symbols_are_counted_by_context(dtype: str, index: int, device: str) -> 
     c = case(dtype, index, device)
     blocks = encoding._BlockCounts(c.hot.changes, np.ones_like(c.hot.counts), c.hot.counts)
     plan = encoding._StreamPlan.of(blocks, c.hot.borders, c.pile.device)
-    by_row, in_copies = to_host(encoding._count_rows(c.hot.rows, plan, c.contexts), c.decisions[4])
+    by_row, in_copies = to_host(encoding._count_rows(c.hot.listed.rows, plan, c.contexts), c.decisions[4])
     counts = encoding._with_unchanged(by_row, in_copies.sum(axis=0), c.contexts)
     assert np.array_equal(counts.reshape(c.counts.shape), c.counts)
 
@@ -362,10 +368,11 @@ def decode(c: Case, jobs: list[Job]) -> tuple[np.ndarray, list[tuple[np.ndarray,
         to_device(order, device),
         to_device(firsts, device),
         to_device(lanes, device),
+        to_device(np.arange(2 * n), device),
         unsigned(to_device(stream, device)),
         to_device(starts, device),
-        to_device(hots[:-1], device),
-        to_device(hots[1:], device),
+        to_device(hots, device),
+        to_device(np.stack([np.diff(hots), np.zeros(2 * n, np.int64)], axis=1), device),
         unsigned(all_rows),
         unsigned(shares),
         unsigned(shares.view(torch.int64)),
@@ -393,16 +400,19 @@ def _land(c: Case, job: Job, k: int, faults: np.ndarray, outs: np.ndarray, *deco
     if faults[k]:
         return None
     device = c.pile.device
-    places = to_device(reference._decide(*c.block(job.block))[0].astype(np.uint32), device)
     dtype = np.dtype(f"u{c.wide}")
     positions = torch.full((outs[-1],), MARK, dtype=torch.int32, device=device)
     old, new = (to_device(np.full(int(outs[-1]), MARK, dtype), device) for _ in range(2))
     fault = torch.zeros(1, dtype=torch.int32, device=device)
     at = to_device(outs[2 * k : 2 * k + 2].copy(), device)
     cuda.land[(1, 2)](
-        c.weights.at[job.block : job.block + 1],
-        torch.zeros(1, dtype=torch.int64, device=device),
-        unsigned(places),
+        c.weights.at,
+        to_device(np.array([job.block]), device),
+        c.pile.tables.first_chunk,
+        unsigned(c.hot.bitmap),
+        unsigned(c.hot.listed.ranks),
+        c.hot.listed.begins,
+        c.hot.listed.rooms,
         at,
         *map(unsigned, decoded),
         unsigned(torch.zeros(1, dtype=torch.int32, device=device)),
@@ -493,12 +503,17 @@ def test_half_the_circle_is_gone_by_one_way_only(old: int, symbol: int, extra: i
     at = to_device(np.array([weights.data_ptr()]), where)
     out = [torch.zeros(1, dtype=t, device=where) for t in (torch.int32, torch.uint8, torch.uint8, torch.int32)]
     one = to_device(np.array([0, 1]), where)
+    eight = to_device(np.where(np.arange(128) == 0, 0, 8).astype(np.uint16), where)  # weights, all of them hot
     cuda.land[(1, 1)](
         at,
         one,
-        unsigned(to_device(np.array([5], np.uint32), where)),
         one,
-        unsigned(to_device(np.array([longest + symbol << 20], np.uint32), where)),
+        unsigned(to_device(np.where(np.arange(128) == 0, 255, 0).astype(np.uint32), where)),
+        unsigned(eight),
+        one,
+        one,
+        one,
+        unsigned(to_device(np.array([(longest + symbol << 20) + 5], np.uint32), where)),
         unsigned(to_device(np.array([extra], np.uint32), where)),
         unsigned(torch.zeros(1, dtype=torch.int32, device=where)),
         unsigned(out[0]),
@@ -520,7 +535,8 @@ def test_half_the_circle_is_gone_by_one_way_only(old: int, symbol: int, extra: i
 @pytest.mark.parametrize(("dtype", "index"), [("BF16", 3), ("F8_E5M2", 2)])
 def test_the_history_afterwards_is_that_of_the_reference(dtype: str, index: int, device: str) -> None:
     c = case(dtype, index, device)
-    later = begin_advance(c.memories, index, [c.hot], [c.found])()
+    hot = replace(c.hot, listed=c.hot.listed._replace(bitmap=c.hot.bitmap.clone()))  # which is used up
+    later = advanced(c.memories, [begin_advance(hot, index, [c.found])])
     expected = {}
     for tile, old, new, last in zip(c.pile.tiles, c.old, c.new, c.last, strict=True):
         where, _, after = reference.changed(old, new)
@@ -536,4 +552,4 @@ def test_a_history_of_other_weights_is_refused(device: str) -> None:
     others = [bits.copy() for bits in c.old]
     others[1][:] = 0  # more of them are below the cut than there were
     with pytest.raises(VerificationError, match="something other than a sync wrote them"):
-        find_hot(c.pile, locate(c.pile, others), np.full(4, c.cut), c.memories)()
+        HotSearch(c.pile, locate(c.pile, others), np.full(4, c.cut), c.memories).wait()

@@ -1,6 +1,6 @@
 """Decode parts on the device: streams are copied to the device, and the decoded changes stay there."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,8 +14,8 @@ from pulsesync.device.changes import (
     SPREAD,
     BlockDigestChanges,
     PileChanges,
-    begin_digest_changes,
     digest_changes,
+    digest_changes_by_block,
     find_changes,
     on_whole,
 )
@@ -34,7 +34,15 @@ from pulsesync.device.memory import (
 )
 from pulsesync.device.pieces import PieceTable
 from pulsesync.device.pile import Pile, PileAddresses, Piles
-from pulsesync.device.tracked import DeviceHistory, HotWeights, begin_remember, find_hot
+from pulsesync.device.tracked import (
+    DeviceHistory,
+    HotList,
+    HotSearch,
+    HotWeights,
+    TileMemory,
+    advanced,
+    begin_remember,
+)
 from pulsesync.errors import FormatError, VerificationError
 from pulsesync.format import patch, tables
 from pulsesync.format.body import Body
@@ -56,6 +64,8 @@ from pulsesync.kernels.arrays import I64
 
 MANY = 1 << 22  # bytes of streams that are copied by several threads ...
 COPIERS = 4  # ... of this number
+# Where more than one of this number of weights is said to change, hot weights are counted before memory is allocated.
+MANY_CHANGES = 8
 
 
 Plain = tuple[Tile, Codec, memoryview]  # a tile that is not predicted, and its payload
@@ -132,7 +142,9 @@ class DecodedTiles:
 def decode_coded(
     whole: Pile, coded: BegunPayloads, table: FrequencyTable, weights: PileAddresses, memories: DeviceHistory
 ) -> DecodedTiles:
-    """Decode the tiles of a part that share a table, while the host continues reading; weights: of the whole pile.
+    """Decode the tiles of a part that share a table; weights: of the whole pile.
+
+    Everything is launched before the host waits, unless there are so many changes that hot weights are counted first.
 
     Raises:
         FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights do
@@ -145,25 +157,28 @@ def decode_coded(
     kept = pile.kept_streams
     blocks = _Blocks(streams.changes[kept], streams.lanes[kept], streams.words[kept])
     rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, tables.likely_decisions(blocks.lanes)), 0)
-    found = find_hot(pile, weights, cuts, memories, rooms=rooms, contexts=table.contexts, places=True)
+    search = HotSearch(pile, weights, cuts, memories, rooms=rooms, contexts=table.contexts, ranks=True)
     reading = begin_work(lambda: parse_cold(coded, streams, contents))
-    decoder = None
+    decoder, decoded = None, None
     if blocks.changes.any():
         stream = _upload(_kept_contents(contents, streams, kept), pile.device)
         decoder = _StreamDecoder(pile, weights, table, stream, blocks)
+        if MANY_CHANGES * blocks.changes.sum() <= pile.host_sizes.sum():
+            decoded = decoder.launch(search.listed)
     cold = reading()
-    moving = _begin_cold(pile, cuts, streams.colds, cold, weights)
-    hot = replace(found(), changes=blocks.changes)
-    runs, faults = [], None
-    if decoder is not None:
-        moved, faults = decoder.begin(hot)
-        runs.append(moved)
-    runs.append(moving())
-    if faults is not None and (met := to_host(faults)[0]).any():
-        raise FormatError(spec.FAULTS[int(met[met > 0][0])])
+    stepped, cold_faults = _step_cold(pile, cuts, streams.colds, cold, weights)
+    hot = replace(search.wait(), changes=blocks.changes)
+    if (hot.counts < blocks.changes).any():  # also before memory is allocated for them
+        raise FormatError(spec.FAULTS[spec.OTHER_COUNT])
+    if decoder is not None and (decoded is None or search.listed_again):
+        decoded = decoder.launch(hot.listed)
+    found = [stepped] if decoded is None else [decoded[0], stepped]
+    for faults in to_host(cold_faults, *(() if decoded is None else (decoded[1],))):
+        if faults.any():
+            raise FormatError(spec.FAULTS[int(faults[faults > 0][0])])
     checked = cold.checked[kept]
     checks = GroupChecks(whole, whole.blocks_of(pile)[checked], cold.checks[kept][checked])
-    return DecodedTiles([on_whole(run, whole) for run in runs if run.count], checks, hot)
+    return DecodedTiles([on_whole(run, whole) for run in found if run.count], checks, hot)
 
 
 @dataclass(frozen=True)
@@ -187,44 +202,38 @@ def _kept_contents(contents: Sequence[memoryview], streams: PayloadStreams, kept
 
 
 class _StreamDecoder:
-    """Decodes the streams of a pile's blocks. What does not depend on the hot weights is copied to the device first."""
+    """Decodes the streams of a pile's blocks."""
 
     def __init__(
         self, pile: Pile, weights: PileAddresses, table: FrequencyTable, stream: torch.Tensor, blocks: _Blocks
     ) -> None:
-        self._pile, self._table, self._stream, self._blocks = pile, table, stream, blocks
-        self._coded = coded = np.flatnonzero(blocks.changes)
-        lanes, device = blocks.lanes[coded], pile.device
-        arrays = (*warps_of(lanes), lanes.astype(np.int32), starts_of(blocks.words[coded]))
+        self._pile, self._weights, self._table, self._stream = pile, weights, table, stream
+        coded = np.flatnonzero(blocks.changes)
+        lanes, self._total = blocks.lanes[coded], int(blocks.changes.sum())
+        arrays = (*warps_of(lanes), lanes.astype(np.int32), coded, starts_of(blocks.words[coded]))
         changes = starts_of(blocks.changes[coded]), starts_of(blocks.changes)
         shares = table.cumulative, np.append(table.sizes, np.uint32(0))
-        *self._warps, self._out_starts, self._starts, self._shares, self._sizes, chosen = all_to_stream(
-            (*arrays, *changes, *shares, coded), device
+        *self._warps, self._numbers, self._word_starts, self._out_starts, self._starts, self._shares, self._sizes = (
+            all_to_stream((*arrays, *changes, *shares), pile.device)
         )
-        self._at = weights.at[chosen]
 
-    def begin(self, hot: HotWeights) -> tuple[PileChanges, torch.Tensor]:
-        """Launch the decoding; the result is valid if no faults are reported. Raises: FormatError: too many changes."""
-        if (hot.counts < self._blocks.changes).any():  # before memory is allocated for them
-            raise FormatError(spec.FAULTS[spec.OTHER_COUNT])
-        pile, table, device, coded = self._pile, self._table, self._pile.device, self._coded
-        order, firsts, lanes, word_starts = self._warps
-        total, begins = int(self._blocks.changes.sum()), hot.borders[coded]
-        first, end = all_to_stream((begins, begins + hot.counts[coded]), device)
+    def launch(self, hot: HotList) -> tuple[PileChanges, torch.Tensor]:
+        """Launch the decoding; return the changes and the faults of blocks, whose changes are not valid."""
+        pile, table, device, total = self._pile, self._table, self._pile.device, self._total
         decoded, extras = (empty(total, torch.int32, device) for _ in range(2))
-        faults = torch.zeros(coded.size, dtype=torch.int32, device=device)
-        cuda.decode[(firsts.numel() - 1,)](
-            order, firsts, lanes, unsigned(self._stream), word_starts, first, end, unsigned(hot.rows),
-            unsigned(self._shares), unsigned(self._shares.view(torch.int64)), table.contexts.symbols,
-            tables.listed_class(pile.kind), self._out_starts, unsigned(decoded), unsigned(extras), faults,
-            BITS=table.contexts.bits, WIDE=pile.kind.itemsize == 4, num_warps=1,
+        faults = torch.zeros(self._numbers.numel(), dtype=torch.int32, device=device)
+        cuda.decode[(self._warps[1].numel() - 1,)](
+            *self._warps, self._numbers, unsigned(self._stream), self._word_starts, hot.rooms, hot.found,
+            unsigned(hot.rows), unsigned(self._shares), unsigned(self._shares.view(torch.int64)),
+            table.contexts.symbols, tables.listed_class(pile.kind), self._out_starts, unsigned(decoded),
+            unsigned(extras), faults, BITS=table.contexts.bits, WIDE=pile.kind.itemsize == 4, num_warps=1,
         )  # fmt: skip
         positions = empty(total, torch.int32, device)
         old, new = (empty(total, INTEGERS[pile.kind.itemsize], device) for _ in range(2))
-        cuda.land[(coded.size, SPREAD)](
-            self._at, first, unsigned(hot.places), self._out_starts, unsigned(decoded), unsigned(extras),
-            unsigned(self._sizes), unsigned(positions), unsigned(old), unsigned(new), faults,
-            ITEM=pile.kind.itemsize, SPAN=512,
+        cuda.land[(faults.numel(), SPREAD)](
+            self._weights.at, self._numbers, pile.tables.first_chunk, unsigned(hot.bitmap), unsigned(hot.ranks),
+            hot.begins, hot.rooms, self._out_starts, unsigned(decoded), unsigned(extras), unsigned(self._sizes),
+            unsigned(positions), unsigned(old), unsigned(new), faults, ITEM=pile.kind.itemsize, SPAN=512,
         )  # fmt: skip
         return PileChanges(pile, self._starts, positions, old, new), faults
 
@@ -243,34 +252,23 @@ def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor
     return host.to(device, non_blocking=True).view(torch.int16)
 
 
-def _begin_cold(
+def _step_cold(
     pile: Pile, cuts: I64, per_tile: I64, colds: ColdChanges, weights: PileAddresses
-) -> Callable[[], PileChanges]:
-    """Begin with the cold changes: there are few, so the host applies them; only their old weights are fetched."""
+) -> tuple[PileChanges, torch.Tensor]:
+    """Launch the steps of cold changes; return the changes, and the faults that they have."""
     found = pile.find_blocks(per_tile, colds.positions)
-    places = BlockPlaces.of(pile, found.counts, found.positions)
-    bits = (cuts << (pile.kind.exponent_shift or 0)).astype(pile.kind.bits)
-    steps, least = found.of(colds.steps), found.of(np.repeat(bits, per_tile))
-    wait, fetched = fetch_weights(places, weights)
-
-    def finish() -> PileChanges:
-        new = _move_cold(wait(), steps, least)
-        return PileChanges(pile, places.starts, places.positions, fetched, to_stream(new, pile.device))
-
-    return finish
-
-
-def _move_cold(old: Bits, steps: I64, least: Bits) -> Bits:
-    """Move cold weights by their steps; least: the lowest bits that are not hot, unsigned. Raises: FormatError."""
-    if not old.size:
-        return old
-    half = 1 << (8 * old.itemsize - 1)
-    if (old & old.dtype.type(half - 1) < least).any():
-        raise FormatError(spec.FAULTS[spec.HOT_AMONG_COLD])
-    longest = max(-int(steps.min()), int(steps.max()))
-    if longest == half and ((np.abs(steps) == half) & ((steps < 0) == (old >= half))).any():
-        raise FormatError(spec.FAULTS[spec.COLD_HALF_CIRCLE])
-    return tables.apply_steps(old, steps)
+    count, wide, device = found.positions.size, pile.kind.itemsize, pile.device
+    of_tiles, faults = cuts.astype(np.int32), np.zeros(2, np.int32)
+    starts, positions, steps, of_tiles, faults = all_to_stream(
+        (starts_of(found.counts), found.positions, found.of(colds.steps), of_tiles, faults), device
+    )
+    old, new = (empty(count, INTEGERS[wide], device) for _ in range(2))
+    if count:
+        cuda.step_cold[(pile.blocks,)](
+            weights.at, pile.tables.block_tile, of_tiles, starts, unsigned(positions), steps, unsigned(old), unsigned(new),
+            faults, ITEM=wide, SHIFT=pile.kind.exponent_shift, SPAN=256,
+        )  # fmt: skip
+    return PileChanges(pile, starts, positions, old, new), faults
 
 
 @dataclass(frozen=True)
@@ -390,47 +388,54 @@ def decode_patch(
     history: DeviceHistory | None,
     locate: Callable[[Pile], PileAddresses],
 ) -> DecodedPatch:
-    """Decode the parts of a patch against the weights.
+    """Decode the parts of a patch against the weights, one pile after the other, to limit memory.
 
     piles: of all local tiles. tiles: those to decode, by ordinal. history: before the patch; None: none is kept.
 
     Raises:
         FormatError: or a subclass, for bad bytes; VerificationError: changes do not match their check.
     """
+    opened = [open_part(body.index, body.sections, tiles, history) for body in bodies]
+    touched = {entry.tile for body in bodies for entry in body.index.entries}
+    cuts = {tile: cut for one in opened for tile, cut in one.cuts.items()}
     runs: list[PileChanges] = []
-    cuts: dict[int, int] = {}
     checks: list[GroupChecks] = []
-    hot: dict[Pile, HotWeights] = {}
-    for body in bodies:
-        opened = open_part(body.index, body.sections, tiles, history)
-        for pile, decoded in _decode_by_table(opened, piles, history, locate):
-            runs += decoded.runs
-            checks.append(decoded.checks)
-            if history is not None and decoded.hot.pile is pile and pile in piles.only_ones:
-                hot[pile] = decoded.hot.without_list()
-            del decoded  # frees memory before the next pile is decoded
-        for pile, numbers in piles.numbers([tile for tile, *_ in opened.plain]):
-            with on(pile.device):
-                runs += decode_plain(pile, [opened.plain[n] for n in numbers], locate(pile))
-        cuts.update(opened.cuts)
-    counting, remembering = begin_digest_changes(runs), None
-    if history is not None:
-        touched = {entry.tile for body in bodies for entry in body.index.entries}
-        remembering = begin_remember(piles, locate, history, cuts, runs, touched, hot)
-    by_block = counting()
+    later: list[Callable[[], dict[int, TileMemory]]] = []
+    by_pile = _payloads_of_piles(opened, piles)
+    for pile in piles:
+        with on(pile.device):
+            coded, plain = by_pile.get(pile, ((), ()))
+            decoded = [decode_coded(pile, *one, locate(pile), _known(history, one[1])) for one in coded]
+            mine = [run for one in decoded for run in one.runs]
+            mine += decode_plain(pile, plain, locate(pile)) if plain else ()
+            checks += (one.checks for one in decoded)
+            runs += mine
+            if history is not None:
+                hot = next((one.hot.without_list() for one in decoded if one.hot.pile is pile), None)
+                del decoded  # frees memory before the history is made
+                if waits := begin_remember(pile, locate, history, cuts, mine, touched, hot):
+                    later.append(waits)
+    by_block = digest_changes_by_block(runs)
     for one in checks:
         one.verify(by_block)
-    return DecodedPatch(runs, digest_changes(by_block), remembering() if remembering is not None else None)
+    return DecodedPatch(runs, digest_changes(by_block), advanced(history, later) if history is not None else None)
 
 
-def _decode_by_table(
-    opened: OpenedPayloads, piles: Piles, history: DeviceHistory | None, locate: Callable[[Pile], PileAddresses]
-) -> Iterator[tuple[Pile, DecodedTiles]]:
-    """Decode the tiles that are coded against their old weights; for each pile and table."""
-    for number, coded in opened.coded.items():
-        table = opened.tables[number]
-        known = history if history is not None and table.frequencies.shape[1] > 1 else DeviceHistory()
-        for pile, numbers in piles.numbers(coded.tiles):
-            with on(pile.device):
+def _payloads_of_piles(
+    opened: Iterable[OpenedPayloads], piles: Piles
+) -> Mapping[Pile, tuple[list[tuple[BegunPayloads, FrequencyTable]], list[Plain]]]:
+    """The payloads of each pile: those coded against old weights, by table, and the others."""
+    out: dict[Pile, tuple[list[tuple[BegunPayloads, FrequencyTable]], list[Plain]]] = {}
+    for one in opened:
+        for number, coded in one.coded.items():
+            for pile, numbers in piles.numbers(coded.tiles):
                 some = coded.part(np.array(numbers)) if len(numbers) < len(coded.tiles) else coded
-                yield pile, decode_coded(pile, some, table, locate(pile), known)
+                out.setdefault(pile, ([], []))[0].append((some, one.tables[number]))
+        for pile, numbers in piles.numbers([tile for tile, *_ in one.plain]):
+            out.setdefault(pile, ([], []))[1].extend(one.plain[n] for n in numbers)
+    return out
+
+
+def _known(history: DeviceHistory | None, table: FrequencyTable) -> DeviceHistory:
+    """The history that payloads were coded with: none, if their table has a single age."""
+    return history if history is not None and table.frequencies.shape[1] > 1 else DeviceHistory()

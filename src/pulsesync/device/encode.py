@@ -17,7 +17,7 @@ from pulsesync.core.types import Codec
 from pulsesync.device.changes import BlockDigestChanges, PileChanges, begin_digest_changes
 from pulsesync.device.memory import all_to_stream, empty, fetch, on, starts_of, to_host, to_stream, unsigned, warps_of
 from pulsesync.device.pile import Pile, PileAddresses
-from pulsesync.device.tracked import DeviceHistory, HotWeights, find_hot
+from pulsesync.device.tracked import DeviceHistory, HotSearch, HotWeights
 from pulsesync.format import tables
 from pulsesync.format.codecs.context import is_checked
 from pulsesync.format.codecs.heads import build_cold, build_many
@@ -185,7 +185,7 @@ class _PileCoder:
             hot = decisions.hot
             self._blocks = _BlockCounts(self._changes, hot.changes, np.where(hot.changes > 0, hot.counts, 0))
             self._plan = _StreamPlan.of(self._blocks, hot.borders, self.pile.device)
-            by_row = _count_rows(hot.rows, self._plan, contexts)
+            by_row = _count_rows(hot.listed.rows, self._plan, contexts)
             counted = fetch(by_row, decisions.by_symbol, decisions.longs, decisions.cold, decisions.cold_steps)
             self._by_row, by_symbol, longs, cold, steps = counted()
             self._cold = cold, steps
@@ -204,7 +204,7 @@ class _PileCoder:
             decisions = self.kept or self._decide(contexts)
             decisions.list_sizes(sizes)
             at = torch.nonzero(decisions.symbols).view(-1)
-            rows, places = decisions.hot.rows[at].to(torch.int64) & spec.ROW, 1 << contexts.bits
+            rows, places = decisions.hot.listed.rows[at].to(torch.int64) & spec.ROW, 1 << contexts.bits
             found = rows * places + decisions.symbols[at]
             (by_symbol,) = to_host(torch.bincount(found, minlength=self._by_row.size * places))
         return _with_unchanged(self._by_row, by_symbol.reshape(-1, places), contexts)
@@ -213,17 +213,17 @@ class _PileCoder:
         """Find the hot weights, wait for them, and begin to write their changes among the decisions."""
         run, pile, device = self.run, self.pile, self.pile.device
         memories = self._memories or DeviceHistory()
-        hot = find_hot(pile, self._weights, self.cuts, memories, run, self._rooms, contexts)()
+        hot = HotSearch(pile, self._weights, self.cuts, memories, run, self._rooms, contexts).wait()
         hot_changes = int(hot.changes.sum())
         counts = _symbol_counts(contexts, device)
-        symbols = torch.zeros(max(hot.rows.numel(), 1), dtype=torch.uint8, device=device)
+        symbols = torch.zeros(max(hot.listed.rows.numel(), 1), dtype=torch.uint8, device=device)
         sizes = empty(hot_changes, torch.int32, device)
         longs = torch.zeros(1 + FEW_LONG, dtype=torch.int32, device=device)
         cold, cold_steps = (empty(run.count - hot_changes, torch.int64, device) for _ in range(2))
         cuda.decide[(pile.chunks,)](
             pile.tables.chunk_block, pile.tables.first_chunk, unsigned(hot.bitmap), run.chunks(),
-            unsigned(run.positions), unsigned(run.old), unsigned(run.new), hot.begins, hot.change_at,
-            unsigned(hot.rows), symbols, unsigned(sizes), cold, cold_steps, counts, counts[0].numel(),
+            unsigned(run.positions), unsigned(run.old), unsigned(run.new), hot.listed.begins, hot.change_at,
+            unsigned(hot.listed.rows), symbols, unsigned(sizes), cold, cold_steps, counts, counts[0].numel(),
             counts.shape[0], longs, FEW_LONG,
             BITS=contexts.bits, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64, num_warps=1,
         )  # fmt: skip
@@ -348,7 +348,7 @@ def _launch(decisions: _PileDecisions, table: FrequencyTable, plan: _StreamPlan)
     used = empty(plan.lanes.size, torch.int64, device)
     order, firsts, lanes, change_starts, rooms = plan.tables
     cuda.encode[(firsts.numel() - 1,)](
-        order, firsts, lanes, unsigned(hot.rows), decisions.symbols, unsigned(decisions.sizes), *plan.spans,
+        order, firsts, lanes, unsigned(hot.listed.rows), decisions.symbols, unsigned(decisions.sizes), *plan.spans,
         change_starts, unsigned(to_stream(table.shares, device)), tables.listed_class(kind), rooms, unsigned(stream),
         used, BITS=table.contexts.bits, WIDE=kind.itemsize == 4, num_warps=1,
     )  # fmt: skip

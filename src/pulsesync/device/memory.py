@@ -204,8 +204,8 @@ def to_stream(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 def all_to_stream(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """`to_stream` of several small arrays in one copy: starting a copy takes as long as copying 100,000 bytes."""
     plain = [_signed(array) for array in arrays]
-    if device.type == "cpu":
-        return [one.to(device) for one in plain]
+    if device.type == "cpu" or sum(one.nbytes for one in plain) > PINNED:
+        return [to_stream(array, device) for array in arrays]
     begins = starts_of(np.array([-(-one.nbytes // ALIGNED) * ALIGNED for one in plain], np.int64)).tolist()
     pinned_ = on_host([begins[-1]], torch.uint8, device)
     room = pinned_.numpy()

@@ -1,7 +1,7 @@
 """From changes on a device to the bytes of a part, the same that a host would write."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from pulsesync.core.types import BLOCK, DTYPES, Bits, BlockChange, Codec, Sum, Tile
 from pulsesync.device.changes import BlockDigestChanges, PileChanges, digest_changes, digest_changes_by_block
 from pulsesync.device.encode import code_piles
-from pulsesync.device.memory import DeviceStream, pinned, starts_of, to_host, to_stream
+from pulsesync.device.memory import DeviceStream, on, pinned, starts_of, to_host, to_stream
 from pulsesync.device.pile import Pile
 from pulsesync.device.state import backend_of
-from pulsesync.device.tracked import DeviceHistory, HotWeights, begin_remember
+from pulsesync.device.tracked import DeviceHistory, HotWeights, TileMemory, advanced, begin_remember
 from pulsesync.format import patch
 from pulsesync.format.container import Allocate, new_bytes
 from pulsesync.format.index import FrequencyTable
@@ -60,16 +60,22 @@ def encode_changes(
     diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
     by = digest_changes(by_block)
     after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
-    # Nearly always the coded payloads are also chosen, so the device computes this while the host writes the file.
     likely = _cuts_of(coded.items())
-    remembering = begin_remember(backend.piles, backend.locate, memories, likely, runs, after, hot)
+
+    def begin_history(cuts: Mapping[int, int]) -> Iterable[Callable[[], dict[int, TileMemory]]]:
+        for pile in backend.piles:
+            mine, known_hot = [run for run in runs if run.pile is pile], hot.pop(pile, None)
+            with on(pile.device):
+                if waits := begin_remember(pile, backend.locate, memories, cuts, mine, after, known_hot):
+                    yield waits
+
+    # Nearly always the coded payloads are also chosen, so the device computes this while the host writes the file.
+    later = list(begin_history(likely))
     done = patch.finish(state.layout, diffs, state, shared, coded, after, codec, allocate=allocate)
     cuts = _cuts_of((diff.tile.ordinal, choice) for diff, choice in zip(diffs, done.chosen, strict=True))
-    if cuts != likely:
-        remembering = begin_remember(backend.piles, backend.locate, memories, cuts, runs, after, hot)
-    later = remembering()
+    history = advanced(memories, later if cuts == likely else begin_history(cuts))
     sums: dict[int, Sum] = {**state.sums, **after}
-    return EncodedPart(done.id, done.data, (), after), Transition(runs, sums, later, backend.count_changed(runs))
+    return EncodedPart(done.id, done.data, (), after), Transition(runs, sums, history, backend.count_changed(runs))
 
 
 def host_bytes(device: torch.device) -> Allocate:

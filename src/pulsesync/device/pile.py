@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pulsesync.core.types import BLOCK, Dtype, Tile
 from pulsesync.device.indices import BlockIndices
-from pulsesync.device.memory import Tensors, reachable, shared, starts_of, to_device, to_stream, wait
+from pulsesync.device.memory import Tensors, reachable, shared, starts_of, to_device, to_stream
 from pulsesync.device.pieces import Pieces
 from pulsesync.kernels.arrays import I64
 from pulsesync.kernels.spec import GPU_CHUNK
@@ -246,12 +246,9 @@ class PileTables:
         return to_device(self._pile.first_block[:-1], self._device)
 
     @cached_property
-    def nothing_known(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tables of an empty history: cuts of tiles, where the bytes of each block begin, and the bytes."""
-        cuts = torch.zeros(len(self._pile.tiles), dtype=torch.int32, device=self._device)
-        starts = torch.zeros(self._pile.blocks + 1, dtype=torch.int64, device=self._device)
-        wait([self._device])  # other streams use them
-        return cuts, starts, torch.zeros(1, dtype=torch.uint8, device=self._device)
+    def nothing_known(self) -> torch.Tensor:
+        """The bytes of an empty history."""
+        return to_device(np.zeros(1, np.uint8), self._device)
 
     @cached_property
     def indices(self) -> BlockIndices:

@@ -1,14 +1,26 @@
 """Hot weights (those below the cut of their tile) on a device: marked, listed with table rows, and tracked."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from pulsesync.core.types import Remembered
 from pulsesync.device.changes import SPAN, SPREAD, Changes, PileChanges, as_sums, device_keys
-from pulsesync.device.memory import empty, fetch, on, scan, starts_of, to_device, to_host, to_stream, unsigned
+from pulsesync.device.memory import (
+    all_to_stream,
+    empty,
+    fetch,
+    on,
+    scan,
+    starts_of,
+    to_device,
+    to_host,
+    to_stream,
+    unsigned,
+)
 from pulsesync.device.pile import WORDS, Pile, PileAddresses
 from pulsesync.errors import VerificationError
 from pulsesync.format.history import History, TileHistory, TileHistorySummary, digest_of
@@ -87,26 +99,35 @@ class DeviceHistory:
         return cls(history.index, tiles)
 
 
+class HotList(NamedTuple):
+    """Hot weights, marked and listed on the device: the decisions of the coder, block after block."""
+
+    bitmap: torch.Tensor
+    rooms: torch.Tensor  # where the list of each block begins, and where that of the last ends
+    found: torch.Tensor  # how many hot and tracked weights each block has; if there is less room, not all are listed
+    begins: torch.Tensor  # where the entries of each chunk begin
+    rows: torch.Tensor  # of the tables
+    ranks: torch.Tensor  # for each word of the bitmap, how many hot weights of its chunk are before it; or empty
+
+
 @dataclass(frozen=True)
 class HotWeights:
-    """Which weights of a pile are below the cuts of their tiles, which of them are tracked, and a list of them.
-
-    The list has the decisions of the coder, block after block: those of block b begin at borders[b].
-    """
+    """Which weights of a pile are below the cuts of their tiles, which of them are tracked, and a list of them."""
 
     pile: Pile
     cuts: I64  # of tiles
-    bitmap: torch.Tensor
     known: torch.Tensor  # bitmap
     known_at: torch.Tensor  # where the bytes of each chunk begin
     last: torch.Tensor  # bytes
     counts: I64  # of blocks
     changes: I64  # of blocks: changes of hot weights, if changes were given
     change_at: torch.Tensor  # where the changes of each chunk begin
-    borders: I64
-    begins: torch.Tensor  # where the list entries of each chunk begin
-    rows: torch.Tensor  # of the tables
-    places: torch.Tensor  # positions in the block, if they are needed
+    borders: I64  # where the list of each block begins
+    listed: HotList
+
+    @property
+    def bitmap(self) -> torch.Tensor:
+        return self.listed.bitmap
 
     @property
     def remembers(self) -> bool:
@@ -114,83 +135,92 @@ class HotWeights:
 
     def without_list(self) -> "HotWeights":
         """The same without the list, which occupies most of the memory."""
-        return replace(self, rows=self.rows[:0].clone(), places=self.places[:0].clone())
+        empty_rows, empty_ranks = self.listed.rows[:0].clone(), self.listed.ranks[:0].clone()
+        return replace(self, listed=self.listed._replace(rows=empty_rows, ranks=empty_ranks))
 
 
-def find_hot(
-    pile: Pile,
-    weights: PileAddresses,
-    cuts: I64,
-    memories: DeviceHistory,
-    changed: PileChanges | None = None,
-    rooms: I64 | None = None,
-    contexts: Contexts | None = None,
-    places: bool = False,
-) -> Callable[[], HotWeights]:
-    """Begin to find the hot weights, and to list them if there is space. Returns a function that waits for the result.
+class HotSearch:
+    """A search for hot weights that was begun, and which lists them where there is room. `wait` returns the result.
 
-    changed: changes, to count how many of them are of hot weights. `rooms`: the expected number of hot weights of each
+    changed: changes, to count how many of them are of hot weights. rooms: the expected number of hot weights of each
     block, 0 for blocks that are not listed; if one has more, all are listed again. contexts: the rows of the tables.
-
-    Raises:
-        VerificationError: from the returned function: the weights do not match the history.
     """
-    device = pile.device
-    # A compile-time constant, so it depends only on the position in the epoch: the first patch has no history, and
-    # every other patch has one, even if nothing is tracked in it.
-    history = memories.index > 0
-    sizes, known_of_tiles, known_starts, last = _known_of(pile, cuts, memories)
-    of_tiles = to_stream(cuts.astype(np.int32), device)
-    bitmap = empty(pile.chunks * WORDS, torch.int32, device)
-    known = empty(bitmap.numel(), torch.int32, device) if history else bitmap
-    begins, known_at = (empty(pile.chunks, torch.int64, device) for _ in range(2))
-    change_at = begins if changed is None else _count_changes(changed, of_tiles)
-    hots, knowns = (empty(pile.blocks, torch.int64, device) for _ in range(2))
-    shape = contexts or Contexts(0, 1, 1, 1)
 
-    def launch(borders: I64) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = empty(int(borders[-1]), torch.int16, device)
-        where = empty(rows.numel() if places else 0, torch.int32, device)
-        cuda.list_hot[(pile.blocks,)](
-            weights.at, pile.tables.sizes, pile.tables.first_chunk, pile.tables.block_tile, of_tiles, known_of_tiles,
-            to_stream(borders, device), known_starts, last, unsigned(bitmap), unsigned(known), begins, known_at,
-            unsigned(rows), unsigned(where), hots, knowns, shape.lo, shape.classes, shape.ages,
-            ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=history, PLACES=places,
-        )  # fmt: skip
-        return rows, where
-
-    def wait() -> HotWeights:
-        counts, found, *firsts = counted()
-        if history and (found != sizes).any():
-            raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
-        borders, listed = likely, rows_and_places
-        changes = np.diff(firsts[0]) if firsts else np.zeros(pile.blocks, np.int64)
-        if (counts > np.diff(likely))[np.diff(likely) > 0].any():
-            borders = starts_of(np.where(np.diff(likely) > 0, counts, 0))
-            listed = launch(borders)
-        return HotWeights(
-            pile, cuts, bitmap, known, known_at, last, counts, changes, change_at, borders, begins, *listed
+    def __init__(
+        self,
+        pile: Pile,
+        weights: PileAddresses,
+        cuts: I64,
+        memories: DeviceHistory,
+        changed: PileChanges | None = None,
+        rooms: I64 | None = None,
+        contexts: Contexts | None = None,
+        ranks: bool = False,
+    ) -> None:
+        device = pile.device
+        self._pile, self._weights, self._cuts, self._ranks = pile, weights, cuts, ranks
+        # A compile-time constant, so it depends only on the position in the epoch: the first patch has no history, and
+        # every other patch has one, even if nothing is tracked in it.
+        self._history = memories.index > 0
+        self._contexts = contexts or Contexts(0, 1, 1, 1)
+        self._sizes, tracked, self._last = _known_of(pile, cuts, memories)
+        self._borders = starts_of(np.zeros(pile.blocks, np.int64) if rooms is None else rooms)
+        self._of_tiles, self._tracked, self._known_starts, room_starts = all_to_stream(
+            (cuts.astype(np.int32), tracked.astype(np.int32), starts_of(self._sizes), self._borders), device
         )
+        self._bitmap = empty(pile.chunks * WORDS, torch.int32, device)
+        self._known = empty(self._bitmap.numel(), torch.int32, device) if self._history else self._bitmap
+        begins, self._known_at = (empty(pile.chunks, torch.int64, device) for _ in range(2))
+        self._change_at = begins if changed is None else _count_changes(changed, self._of_tiles)
+        self.listed = self._launch(room_starts, begins)
+        changes_at = () if changed is None else (self._change_at[pile.tables.first_chunk],)
+        self._counted = fetch(self.listed.found, *changes_at)
+        self.listed_again = False
 
-    likely = starts_of(np.zeros(pile.blocks, np.int64) if rooms is None else rooms)
-    rows_and_places = launch(likely)
-    counted = fetch(hots, knowns, *(() if changed is None else (change_at[pile.tables.first_chunk],)))
-    return wait
+    def _launch(self, rooms: torch.Tensor, begins: torch.Tensor) -> HotList:
+        pile, tables, device, shape = self._pile, self._pile.tables, self._pile.device, self._contexts
+        found = torch.zeros((pile.blocks, 2), dtype=torch.int64, device=device)
+        rows = empty(int(self._borders[-1]), torch.int16, device)
+        ranks = empty(pile.chunks * WORDS if self._ranks else 0, torch.int16, device)
+        counted = torch.zeros(pile.chunks, dtype=torch.int32, device=device)
+        cuda.list_hot[(pile.chunks,)](
+            self._weights.at, tables.sizes, tables.chunk_block, tables.first_chunk, tables.block_tile, self._of_tiles,
+            self._tracked, rooms, self._known_starts, self._last, unsigned(self._bitmap), unsigned(self._known),
+            unsigned(ranks), counted, begins, self._known_at, unsigned(rows), found, shape.lo, shape.classes,
+            shape.ages,
+            ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=self._history, RANKS=self._ranks,
+        )  # fmt: skip
+        return HotList(self._bitmap, rooms, found, begins, rows, ranks)
+
+    def wait(self) -> HotWeights:
+        """Raises: VerificationError: the weights do not match the history."""
+        found, *starts = self._counted()
+        counts, tracked = found.T
+        if self._history and (tracked != self._sizes).any():
+            raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
+        rooms = np.diff(self._borders)
+        if (counts > rooms)[rooms > 0].any():
+            self.listed_again = True
+            self._borders = starts_of(np.where(rooms > 0, counts, 0))
+            self.listed = self._launch(to_stream(self._borders, self._pile.device), self.listed.begins)
+        changes = np.diff(starts[0]) if starts else np.zeros(self._pile.blocks, np.int64)
+        return HotWeights(
+            self._pile, self._cuts, self._known, self._known_at, self._last, counts, changes, self._change_at,
+            self._borders, self.listed,
+        )  # fmt: skip
 
 
-def _known_of(pile: Pile, cuts: I64, memories: DeviceHistory) -> tuple[I64, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the history knows of a pile: how many weights of each block, the cuts, where blocks begin, their patches."""
-    sizes = np.zeros(pile.blocks, np.int64)
-    known_of_tiles, known_starts, last = pile.tables.nothing_known
+def _known_of(pile: Pile, cuts: I64, memories: DeviceHistory) -> tuple[I64, I64, torch.Tensor]:
+    """What the history knows of a pile: how many weights of each block, the cuts of tiles, and the patches."""
+    sizes, tracked = np.zeros(pile.blocks, np.int64), np.zeros(len(pile.tiles), np.int64)
     if memories.index == 0:
-        return sizes, known_of_tiles, known_starts, last
+        return sizes, tracked, pile.tables.nothing_known
     tracked = np.where(cuts, memories.cuts(pile), 0)
     remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
-    if remembered:
-        sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
-        last = _joined(remembered, pile.device)
-    device = pile.device
-    return sizes, to_stream(tracked.astype(np.int32), device), to_stream(starts_of(sizes), device), last
+    if not remembered:
+        return sizes, tracked, pile.tables.nothing_known
+    sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
+    return sizes, tracked, _joined(remembered, pile.device)
 
 
 def _count_changes(run: PileChanges, cuts: torch.Tensor) -> torch.Tensor:
@@ -217,61 +247,47 @@ def _joined(tiles: Sequence[TileMemory], device: torch.device) -> torch.Tensor:
 
 
 def begin_remember(
-    piles: Iterable[Pile],
+    pile: Pile,
     locate: Callable[[Pile], PileAddresses],
     memories: DeviceHistory,
     cuts: Mapping[int, int],
     runs: Changes,
     touched: Collection[int],
-    hot: Mapping[Pile, HotWeights],
-) -> Callable[[], DeviceHistory]:
-    """Begin to compute the history after changes of some tiles. Returns a function that waits for it.
+    hot: HotWeights | None = None,
+) -> Callable[[], dict[int, TileMemory]] | None:
+    """Begin to compute what the history has of a pile after changes; return a function that waits for it.
 
-    piles: of all local tiles. cuts: of tiles that were coded with a history, by ordinal. touched: the tiles. hot: hot
-    weights that are already known, used if they have these cuts, and if the history was looked up, which a patch coded
-    without a history does not do.
+    None: nothing of it changes. cuts: of tiles that were coded with a history, by ordinal. touched: the tiles with
+    changes. hot: hot weights that are already known, used if they have these cuts, and if the history was looked up,
+    which a patch coded without a history does not do.
     """
-
-    def find() -> Iterator[HotWeights]:
-        """One pile after the other, to limit memory."""
-        for pile in piles:
-            new = np.array([cuts.get(ordinal, 0) for ordinal in pile.index], np.int64)
-            then = np.where([n in touched for n in pile.index], np.maximum(memories.cuts(pile), new), 0)
-            if not then.any():
-                continue
-            one = hot.get(pile)
-            if one is None or (one.cuts != then).any() or one.remembers != (memories.index > 0):
-                with on(pile.device):
-                    one = find_hot(pile, locate(pile), then, memories)()
-            yield one
-
-    return begin_advance(memories, memories.index + 1, find(), runs)
+    new = np.array([cuts.get(ordinal, 0) for ordinal in pile.index], np.int64)
+    then = np.where([n in touched for n in pile.index], np.maximum(memories.cuts(pile), new), 0)
+    if not then.any():
+        return None
+    if hot is None or (hot.cuts != then).any() or hot.remembers != (memories.index > 0):
+        hot = HotSearch(pile, locate(pile), then, memories).wait()
+    return begin_advance(hot, memories.index + 1, runs)
 
 
-def begin_advance(
-    memories: DeviceHistory, index: int, hot: Iterable[HotWeights], changes: Changes
-) -> Callable[[], DeviceHistory]:
-    """Begin to compute the history after patch `index` of an epoch. Returns a function that waits for it.
-
-    It changes for tiles whose cut is above 0, and stays the same for all others. The cut of a tile in `hot` is that of
-    its history.
-    """
+def advanced(
+    memories: DeviceHistory, later: Iterable[Callable[[], dict[int, TileMemory]]]
+) -> DeviceHistory:
+    """The history after a patch, given functions that wait for what changes; the same stays of all other tiles."""
     done = dict(memories.tiles)
-    before: Callable[[], dict[int, TileMemory]] | None = None
-    for one in hot:
-        if one.cuts.any():
-            with on(one.pile.device):
-                waits = _begin(one, index, [run for run in changes if run.pile is one.pile])
-            done.update(before() if before is not None else {})  # one pile at a time, to limit memory
-            before = waits
-
-    return lambda: DeviceHistory(index, {**done, **(before() if before is not None else {})})
+    for waits in later:
+        done.update(waits())
+    return DeviceHistory(memories.index + 1, done)
 
 
-def _begin(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[int, TileMemory]]:
+def begin_advance(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[int, TileMemory]]:
+    """Begin to compute the history of a pile after patch `index` of an epoch; return a function that waits for it.
+
+    It changes for tiles whose cut is above 0. The cut of a tile in `hot`, which is used up, is that of its history.
+    """
     pile, tables, device = hot.pile, hot.pile.tables, hot.pile.device
     kind = pile.kind
-    later = hot.bitmap.clone()
+    later = hot.bitmap
     changed, down = torch.zeros_like(later), torch.zeros_like(later)
     cuts = to_stream(hot.cuts.astype(np.int32), device)
     for run in changes:
@@ -300,17 +316,17 @@ def _begin(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[i
             content, starts, begins, tables.block_tile, device_keys(device), sums, SPAN=1024
         )
     counted = fetch(starts, sums)
-    return lambda: _by_tile(hot, content, *counted())
+    tiles = hot.cuts  # and not the bitmaps, which are freed
+    return lambda: _by_tile(pile, tiles, content, *counted())
 
 
-def _by_tile(hot: HotWeights, content: torch.Tensor, borders: I64, sums: I64) -> dict[int, TileMemory]:
+def _by_tile(pile: Pile, cuts: I64, content: torch.Tensor, borders: I64, sums: I64) -> dict[int, TileMemory]:
     """Split bytes at the borders of tiles, with their digests."""
-    pile = hot.pile
     totals = as_sums(pile, sums)
     sizes, of_tiles, firsts = np.diff(borders), borders[pile.first_block].tolist(), pile.first_block.tolist()
     out = {}
-    for i in np.flatnonzero(hot.cuts).tolist():
-        ordinal, cut, (begin, end) = pile.tiles[i].ordinal, int(hot.cuts[i]), of_tiles[i : i + 2]
+    for i in np.flatnonzero(cuts).tolist():
+        ordinal, cut, (begin, end) = pile.tiles[i].ordinal, int(cuts[i]), of_tiles[i : i + 2]
         counted = TileHistorySummary(cut, end - begin, totals[ordinal])
         some, bundled = sizes[firsts[i] : firsts[i + 1]], bool(pile.tiles[i].groups)
         out[ordinal] = TileMemory(cut, content, begin, some, counted, bundled)

@@ -41,17 +41,17 @@ def _lanes_of(order, firsts, lanes):
 
 @triton.jit
 def _encode_round(
-    x, at, change, take, symbol, share, steps, listed, stream, bit, group, lower, WIDE: tl.constexpr
+    x, at, change, take, share, changed, raw, any_raw, steps, stream, bit, group, lower, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Code one decision of each active lane; words are written before `at`, and the steps are those before `change`."""
+    """Code one decision of each active lane; words are written before `at`, and the steps are those before `change`.
+
+    changed: the lanes with a change. raw: how many bits of its step each lane writes, and any_raw: the most.
+    """
     pair = share.to(tl.uint32)
     begin, frequency = pair & 0xFFFF, pair >> 16
-    changed = ballot(symbol > 0, bit)
     change -= popcount(changed & group)
     y = x
-    t = (symbol - 1) >> 1
-    raw = tl.where((symbol > 0) & (t >= DIRECT) & (t < listed), t - (DIRECT - 3), 0).to(tl.uint32)
-    if tl.max(raw.to(tl.int32)) > 0:
+    if any_raw > 0:
         one = tl.full([32], 1, tl.uint64)
         extra = tl.load(steps + (change + popcount(changed & lower)), mask=raw > 0, other=0)
         extra &= ((one << raw.to(tl.uint64)) - 1).to(tl.uint32)  # without the highest bit, which is in the symbol
@@ -104,9 +104,10 @@ def encode(
 ):  # fmt: skip
     """Code each block from its end, a round of lanes at a time; its words end where the next block's buffer begins.
 
-    Data for the next four rounds is prefetched while four are coded. steps: the step of each change; those whose size
-    class is `listed` or higher have no raw bits. shares: see `tables.shares`. sizes: how many words a block has; where
-    that is more than its buffer has, nothing outside is written.
+    While four rounds are coded, the shares of the next four are fetched, and the decisions of the four after these: a
+    round waits for no memory. steps: the step of each change; those whose size class is `listed` or higher have no raw
+    bits. shares: see `tables.shares`. sizes: how many words a block has; where that is more than its buffer has,
+    nothing outside is written.
     """
     b, lane, some, n, group, lower = _lanes_of(order, firsts, lanes)
     bit = tl.arange(0, 32).to(tl.uint32)
@@ -129,27 +130,45 @@ def encode(
     s1, r1 = _decision(symbols, rows, j - n, total)
     s2, r2 = _decision(symbols, rows, j - 2 * n, total)
     s3, r3 = _decision(symbols, rows, j - 3 * n, total)
+    n0, m0 = _decision(symbols, rows, j - 4 * n, total)
+    n1, m1 = _decision(symbols, rows, j - 5 * n, total)
+    n2, m2 = _decision(symbols, rows, j - 6 * n, total)
+    n3, m3 = _decision(symbols, rows, j - 7 * n, total)
+    p0, p1 = _share(shares, s0, r0, j, total, BITS), _share(shares, s1, r1, j - n, total, BITS)
+    p2, p3 = _share(shares, s2, r2, j - 2 * n, total, BITS), _share(shares, s3, r3, j - 3 * n, total, BITS)
     for _ in range((tl.max(rounds) + 3) // 4):
         t0, t1, t2, t3 = (j >= 0) & (j < total), j >= n, j >= 2 * n, j >= 3 * n
-        p0, p1 = _share(shares, s0, r0, t0, BITS), _share(shares, s1, r1, t1, BITS)
-        p2, p3 = _share(shares, s2, r2, t2, BITS), _share(shares, s3, r3, t3, BITS)
+        c0, c1, c2, c3 = ballot(s0 > 0, bit), ballot(s1 > 0, bit), ballot(s2 > 0, bit), ballot(s3 > 0, bit)
+        w0, w1, w2, w3 = _raw_bits(s0, listed), _raw_bits(s1, listed), _raw_bits(s2, listed), _raw_bits(s3, listed)
+        a0, a1 = tl.max(w0.to(tl.int32)), tl.max(w1.to(tl.int32))
+        a2, a3 = tl.max(w2.to(tl.int32)), tl.max(w3.to(tl.int32))
         later = j - 4 * n
-        n0, m0 = _decision(symbols, rows, later, total)
-        n1, m1 = _decision(symbols, rows, later - n, total)
-        n2, m2 = _decision(symbols, rows, later - 2 * n, total)
-        n3, m3 = _decision(symbols, rows, later - 3 * n, total)
-        x, at, change = _encode_round(x, at, change, t0, s0, p0, steps, listed, stream, bit, group, lower, WIDE)
-        x, at, change = _encode_round(x, at, change, t1, s1, p1, steps, listed, stream, bit, group, lower, WIDE)
-        x, at, change = _encode_round(x, at, change, t2, s2, p2, steps, listed, stream, bit, group, lower, WIDE)
-        x, at, change = _encode_round(x, at, change, t3, s3, p3, steps, listed, stream, bit, group, lower, WIDE)
+        q0, q1 = _share(shares, n0, m0, later, total, BITS), _share(shares, n1, m1, later - n, total, BITS)
+        q2, q3 = _share(shares, n2, m2, later - 2 * n, total, BITS), _share(shares, n3, m3, later - 3 * n, total, BITS)
+        s0, s1, s2, s3 = n0, n1, n2, n3
+        n0, m0 = _decision(symbols, rows, j - 8 * n, total)
+        n1, m1 = _decision(symbols, rows, j - 9 * n, total)
+        n2, m2 = _decision(symbols, rows, j - 10 * n, total)
+        n3, m3 = _decision(symbols, rows, j - 11 * n, total)
+        x, at, change = _encode_round(x, at, change, t0, p0, c0, w0, a0, steps, stream, bit, group, lower, WIDE)
+        x, at, change = _encode_round(x, at, change, t1, p1, c1, w1, a1, steps, stream, bit, group, lower, WIDE)
+        x, at, change = _encode_round(x, at, change, t2, p2, c2, w2, a2, steps, stream, bit, group, lower, WIDE)
+        x, at, change = _encode_round(x, at, change, t3, p3, c3, w3, a3, steps, stream, bit, group, lower, WIDE)
         j = later
-        s0, r0, s1, r1, s2, r2, s3, r3 = n0, m0, n1, m1, n2, m2, n3, m3
+        p0, p1, p2, p3 = q0, q1, q2, q3
     at -= 2 * n
     place = at + 2 * lane
     mine = some & (place >= 0)
     tl.store(stream + place, (x & 0xFFFF).to(tl.uint16), mask=mine)
     tl.store(stream + place + 1, (x >> 16).to(tl.uint16), mask=mine)
     tl.store(sizes + b, (room - at).to(tl.int64), mask=some & (lane == 0))
+
+
+@triton.jit
+def _raw_bits(symbol, listed):
+    """How many bits of its step a symbol leaves to be written, 0 where there is no change."""
+    t = (symbol - 1) >> 1
+    return tl.where((symbol > 0) & (t >= DIRECT) & (t < listed), t - (DIRECT - 3), 0).to(tl.uint32)
 
 
 @triton.jit
@@ -161,9 +180,9 @@ def _decision(symbols, rows, j, total):
 
 
 @triton.jit
-def _share(shares, symbol, row, take, BITS: tl.constexpr):
-    """The share of a symbol: where it begins, how wide it is, and its reciprocal."""
-    return tl.load(shares + ((row << BITS) + symbol), mask=take, other=1 << 16)
+def _share(shares, symbol, row, j, total, BITS: tl.constexpr):
+    """The share of a decision's symbol: where it begins, how wide it is, and its reciprocal."""
+    return tl.load(shares + ((row << BITS) + symbol), mask=(j >= 0) & (j < total), other=1 << 16)
 
 
 @triton.jit
@@ -186,7 +205,8 @@ def _decode_round(
 ):  # fmt: skip
     """Decode one decision of each lane that has one left; a block with a fault has none left.
 
-    first: the first four entries of the row, which are enough for almost all decisions.
+    first: the first four entries of the row, which are enough for almost all decisions. What follows from them is
+    computed in any case, so that a round waits for the stream alone, and again where they are not enough.
     """
     take = j < total
     slot = (x & (TOTAL - 1)).to(tl.int32)
@@ -194,15 +214,23 @@ def _decode_round(
     stop1 = ((first >> 32) & 0xFFFF).to(tl.int32)
     stop2 = (first >> 48).to(tl.int32)
     moves, twice = slot >= stop0, slot >= stop1
+    far = (take & (slot >= stop2)).to(tl.int32)
+    any_far = tl.max(far)
     symbol = moves.to(tl.int32) + twice.to(tl.int32)
     begin = tl.where(twice, stop1, tl.where(moves, stop0, 0))
     stop = tl.where(twice, stop2, tl.where(moves, stop1, stop0))
-    far = (take & (slot >= stop2)).to(tl.int32)
+    y = (stop - begin).to(tl.uint32) * (x >> P) + (slot - begin).to(tl.uint32)
+    has = take & (y < LOW)
+    need = ballot(has, bit)
+    mine = at + popcount(need & lower)
+    word = tl.load(stream + mine, mask=has & (mine < end), other=0).to(tl.uint32)
     change = take & moves
     changed = ballot(change, bit)
     place = out + popcount(changed & lower)
     keep = change & (place < out_end)
-    if tl.max(far) > 0:
+    refilled = tl.where(take, tl.where(has, (y << 16) | word, y), x)
+    after = at + popcount(need & group)
+    if any_far > 0:
         row = table + ((decision & ROW) << BITS)
         search = far
         while tl.max(search) > 0:
@@ -217,17 +245,17 @@ def _decode_round(
         low = tl.minimum(raw, 16)
         has0 = take & (y < LOW)
         # the number of words that each lane needs is known before any is read
-        refilled = tl.where(has0, y << 16, y) >> low
-        has1 = (raw > 0) & (refilled < LOW)
+        filled = tl.where(has0, y << 16, y) >> low
+        has1 = (raw > 0) & (filled < LOW)
         need0, need1 = ballot(has0, bit), ballot(has1, bit)
         mine = at + popcount(need0 & lower) + popcount(need1 & lower)
-        at += popcount(need0 & group) + popcount(need1 & group)
+        after = at + popcount(need0 & group) + popcount(need1 & group)
         if WIDE:
-            refilled = tl.where(has1, refilled << 16, refilled)
-            has2 = (raw > 16) & ((refilled >> (raw - low)) < LOW)
+            filled = tl.where(has1, filled << 16, filled)
+            has2 = (raw > 16) & ((filled >> (raw - low)) < LOW)
             need2 = ballot(has2, bit)
             mine += popcount(need2 & lower)
-            at += popcount(need2 & group)
+            after += popcount(need2 & group)
         one = tl.full([32], 1, tl.uint32)
         y = tl.where(has0, (y << 16) | tl.load(stream + mine, mask=has0 & (mine < end), other=0).to(tl.uint32), y)
         mine += has0.to(tl.int32)
@@ -241,40 +269,36 @@ def _decode_round(
             y = y >> high
             word = tl.load(stream + mine, mask=has2 & (mine < end), other=0).to(tl.uint32)
             y = tl.where(has2, (y << 16) | word, y)
-        x = tl.where(take, y, x)
+        refilled = tl.where(take, y, x)
         tl.store(extras + place, extra, mask=keep & (raw > 0))
-    else:
-        y = (stop - begin).to(tl.uint32) * (x >> P) + (slot - begin).to(tl.uint32)
-        has = take & (y < LOW)
-        need = ballot(has, bit)
-        mine = at + popcount(need & lower)
-        word = tl.load(stream + mine, mask=has & (mine < end), other=0).to(tl.uint32)
-        x = tl.where(take, tl.where(has, (y << 16) | word, y), x)
-        at += popcount(need & group)
     named = ((symbol - 1) ^ (decision >> 15)) + 1
     tl.store(changes + place, (j + named * PLACES).to(tl.uint32), mask=keep)
     out += popcount(changed & group)
-    total = tl.where((at > end) | (out > out_end) | (lost != 0), 0, total)
-    return x, at, out, total, lost
+    total = tl.where((after > end) | (out > out_end) | (lost != 0), 0, total)
+    return refilled, after, out, total, lost
 
 
 @triton.jit(do_not_specialize=["symbol_count", "listed"])
 def decode(
-    order, firsts, lanes, stream, starts, hot_starts, hot_ends, rows, table, quads, symbol_count, listed, out_starts,
+    order, firsts, lanes, numbers, stream, starts, rooms, found, rows, table, quads, symbol_count, listed, out_starts,
     changes, extras, faults, BITS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Decode the blocks, a round of lanes at a time: for each change its decision and symbol, and its extra bits.
 
-    Symbols whose size class is `listed` or higher have no extra bits. quads: the table, four entries in a word. Data
-    for the next four rounds is prefetched while four are decoded. Never reads or writes out of bounds, whatever the
-    stream contains. faults: 0, or the fault (see `spec.FAULTS`).
+    numbers: of the blocks in their pile, whose lists of decisions begin at `rooms`; found: for each of these, how many
+    decisions it has, and another number. Symbols whose size class is `listed` or higher have no extra bits. quads: the table,
+    four entries in a word. While four rounds are decoded, the entries for the next four are fetched, and the rows of
+    the four after these. Never reads or writes out of bounds, whatever the stream contains. faults: 0, or the fault
+    (see `spec.FAULTS`).
     """
     b, lane, some, n, group, lower = _lanes_of(order, firsts, lanes)
     bit = tl.arange(0, 32).to(tl.uint32)
     begin = tl.load(starts + b, mask=some, other=0)
     end = (tl.load(starts + b + 1, mask=some, other=0) - begin).to(tl.int32)
-    hot = tl.load(hot_starts + b, mask=some, other=0)
-    decisions = (tl.load(hot_ends + b, mask=some, other=0) - hot).to(tl.int32)
+    number = tl.load(numbers + b, mask=some, other=0)
+    hot = tl.load(rooms + number, mask=some, other=0)
+    room = tl.load(rooms + number + 1, mask=some, other=0) - hot
+    decisions = tl.minimum(tl.load(found + 2 * number, mask=some, other=0), room).to(tl.int32)
     first_out = tl.load(out_starts + b, mask=some, other=0)
     out_end = (tl.load(out_starts + b + 1, mask=some, other=0) - first_out).to(tl.int32)
     stream += begin
@@ -292,12 +316,16 @@ def decode(
     j = lane
     d0, d1 = _row(rows, j, total), _row(rows, j + n, total)
     d2, d3 = _row(rows, j + 2 * n, total), _row(rows, j + 3 * n, total)
+    n0, n1 = _row(rows, j + 4 * n, total), _row(rows, j + 5 * n, total)
+    n2, n3 = _row(rows, j + 6 * n, total), _row(rows, j + 7 * n, total)
+    f0, f1 = _first(quads, d0, j < total, BITS), _first(quads, d1, j + n < total, BITS)
+    f2, f3 = _first(quads, d2, j + 2 * n < total, BITS), _first(quads, d3, j + 3 * n < total, BITS)
     for _ in range((tl.max(total) + 4 * n - 1) // (4 * n)):
-        f0, f1 = _first(quads, d0, j < total, BITS), _first(quads, d1, j + n < total, BITS)
-        f2, f3 = _first(quads, d2, j + 2 * n < total, BITS), _first(quads, d3, j + 3 * n < total, BITS)
         later = j + 4 * n
-        n0, n1 = _row(rows, later, total), _row(rows, later + n, total)
-        n2, n3 = _row(rows, later + 2 * n, total), _row(rows, later + 3 * n, total)
+        g0, g1 = _first(quads, n0, later < total, BITS), _first(quads, n1, later + n < total, BITS)
+        g2, g3 = _first(quads, n2, later + 2 * n < total, BITS), _first(quads, n3, later + 3 * n < total, BITS)
+        m0, m1 = _row(rows, j + 8 * n, total), _row(rows, j + 9 * n, total)
+        m2, m3 = _row(rows, j + 10 * n, total), _row(rows, j + 11 * n, total)
         x, at, out, total, lost = _decode_round(
             x, at, out, total, lost, j, d0, f0, stream, end, table, symbol_count, listed, out_end, changes, extras,
             bit, group, lower, BITS, WIDE,
@@ -314,7 +342,8 @@ def decode(
             x, at, out, total, lost, j + 3 * n, d3, f3, stream, end, table, symbol_count, listed, out_end, changes,
             extras, bit, group, lower, BITS, WIDE,
         )  # fmt: skip
-        d0, d1, d2, d3 = n0, n1, n2, n3
+        d0, d1, d2, d3, f0, f1, f2, f3 = n0, n1, n2, n3, g0, g1, g2, g3
+        n0, n1, n2, n3 = m0, m1, m2, m3
         j = later
     unfinished = (ballot(on & (x != LOW), bit) & group) != 0
     fault = tl.where(out != out_end, OTHER_COUNT, tl.where((at != end) | unfinished, STREAM_TOO_LONG, 0))

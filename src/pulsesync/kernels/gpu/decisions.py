@@ -5,14 +5,19 @@ import triton.language as tl
 
 from pulsesync.kernels.gpu.words import (
     CHUNK,
+    COLD_HALF_CIRCLE,
     DIRECT,
+    HOT_AMONG_COLD,
     PLACES,
     ROW,
     ROWS,
     STEP_TOO_LONG,
+    find_last,
     load_bits,
+    ordered,
     popcount,
     prefix,
+    select_bit,
     step_of,
 )
 
@@ -91,7 +96,6 @@ def _moved(old, symbol, extra, ITEM: tl.constexpr):
     The extra bits of a symbol whose size the table lists are that size.
     """
     sign: tl.constexpr = 1 << (8 * ITEM - 1)
-    full: tl.constexpr = 2 * sign - 1
     longest: tl.constexpr = DIRECT + 8 * ITEM - 4
     t = (symbol - 1) >> 1
     one = tl.full(t.shape, 1, tl.int64)
@@ -102,38 +106,83 @@ def _moved(old, symbol, extra, ITEM: tl.constexpr):
     size = tl.where(t > longest, extra.to(tl.int64), size)
     down = ((symbol - 1) & 1) != 0
     wrong = (t == longest) & ((extra != 0) | (down == ((old & sign) != 0)))
-    wide = old.to(tl.int64)
-    key = ((wide ^ tl.where((wide & sign) != 0, full, sign)) + tl.where(down, -size, size)) & full
-    return key ^ tl.where((key & sign) != 0, sign, full), wrong
+    return _stepped(old, tl.where(down, -size, size), ITEM), wrong
+
+
+@triton.jit
+def _stepped(old, step, ITEM: tl.constexpr):
+    """Weights after steps, each less than the circle."""
+    sign: tl.constexpr = 1 << (8 * ITEM - 1)
+    full: tl.constexpr = 2 * sign - 1
+    key = (ordered(old, ITEM).to(tl.int64) + step) & full
+    return key ^ tl.where((key & sign) != 0, sign, full)
 
 
 @triton.jit
 def land(
-    old_at, hot_starts, places, out_starts, changes, extras, sizes, positions, before, after, faults,
-    ITEM: tl.constexpr, SPAN: tl.constexpr,
+    old_at, numbers, first_chunk, hot_map, ranks, hot_at, rooms, out_starts, changes, extras, sizes, positions, before,
+    after, faults, ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """From decoded decisions to changes: position in the block, old bits, new bits. Blocks with a fault are left out.
 
-    sizes: the step sizes that the table lists.
+    A decision becomes a position by the marks of hot weights: its chunk, its word and its bit are searched for.
+    numbers: of the blocks, of which `rooms` says where the list of decisions begins. sizes: the step sizes that the
+    table lists.
     """
     listed: tl.constexpr = DIRECT + 8 * ITEM - 3  # the size class of the first of them
-    b = tl.program_id(0)
-    at, hot = tl.load(old_at + b), tl.load(hot_starts + b)
-    begin, end = tl.load(out_starts + b), tl.load(out_starts + b + 1)
-    end = tl.where(tl.load(faults + b) == 0, end, begin)
-    for k in range(begin + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
-        j = k + tl.arange(0, SPAN)
+    k = tl.program_id(0)
+    b = tl.load(numbers + k)
+    at, hot = tl.load(old_at + b), tl.load(rooms + b)
+    first = tl.load(first_chunk + b)
+    chunks = tl.load(first_chunk + b + 1) - first
+    begin, end = tl.load(out_starts + k), tl.load(out_starts + k + 1)
+    end = tl.where(tl.load(faults + k) == 0, end, begin)
+    for from_ in range(begin + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
+        j = from_ + tl.arange(0, SPAN)
         some = j < end
         change = tl.load(changes + j, mask=some, other=PLACES)
-        decision, symbol = change % PLACES, (change // PLACES).to(tl.int32)
-        i = tl.load(places + hot + decision.to(tl.int64), mask=some, other=0)
+        decision, symbol = hot + (change % PLACES).to(tl.int64), (change // PLACES).to(tl.int32)
+        chunk = find_last(hot_at, first, chunks, decision, 1)
+        rank = (decision - tl.load(hot_at + chunk)).to(tl.int32)
+        word = find_last(ranks, chunk * ROWS, tl.full([], ROWS, tl.int32), rank, 1)
+        bit = select_bit(tl.load(hot_map + word), rank - tl.load(ranks + word).to(tl.int32))
+        i = ((chunk - first) * CHUNK + (word - chunk * ROWS) * 32).to(tl.int32) + bit
         old = load_bits(at, i.to(tl.int64), some, ITEM)
         t = (symbol - 1) >> 1
         extra = tl.load(extras + j, mask=some & (t >= DIRECT) & (t < listed), other=0)
         extra += tl.load(sizes + t - listed, mask=some & (t >= listed), other=0)
         new, wrong = _moved(old, symbol, extra, ITEM)
-        tl.store(positions + j, i, mask=some)
+        tl.store(positions + j, i.to(tl.uint32), mask=some)
         tl.store(before + j, old, mask=some)
         tl.store(after + j, new, mask=some)
         if tl.sum((wrong & some).to(tl.int32)) > 0:
-            tl.store(faults + b, STEP_TOO_LONG)
+            tl.store(faults + k, STEP_TOO_LONG)
+
+
+@triton.jit
+def step_cold(
+    old_at, block_tile, cuts, change_starts, positions, steps, before, after, faults,
+    ITEM: tl.constexpr, SHIFT: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """From the positions and steps of cold changes to their old and new bits.
+
+    faults: of two kinds, each in its place: a weight is below the cut, or moves by half the circle in the wrong
+    direction.
+    """
+    sign: tl.constexpr = 1 << (8 * ITEM - 1)
+    b = tl.program_id(0)
+    at, least = tl.load(old_at + b), tl.load(cuts + tl.load(block_tile + b)).to(tl.int64) << SHIFT
+    end = tl.load(change_starts + b + 1)
+    for k in range(tl.load(change_starts + b), end, SPAN):
+        j = k + tl.arange(0, SPAN)
+        some = j < end
+        old = load_bits(at, tl.load(positions + j, mask=some, other=0).to(tl.int64), some, ITEM)
+        step = tl.load(steps + j, mask=some, other=1)
+        hot = (old & (sign - 1)).to(tl.int64) < least
+        half = (tl.abs(step) == sign) & ((step < 0) == ((old & sign) != 0))
+        tl.store(before + j, old, mask=some)
+        tl.store(after + j, _stepped(old, step, ITEM), mask=some)
+        if tl.sum((some & hot).to(tl.int32)) > 0:
+            tl.store(faults, HOT_AMONG_COLD)
+        if tl.sum((some & half).to(tl.int32)) > 0:
+            tl.store(faults + 1, COLD_HALF_CIRCLE)

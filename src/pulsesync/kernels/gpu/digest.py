@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-from pulsesync.kernels.gpu.words import CHUNK, CHUNK_BITS, FIRST_SEED, INTERPRETED, SECOND_SEED, load_bits, store_bits
+from pulsesync.kernels.gpu.words import (
+    CHUNK,
+    CHUNK_BITS,
+    FIRST_SEED,
+    INTERPRETED,
+    SECOND_SEED,
+    find_last,
+    load_bits,
+    store_bits,
+)
 
 UNROLL = tl.constexpr(8)  # pieces of chunks that are loaded together
 
@@ -83,20 +92,6 @@ def scatter_pieces(
         store_bits(at, _flat(0, j, 0, columns, stride), bits, j < size, ITEM)
 
 
-@triton.jit
-def _find_piece(begins, first, count, i, STRIDE: tl.constexpr):
-    """The piece that contains weight i, among `count` pieces from `first` on, by binary search.
-
-    begins: where each begins, STRIDE numbers apart.
-    """
-    piece = tl.zeros_like(i) + first
-    while count > 1:
-        half = count // 2
-        piece = tl.where(tl.load(begins + (piece + half) * STRIDE) <= i, piece + half, piece)
-        count -= half
-    return piece
-
-
 @triton.jit(do_not_specialize=["first"])
 def apply_pieces(
     first, block_begins, first_piece, last_piece, piece_begins, piece_at, piece_columns, piece_strides, change_starts,
@@ -114,7 +109,7 @@ def apply_pieces(
         j = k + tl.arange(0, SPAN)
         some = j < end
         i = begin + tl.load(positions + j, mask=some, other=0).to(tl.int64)
-        piece = _find_piece(piece_begins, low, high - low, i, 1)
+        piece = find_last(piece_begins, low, high - low, i, 1)
         inside = i - tl.load(piece_begins + piece, mask=some, other=0)
         columns = tl.load(piece_columns + piece, mask=some, other=1)
         stride = tl.load(piece_strides + piece, mask=some, other=0)
@@ -155,7 +150,7 @@ def _chunk_key(chunk, which):
 def _add_digest_changes(first, second, p, old, new, some, pieces, first_piece, count, apart, keys, ITEM: tl.constexpr):
     """Add to sums how changes change the digest, given their positions in their tile."""
     per: tl.constexpr = (ITEM + 1) // 2
-    row = pieces + 5 * _find_piece(pieces, first_piece, count, p, 5)
+    row = pieces + 5 * find_last(pieces, first_piece, count, p, 5)
     i = p - tl.load(row)
     if apart != 0:
         columns, stride = tl.load(row + 2), tl.load(row + 3)

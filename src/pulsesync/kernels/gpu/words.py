@@ -24,6 +24,8 @@ NO_TABLE = tl.constexpr(spec.NO_TABLE)
 OTHER_COUNT = tl.constexpr(spec.OTHER_COUNT)
 STREAM_TOO_LONG = tl.constexpr(spec.STREAM_TOO_LONG)
 STEP_TOO_LONG = tl.constexpr(spec.STEP_TOO_LONG)
+HOT_AMONG_COLD = tl.constexpr(spec.HOT_AMONG_COLD)
+COLD_HALF_CIRCLE = tl.constexpr(spec.COLD_HALF_CIRCLE)
 FIRST_SEED = tl.constexpr(spec.DIGEST_SEEDS[0])
 SECOND_SEED = tl.constexpr(spec.DIGEST_SEEDS[1])
 
@@ -54,8 +56,43 @@ def prefix(counts):
 
 @triton.jit
 def ballot(flags, lane):
-    """Which of 32 lanes have a flag, as one word."""
-    return tl.sum(flags.to(tl.uint32) << lane)
+    """Which of 32 lanes have a flag, as one word for each lane. Only in programs of one warp, one lane a thread."""
+    if INTERPRETED:
+        return tl.zeros([32], tl.uint32) + tl.sum((flags != 0).to(tl.uint32) << lane)
+    else:  # a vote takes a third of the time of a sum; it is not pure, so that no branch may contain it alone
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
+            "=r,r", [flags.to(tl.uint32)], dtype=tl.uint32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def select_bit(words, rank):
+    """The place of the set bit of words of 32 bits before which there are `rank` others."""
+    place = tl.zeros_like(rank)
+    half = 16
+    while half > 0:
+        below = popcount(words & ((1 << half) - 1))
+        above = rank >= below
+        rank -= tl.where(above, below, 0)
+        words = tl.where(above, words >> half, words)
+        place += tl.where(above, half, 0)
+        half //= 2
+    return place
+
+
+@triton.jit
+def find_last(begins, first, count, i, STRIDE: tl.constexpr):
+    """The last of `count` numbers from number `first` on that is at most i, by binary search; the first always is.
+
+    begins: the numbers in ascending order, STRIDE apart.
+    """
+    found = tl.zeros_like(i) + first
+    while count > 1:
+        half = count // 2
+        found = tl.where(tl.load(begins + (found + half) * STRIDE) <= i, found + half, found)
+        count -= half
+    return found
 
 
 @triton.jit
