@@ -11,11 +11,10 @@ import torch
 
 from pulsesync.device import encode, streamed
 from pulsesync.format.epochs import EPOCH_PATCHES
-from pulsesync.kernels import cuda
 from pulsesync.kernels.spec import SAMPLE_PERIOD, SAMPLE_RUN
 from pulsesync.publish.baseline import Keep
 from pulsesync.store import MemoryStore
-from tests.device.launches import OF_RUNS, Compiled, counted, key_of
+from tests.device.launches import OF_RUNS, Compiled, counted
 from tests.device.test_baseline import Model, equal, on
 from tests.publishers import Publisher
 from tests.readers import Subscriber
@@ -146,12 +145,6 @@ def test_a_comparison_in_pieces_compiles_nothing_after_the_third_version(
             trainer.train_()
 
         assert late(make, 7, compiled) == []
-
-
-def test_a_count_that_outgrows_32_bits_needs_no_other_kernel() -> None:
-    rows, counts = (torch.zeros(4, dtype=dtype) for dtype in (torch.uint16, torch.int64))
-    keys = {key_of(cuda.gather, counts, total, rows, ITEM=2, SPAN=1024) for total in (1, 16, 17, 1 << 31)}
-    assert len(keys) == 1
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from pulsesync.format.history import History
 from pulsesync.format.tables import Contexts
 from pulsesync.kernels import spec
 from tests.device.launches import counted
-from tests.device.pairs import Pair, place, small, to_flats, trained
+from tests.device.pairs import Pair, small, to_flats, trained
 
 SPECS = (TensorSpec("a", "BF16", (10, 8), row_cuts=(5,)), TensorSpec("b", "F32", (40,)))
 
@@ -32,9 +32,9 @@ def pair(device: str) -> Pair:
     return pair
 
 
-def test_a_history_comes_back_as_it_went(pair: Pair, device: str) -> None:
+def test_a_history_comes_back_as_it_went(pair: Pair) -> None:
     history = pair.writer.history
-    there = DeviceHistory.of(history, place(device))
+    there = DeviceHistory.of(history, pair.backend.piles)
     assert there.digest() == history.digest()
     assert there.to_bytes() == history.to_bytes()
     assert all(there.cut(n) == history.cut(n) for n in range(4))
@@ -46,8 +46,8 @@ def test_the_history_of_a_state_is_that_of_the_host(pair: Pair) -> None:
     assert ours.to_bytes() == theirs.to_bytes()
 
 
-def test_an_empty_history_is_like_none(device: str) -> None:
-    assert DeviceHistory.of(History(), place(device)) == DeviceHistory()
+def test_an_empty_history_is_like_none(pair: Pair) -> None:
+    assert DeviceHistory.of(History(), pair.backend.piles) == DeviceHistory()
     assert DeviceHistory().to_bytes() == History().to_bytes()
 
 

@@ -191,7 +191,5 @@ def test_single_weights_are_fetched(device: str) -> None:
     bits = [random_bits(rng, np.uint32, (size,)) for size in (40, 50)]
     pile = pile_of("F32", [40, 50], device)
     where = np.array([3, 39, 0, 49], np.int32)
-    wait, there = fetch_weights(BlockPlaces.of(pile, np.array([2, 2]), where), locate(pile, bits))
-    found = wait()
-    assert there.tolist() == found.view(np.int32).tolist()
+    found = fetch_weights(BlockPlaces.of(pile, np.array([2, 2]), where), locate(pile, bits))()
     assert found.tolist() == [bits[0][3], bits[0][39], bits[1][0], bits[1][49]]

@@ -12,15 +12,15 @@ pytest.importorskip("triton", reason="the GPU kernels are NOT tested: triton can
 
 import torch
 
-from pulsesync.core.types import DTYPES, Bits, Remembered, Sum
+from pulsesync.core.types import DTYPES, Bits, Remembered
 from pulsesync.device import encode as encoding
 from pulsesync.device.changes import PileChanges, find_changes
 from pulsesync.device.memory import starts_of, to_device, to_host, unsigned, warps_of
 from pulsesync.device.pile import PileAddresses
-from pulsesync.device.tracked import DeviceHistory, HotSearch, HotWeights, TileMemory, advanced, begin_advance
+from pulsesync.device.tracked import DeviceHistory, HotSearch, HotWeights, PileMemory, advanced, begin_advance
 from pulsesync.errors import VerificationError
 from pulsesync.format import tables
-from pulsesync.format.history import History, TileHistory, TileHistorySummary
+from pulsesync.format.history import History, TileHistory
 from pulsesync.kernels import cuda, reference, spec
 from pulsesync.kernels.records import CodedSpan, Decisions, DecoderTable, EncoderTable, SpanHistory
 from tests.device import interpreter
@@ -132,18 +132,19 @@ class Case:
 
     @cached_property
     def memories(self) -> DeviceHistory:
-        tiles = {}
-        for tile, last in zip(self.pile.tiles, self.last, strict=True):
-            counted = TileHistorySummary(self.tracked, last.size, Sum(0, 0))  # not looked at here
-            content = to_device(last, self.pile.device)
-            tiles[tile.ordinal] = TileMemory(self.tracked, content, 0, np.array([last.size]), counted)
-        return DeviceHistory(max(0, self.index - 1), tiles if self.index else {})
+        sizes, cuts = np.array([last.size for last in self.last]), np.full(len(self.sizes), self.tracked)
+        content = to_device(np.concatenate(self.last), self.pile.device)
+        sums = np.zeros((len(self.sizes), 2), np.uint64)  # not looked at here
+        memory = PileMemory(self.pile, cuts, sizes, content, sums)
+        return DeviceHistory(max(0, self.index - 1), (memory,) if self.index else ())
 
     @cached_property
     def hot(self) -> HotWeights:
         cuts = np.full(len(self.sizes), self.cut)
         rooms = np.array([3, *self.sizes[1:]])  # too little for the first, so that all are listed again
-        return HotSearch(self.pile, self.weights, cuts, self.memories, self.found, rooms, self.contexts, ranks=True).wait()
+        return HotSearch(
+            self.pile, self.weights, cuts, self.memories, self.found, rooms, self.contexts, ranks=True
+        ).wait()
 
     @property
     def borders(self) -> list[tuple[int, int]]:
@@ -296,8 +297,10 @@ def test_symbols_are_counted_by_context(dtype: str, index: int, device: str) -> 
     c = case(dtype, index, device)
     blocks = encoding._BlockCounts(c.hot.changes, np.ones_like(c.hot.counts), c.hot.counts)
     plan = encoding._StreamPlan.of(blocks, c.hot.borders, c.pile.device)
-    by_row, in_copies = to_host(encoding._count_rows(c.hot.listed.rows, plan, c.contexts), c.decisions[4])
-    counts = encoding._with_unchanged(by_row, in_copies.sum(axis=0), c.contexts)
+    in_copies = c.decisions[4].clone()
+    encoding._count_rows(c.hot.listed.rows, plan, c.contexts, in_copies)
+    by_symbol = to_host(in_copies.sum(dim=0, dtype=torch.int64))[0]
+    counts = encoding._with_unchanged(by_symbol[:, 0], by_symbol, c.contexts)
     assert np.array_equal(counts.reshape(c.counts.shape), c.counts)
 
 
@@ -537,12 +540,14 @@ def test_the_history_afterwards_is_that_of_the_reference(dtype: str, index: int,
     c = case(dtype, index, device)
     hot = replace(c.hot, listed=c.hot.listed._replace(bitmap=c.hot.bitmap.clone()))  # which is used up
     later = advanced(c.memories, [begin_advance(hot, index, [c.found])])
+    content = to_host(later.memories[0].content)[0]
+    borders = later.memories[0].borders.tolist()
     expected = {}
     for tile, old, new, last in zip(c.pile.tiles, c.old, c.new, c.last, strict=True):
         where, _, after = reference.changed(old, new)
         bits = reference.advance_history(old, c.shift, c.tracked, c.cut, last, where, after, index)
         expected[tile.ordinal] = TileHistory(c.cut, (Remembered.alone(bits),))
-        assert np.array_equal(to_host(later.tiles[tile.ordinal].content)[0], bits)
+        assert np.array_equal(content[slice(*borders[tile.ordinal : tile.ordinal + 2])], bits)
     assert later.digest() == History(index, expected).digest()
     assert later.to_bytes() == History(index, expected).to_bytes()
 

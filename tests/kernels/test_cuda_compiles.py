@@ -18,20 +18,19 @@ ARGUMENTS = {
     "collect": "*i64 *i64 *i32 *i64 *u32 *i64 *u32 bits bits",
     "count_classes": "bits *i64 *i64 *i64 *i32 *i64 *i64",
     "count_hot_changes": "*i32 *i32 *i64 *i64 *u32 bits *i32",
-    "list_hot": "*i64 *i64 *i32 *i64 *i32 *i32 *i32 *i64 *i64 *u8 *u32 *u32 *u16 *i32 *i64 *i64 *u16 *i64 i32 i32 i32",
+    "list_hot": "*i64 *i64 *i64 *i32 *i32 *i32 *i64 *i64 *u8 *u32 *u32 *u16 *i64 *i64 *i64 *u16 *i64 i32 i32 i32 i32",
     "decide": "*i32 *i64 *u32 *i64 *u32 bits bits *i64 *i64 *u16 *u8 *u32 *i64 *i64 *i32 i32 i32 *i32 i32",
-    "count_rows": "*u16 *i64 *i64 *i64",
+    "count_rows": "*u16 *i64 *i64 *i32 i32 i32 i32",
     "encode": "*i32 *i32 *i32 *u16 *u8 *u32 *i64 *i64 *i64 *u64 i32 *i64 *u16 *i64",
     "pack": "*u16 *i64 *i64 *i64 *u8",
     "decode": "*i32 *i32 *i32 *i64 *u16 *i64 *i64 *i64 *u16 *u16 *u64 i32 i32 *i64 *u32 *u32 *i32",
     "land": "*i64 *i64 *i64 *u32 *u16 *i64 *i64 *i64 *u32 *u32 *u32 *u32 bits bits *i32",
-    "step_cold": "*i64 *i32 *i32 *i64 *u32 *i64 bits bits *i32",
+    "step_at": "*i64 *i32 *i32 *i64 *u32 *i64 bits bits *i32",
     "mark_later": "*i32 *i32 *i64 *i64 *u32 bits bits *u32 *u32 *u32",
     "count_marks": "*u32 *i32 i32",
     "remember": "*u32 *u32 *u32 *u32 *i64 *i64 *u8 i32 *u8",
     "apply": "*i64 *i32 *i64 *i64 *i64 *i64 *i64 *u32 bits",
     "apply_pieces": "i32 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *i64 *u32 bits",
-    "gather": "*i64 i64 bits",
     "gather_pieces": "*i64 *i64 *i64 *i64 *i64 *i32 *i64 bits",
     "scatter_pieces": "*i64 *i64 *i64 *i64 *i64 *i32 *i64 bits",
     "write_table": "*i64 *i64 *i64 *i64 *u32 bits",
@@ -52,15 +51,15 @@ ARGUMENTS = {
     "measure": "*fp32 *i32 *i32 i32",
     "add_at": "*fp32 *i64 *fp32 i64",
 }
-CONSTANTS = {"PERIOD": 1021, "RUN": 16, "SPAN": 1024, "RANKS": True, "BINS": 32, "PER": 64, "WARPS": 4, "BITS": 6}
+CONSTANTS = {"PERIOD": 1021, "RUN": 16, "SPAN": 1024, "RANKS": True, "PER": 64, "WARPS": 4, "BITS": 6}
 SPANS = {"count_marks": {"SPAN": 8}, "decide": {"SPAN": 64}}  # as they are launched
 TARGET = ("cuda", 90, 32)
 SHARES = 3
 SHIFTS = {1: 3, 2: 7, 4: 23, 8: 0}
 # Weights of 8 bytes are not coded.
 ANY_SIZE = {
-    "compare", "collect", "apply", "apply_pieces", "gather", "gather_pieces", "scatter_pieces", "write_table",
-    "read_table", "read_old", "digest_change", "recount_any",
+    "compare", "collect", "apply", "apply_pieces", "gather_pieces", "scatter_pieces", "write_table",
+    "read_table", "read_old", "digest_change", "recount_any", "step_at",
 }  # fmt: skip
 BITS = {1: "*u8", 2: "*u16", 4: "*u32", 8: "*u64"}
 OPTIONS = {name: {"num_warps": 1} for name in ("encode", "decide", "decode")}
@@ -147,7 +146,7 @@ def test_all_kernels_are_here() -> None:
 @pytest.mark.timeout(300)
 def test_the_front_end_accepts_every_kernel_and_one_compiles_to_machine_code(tmp_path: Path) -> None:
     """An error in a kernel is nearly always found by the front end, in a tenth of the time that machine code takes."""
-    assert run(tmp_path, "translate:all", "assemble:gather") == [102, 4]
+    assert run(tmp_path, "translate:all", "assemble:write_table") == [99, 4]
 
 
 @pytest.mark.slow

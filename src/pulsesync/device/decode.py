@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pulsesync.core.threads import begin as begin_work
 from pulsesync.core.threads import spread
@@ -39,7 +41,7 @@ from pulsesync.device.tracked import (
     HotList,
     HotSearch,
     HotWeights,
-    TileMemory,
+    Remembering,
     advanced,
     begin_remember,
 )
@@ -64,6 +66,7 @@ from pulsesync.kernels.arrays import I64
 
 MANY = 1 << 22  # bytes of streams that are copied by several threads ...
 COPIERS = 4  # ... of this number
+MANY_COLD = 1 << 16  # cold changes that a thread reads concurrently
 # Where more than one of this number of weights is said to change, hot weights are counted before memory is allocated.
 MANY_CHANGES = 8
 
@@ -150,23 +153,27 @@ def decode_coded(
         FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights do
         not match the history.
     """
-    pile = whole.part([tile.ordinal for tile in coded.tiles])
-    weights, cuts = weights.of(whole, pile), coded.cuts
+    part = whole.part([tile.ordinal for tile in coded.tiles])
+    pile = whole if 2 * part.size >= whole.size else part  # of a small part, the rest of the pile need not be read
+    weights, tiles = weights.of(whole, pile), pile.tiles_of(part)
     streams = parse_streams_of(coded)
-    contents = streams_of(coded, streams)
-    kept = pile.kept_streams
-    blocks = _Blocks(streams.changes[kept], streams.lanes[kept], streams.words[kept])
+    contents, kept = streams_of(coded, streams), part.kept_streams
+    cuts, per_tile = memories.cuts(pile).copy(), np.zeros(len(pile.tiles), np.int64)
+    cuts[tiles], per_tile[tiles] = coded.cuts, streams.colds
+    blocks = _Blocks(*(pile.from_part(part, of[kept]) for of in (streams.changes, streams.lanes, streams.words)))
     rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, tables.likely_decisions(blocks.lanes)), 0)
     search = HotSearch(pile, weights, cuts, memories, rooms=rooms, contexts=table.contexts, ranks=True)
-    reading = begin_work(lambda: parse_cold(coded, streams, contents))
+    reading = partial(parse_cold, coded, streams, contents)
+    if streams.colds.sum() > MANY_COLD:  # a thread that runs Python takes turns with this one
+        reading = begin_work(reading)
     decoder, decoded = None, None
     if blocks.changes.any():
         stream = _upload(_kept_contents(contents, streams, kept), pile.device)
         decoder = _StreamDecoder(pile, weights, table, stream, blocks)
-        if MANY_CHANGES * blocks.changes.sum() <= pile.host_sizes.sum():
+        if MANY_CHANGES * blocks.changes.sum() <= pile.size:
             decoded = decoder.launch(search.listed)
     cold = reading()
-    stepped, cold_faults = _step_cold(pile, cuts, streams.colds, cold, weights)
+    stepped, cold_faults = _step_cold(pile, cuts, per_tile, cold, weights)
     hot = replace(search.wait(), changes=blocks.changes)
     if (hot.counts < blocks.changes).any():  # also before memory is allocated for them
         raise FormatError(spec.FAULTS[spec.OTHER_COUNT])
@@ -177,7 +184,7 @@ def decode_coded(
         if faults.any():
             raise FormatError(spec.FAULTS[int(faults[faults > 0][0])])
     checked = cold.checked[kept]
-    checks = GroupChecks(whole, whole.blocks_of(pile)[checked], cold.checks[kept][checked])
+    checks = GroupChecks(whole, whole.blocks_of(part)[checked], cold.checks[kept][checked])
     return DecodedTiles([on_whole(run, whole) for run in found if run.count], checks, hot)
 
 
@@ -254,19 +261,25 @@ def _upload(streams: Sequence[memoryview], device: torch.device) -> torch.Tensor
 
 def _step_cold(
     pile: Pile, cuts: I64, per_tile: I64, colds: ColdChanges, weights: PileAddresses
-) -> tuple[PileChanges, torch.Tensor]:
+) -> tuple[PileChanges, Tensor]:
     """Launch the steps of cold changes; return the changes, and the faults that they have."""
     found = pile.find_blocks(per_tile, colds.positions)
-    count, wide, device = found.positions.size, pile.kind.itemsize, pile.device
-    of_tiles, faults = cuts.astype(np.int32), np.zeros(2, np.int32)
-    starts, positions, steps, of_tiles, faults = all_to_stream(
-        (starts_of(found.counts), found.positions, found.of(colds.steps), of_tiles, faults), device
-    )
+    arrays = starts_of(found.counts), found.positions, found.of(colds.steps), cuts.astype(np.int32)
+    starts, positions, steps, of_tiles = all_to_stream(arrays, pile.device)
+    return _step_at(pile, starts, positions, steps, of_tiles, weights)
+
+
+def _step_at(
+    pile: Pile, starts: Tensor, positions: Tensor, steps: Tensor, cuts: Tensor, weights: PileAddresses
+) -> tuple[PileChanges, Tensor]:
+    """Launch the steps of single weights, none of which may be below the cut of its tile; return also their faults."""
+    count, wide, device = positions.numel(), pile.kind.itemsize, pile.device
     old, new = (empty(count, INTEGERS[wide], device) for _ in range(2))
+    faults = torch.zeros(2, dtype=torch.int32, device=device)
     if count:
-        cuda.step_cold[(pile.blocks,)](
-            weights.at, pile.tables.block_tile, of_tiles, starts, unsigned(positions), steps, unsigned(old), unsigned(new),
-            faults, ITEM=wide, SHIFT=pile.kind.exponent_shift, SPAN=256,
+        cuda.step_at[(pile.blocks,)](
+            weights.at, pile.tables.block_tile, cuts, starts, unsigned(positions), steps, unsigned(old), unsigned(new),
+            faults, ITEM=wide, SHIFT=pile.kind.exponent_shift or 0, SPAN=256,
         )  # fmt: skip
     return PileChanges(pile, starts, positions, old, new), faults
 
@@ -285,17 +298,14 @@ class BlockPlaces:
         return cls(pile, to_stream(starts_of(counts), pile.device), to_stream(positions, pile.device))
 
 
-def fetch_weights(places: BlockPlaces, weights: PileAddresses) -> tuple[Callable[[], Bits], torch.Tensor]:
-    """Begin to fetch single weights; return a function that waits for them, and the same weights on the device."""
-    wide, count = places.pile.kind.itemsize, places.positions.numel()
-    out = torch.empty(count, dtype=INTEGERS[wide], device=places.pile.device)
-    if not count:
-        return lambda: np.empty(0, places.pile.kind.bits), out
-    at = torch.repeat_interleave(weights.at, places.starts.diff(), output_size=count)
-    at += places.positions.to(torch.int64) * wide
-    cuda.gather[(-(-count // 1024),)](at, count, unsigned(out), ITEM=wide, SPAN=1024)
-    found = fetch(out)
-    return lambda: found()[0].view(places.pile.kind.bits), out
+def fetch_weights(places: BlockPlaces, weights: PileAddresses) -> Callable[[], Bits]:
+    """Begin to fetch single weights; return a function that waits for them."""
+    pile, device = places.pile, places.pile.device
+    nowhere = torch.zeros(places.positions.numel(), dtype=torch.int64, device=device)
+    nothing = torch.zeros(len(pile.tiles), dtype=torch.int32, device=device)
+    here, _ = _step_at(pile, places.starts, places.positions, nowhere, nothing, weights)
+    found = fetch(here.old)
+    return lambda: found()[0].view(pile.kind.bits)
 
 
 def decode_plain(whole: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> list[PileChanges]:
@@ -314,8 +324,7 @@ def _sparse(pile: Pile, payloads: Sequence[Plain], weights: PileAddresses) -> Pi
     decoded = [_positions_and_moves(*payload) for payload in payloads]
     per_tile = np.array([where.size for where, _ in decoded], np.int64)
     found = pile.find_blocks(per_tile, np.concatenate([where for where, _ in decoded]))
-    wait, _ = fetch_weights(BlockPlaces.of(pile, found.counts, found.positions), weights)
-    old = wait()
+    old = fetch_weights(BlockPlaces.of(pile, found.counts, found.positions), weights)()
     before = old
     if found.inside is not None:
         before = np.zeros(per_tile.sum(), old.dtype)  # the new values of weights that are not local are not used
@@ -400,7 +409,7 @@ def decode_patch(
     cuts = {tile: cut for one in opened for tile, cut in one.cuts.items()}
     runs: list[PileChanges] = []
     checks: list[GroupChecks] = []
-    later: list[Callable[[], dict[int, TileMemory]]] = []
+    later: list[Remembering] = []
     by_pile = _payloads_of_piles(opened, piles)
     for pile in piles:
         with on(pile.device):
@@ -413,8 +422,7 @@ def decode_patch(
             if history is not None:
                 hot = next((one.hot.without_list() for one in decoded if one.hot.pile is pile), None)
                 del decoded  # frees memory before the history is made
-                if waits := begin_remember(pile, locate, history, cuts, mine, touched, hot):
-                    later.append(waits)
+                later.append(begin_remember(pile, locate, history, cuts, mine, touched, hot))
     by_block = digest_changes_by_block(runs)
     for one in checks:
         one.verify(by_block)

@@ -28,6 +28,7 @@ from pulsesync.kernels import cuda, spec
 SPARE = 1.2  # space for hot weights, as a multiple of the estimate from a sample of a tile, ...
 FEW = 1 << 12  # ... plus this number
 COPIES = 1 << 21  # entries in all copies of a table of counts: copies reduce contention between programs
+MANY_COLD = 1 << 16  # cold changes that a thread writes concurrently
 FEW_LONG = 1 << 13  # up to this number of long steps of a pile, all are copied to the host
 # Up to this number of weights, decisions are kept until they are coded; with more they are listed again.
 LISTED_ONCE = 1 << 33
@@ -121,7 +122,7 @@ class _PileDecisions:
     symbols: torch.Tensor
     sizes: torch.Tensor  # of the steps of hot changes
     longs: torch.Tensor  # how many steps are longer than a symbol can express, and the sizes of some of these
-    by_symbol: torch.Tensor  # counts of each symbol of each row, except "unchanged"
+    counts: torch.Tensor  # in copies to be added: of each symbol of each row, once they are counted also "unchanged"
     cold: torch.Tensor  # positions in the block
     cold_steps: torch.Tensor
 
@@ -164,16 +165,16 @@ class _PileCoder:
         """Choose the cuts of tiles, 0 where nothing changed, and return the highest."""
         (found, seen), borders = self._by_class()
         cuts = tables.choose_cuts(found, seen)
-        if self._memories is not None:
-            cuts = np.maximum(cuts, self._memories.cuts(self.pile))
-        self.cuts = np.where(found.any(axis=1), cuts, 0)
+        tracked = self._memories.cuts(self.pile) if self._memories is not None else np.zeros_like(cuts)
+        changed = found.any(axis=1)
+        self.cuts = np.where(changed, np.maximum(cuts, tracked), tracked)
         sampled = np.zeros((len(self.pile.tiles), 257), np.int64)
         np.cumsum(seen, axis=1, out=sampled[:, 1:])
         shares = np.take_along_axis(sampled, self.cuts[:, None], 1)[:, 0] / np.maximum(sampled[:, -1], 1)
         self._changes, sizes = np.diff(borders), self.pile.host_sizes
         likely = np.minimum(sizes, (SPARE * shares[self.pile.tile_of] * sizes).astype(np.int64) + FEW)
         self._rooms = np.where(self._changes > 0, likely, 0)
-        return int(self.cuts.max())
+        return int(self.cuts[changed].max(initial=0))
 
     def count(self, contexts: tables.Contexts, keep: bool, alone: bool) -> NDArray[np.int64]:
         """List the decisions, to be kept or listed again, of a pile that may be the only one of its dtype (alone).
@@ -185,10 +186,10 @@ class _PileCoder:
             hot = decisions.hot
             self._blocks = _BlockCounts(self._changes, hot.changes, np.where(hot.changes > 0, hot.counts, 0))
             self._plan = _StreamPlan.of(self._blocks, hot.borders, self.pile.device)
-            by_row = _count_rows(hot.listed.rows, self._plan, contexts)
-            counted = fetch(by_row, decisions.by_symbol, decisions.longs, decisions.cold, decisions.cold_steps)
-            self._by_row, by_symbol, longs, cold, steps = counted()
-            self._cold = cold, steps
+            _count_rows(hot.listed.rows, self._plan, contexts, decisions.counts)
+            by_symbol = decisions.counts.sum(dim=0, dtype=torch.int64)
+            counts, longs, *self._cold = fetch(by_symbol, decisions.longs, decisions.cold, decisions.cold_steps)()
+            self._by_row = counts[:, 0].copy()
             if alone and longs[0] <= FEW_LONG:
                 self.long = longs[1 : 1 + longs[0]].view(np.uint32).astype(np.int64)
             elif longs[0]:  # with several piles they may be a sample, in the order of tiles
@@ -196,7 +197,7 @@ class _PileCoder:
                 self.long = wide[wide > spec.DIRECT]
         if keep:
             self.kept = decisions
-        return _with_unchanged(self._by_row, by_symbol, contexts)
+        return _with_unchanged(self._by_row, counts, contexts)
 
     def count_listed(self, contexts: tables.Contexts, sizes: NDArray[np.uint32]) -> NDArray[np.int64]:
         """The same after the table lists steps of these sizes."""
@@ -227,7 +228,7 @@ class _PileCoder:
             counts.shape[0], longs, FEW_LONG,
             BITS=contexts.bits, ITEM=pile.kind.itemsize, HISTORY=hot.remembers, SPAN=64, num_warps=1,
         )  # fmt: skip
-        return _PileDecisions(hot, symbols, sizes, longs, counts.sum(dim=0, dtype=torch.int64), cold, cold_steps)
+        return _PileDecisions(hot, symbols, sizes, longs, counts, cold, cold_steps)
 
     def _build_cold(self) -> list[bytes]:
         """The encoded cold changes of each tile."""
@@ -250,7 +251,8 @@ class _PileCoder:
                     decisions.list_sizes(table.sizes)
                 coded = _launch(decisions, table, plan)
                 used = fetch(coded.used)
-                colds = begin(self._build_cold)
+                if self._cold[0].size > MANY_COLD:  # a thread that runs Python takes turns with this one
+                    colds = begin(self._build_cold)
                 (sizes,) = used()
                 if (sizes > np.diff(plan.rooms)).any():  # many changes
                     coded = _launch(decisions, table, plan.with_most_room())
@@ -311,16 +313,13 @@ def _symbol_counts(contexts: tables.Contexts, device: torch.device) -> torch.Ten
     return torch.zeros((max(1, min(256, COPIES // (rows * places))), rows, places), dtype=torch.int32, device=device)
 
 
-def _count_rows(rows: torch.Tensor, plan: _StreamPlan, contexts: tables.Contexts) -> torch.Tensor:
-    """Begin to count how many decisions each row of the tables has."""
-    count = contexts.classes * contexts.ages
-    # BINS is a compile-time constant: 32 for the first patch of an epoch, 1,024 for all others, so that nothing is
-    # compiled later.
-    bins = 32 if contexts.ages == 1 else max(1024, 1 << (count - 1).bit_length())
-    counts = torch.zeros(bins, dtype=torch.int64, device=rows.device)
+def _count_rows(rows: torch.Tensor, plan: _StreamPlan, contexts: tables.Contexts, counts: torch.Tensor) -> None:
+    """Launch the count of the decisions of each row of the tables, into the counts of symbols."""
     if plan.lanes.size:
-        cuda.count_rows[(plan.lanes.size, 2)](unsigned(rows), *plan.spans, counts, BINS=bins, SPAN=4096)
-    return counts[:count]
+        cuda.count_rows[(plan.lanes.size, 8)](
+            unsigned(rows), *plan.spans, counts, contexts.ages, counts[0].numel(), counts.shape[0], BITS=contexts.bits,
+            SPAN=2048,
+        )  # fmt: skip
 
 
 def _with_unchanged(
@@ -328,7 +327,7 @@ def _with_unchanged(
 ) -> NDArray[np.int64]:
     """Counts of all symbols, given those of changes and of all decisions: (classes, ages, symbols)."""
     counts = by_symbol.copy()
-    counts[:, 0] = by_row - by_symbol.sum(axis=1)
+    counts[:, 0] = by_row - counts[:, 1:].sum(axis=1)
     return counts.reshape(contexts.classes, contexts.ages, -1)[..., : contexts.symbols]
 
 

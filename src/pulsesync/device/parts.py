@@ -1,7 +1,7 @@
 """From changes on a device to the bytes of a part, the same that a host would write."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from pulsesync.device.encode import code_piles
 from pulsesync.device.memory import DeviceStream, on, pinned, starts_of, to_host, to_stream
 from pulsesync.device.pile import Pile
 from pulsesync.device.state import backend_of
-from pulsesync.device.tracked import DeviceHistory, HotWeights, TileMemory, advanced, begin_remember
+from pulsesync.device.tracked import DeviceHistory, HotWeights, Remembering, advanced, begin_remember
 from pulsesync.format import patch
 from pulsesync.format.container import Allocate, new_bytes
 from pulsesync.format.index import FrequencyTable
@@ -62,12 +62,11 @@ def encode_changes(
     after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
     likely = _cuts_of(coded.items())
 
-    def begin_history(cuts: Mapping[int, int]) -> Iterable[Callable[[], dict[int, TileMemory]]]:
+    def begin_history(cuts: Mapping[int, int]) -> Iterable[Remembering]:
         for pile in backend.piles:
-            mine, known_hot = [run for run in runs if run.pile is pile], hot.pop(pile, None)
+            mine, found_hot = [run for run in runs if run.pile is pile], hot.pop(pile, None)
             with on(pile.device):
-                if waits := begin_remember(pile, backend.locate, memories, cuts, mine, after, known_hot):
-                    yield waits
+                yield begin_remember(pile, backend.locate, memories, cuts, mine, after.keys(), found_hot)
 
     # Nearly always the coded payloads are also chosen, so the device computes this while the host writes the file.
     later = list(begin_history(likely))

@@ -24,6 +24,7 @@ from pulsesync.kernels.spec import GPU_CHUNK
 from pulsesync.state.slices import GatheredTile, TileStorage
 
 WORDS = GPU_CHUNK // 32  # of a bitmap, in a chunk
+BUSY = 3072  # programs that keep a GPU busy
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 KEPT = 8  # sets of addresses that a pile keeps
@@ -50,6 +51,11 @@ class Pile:
     @property
     def blocks(self) -> int:
         return int(self.first_block[-1])
+
+    @cached_property
+    def size(self) -> int:
+        """The number of weights that are coded."""
+        return int(self.host_sizes.sum())
 
     @property
     def chunks(self) -> int:
@@ -81,6 +87,11 @@ class Pile:
     @cached_property
     def host_first_chunk(self) -> I64:
         return starts_of(-(-self.host_sizes // GPU_CHUNK))
+
+    @property
+    def segments(self) -> int:
+        """How many segments each block has: a power of two, so that few blocks also keep a GPU busy."""
+        return next((n for n in (1, 2, 4, 8, 16) if n * self.blocks >= BUSY), 32)
 
     @cached_property
     def index(self) -> dict[int, int]:
@@ -178,10 +189,22 @@ class Pile:
         ]
         return Pile(tiles, [self.places[i] for i in blocks], self.device)
 
+    def tiles_of(self, part: "Pile") -> I64:
+        """The numbers, in this pile, of the tiles of a part."""
+        return np.array([self.index[ordinal] for ordinal in part.index], np.int64)
+
     def blocks_of(self, part: "Pile") -> I64:
         """The numbers, in this pile, of the blocks of a part."""
-        firsts = self.first_block[[self.index[tile.ordinal] for tile in part.tiles]]
+        firsts = self.first_block[self.tiles_of(part)]
         return np.arange(part.blocks) + np.repeat(firsts - part.first_block[:-1], np.diff(part.first_block))
+
+    def from_part(self, part: "Pile", values: I64) -> I64:
+        """Numbers of all blocks, given those of the blocks of a part; 0 for the others."""
+        if part is self:
+            return values
+        out = np.zeros(self.blocks, np.int64)
+        out[self.blocks_of(part)] = values
+        return out
 
     # Weights
 

@@ -144,7 +144,7 @@ class DeviceBackend(StateBackend):
     # Patches
 
     def load_history(self, history: History | DeviceHistory) -> DeviceHistory:
-        return history if isinstance(history, DeviceHistory) else DeviceHistory.of(history, self.device)
+        return history if isinstance(history, DeviceHistory) else DeviceHistory.of(history, self.piles)
 
     def decode(
         self, versions: Sequence[Sequence[Body]], after: Changes, history: DeviceHistory | None

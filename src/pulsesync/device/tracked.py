@@ -1,19 +1,20 @@
 """Hot weights (those below the cut of their tile) on a device: marked, listed with table rows, and tracked."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from pulsesync.core.types import Remembered
-from pulsesync.device.changes import SPAN, SPREAD, Changes, PileChanges, as_sums, device_keys
+from pulsesync.core.types import Remembered, Sum
+from pulsesync.device.changes import SPAN, SPREAD, Changes, PileChanges, device_keys
 from pulsesync.device.memory import (
     all_to_stream,
     empty,
     fetch,
-    on,
     scan,
     starts_of,
     to_device,
@@ -23,35 +24,63 @@ from pulsesync.device.memory import (
 )
 from pulsesync.device.pile import WORDS, Pile, PileAddresses
 from pulsesync.errors import VerificationError
-from pulsesync.format.history import History, TileHistory, TileHistorySummary, digest_of
+from pulsesync.format.history import History, TileHistory, TileHistorySummary, digest_of_fields
 from pulsesync.format.tables import Contexts
 from pulsesync.kernels import cuda, spec
 from pulsesync.kernels.arrays import I64
 
 MARKS = 8  # chunks whose marks a program counts
+NO_FIELDS = np.empty((0, 5), np.uint64)
 
 
-@dataclass(frozen=True)
-class TileMemory:
-    """The history of a tile (see `format.history`), on the device.
+@dataclass(frozen=True, eq=False)
+class PileMemory:
+    """The history of the tiles of a pile (see `format.history`): arrays of numbers, and the bytes on the device."""
 
-    sizes: bytes of each group of weights coded together.
-    """
+    pile: Pile
+    cuts: I64  # of tiles; 0: it is not tracked
+    sizes: I64  # bytes of each block
+    content: torch.Tensor  # those of all blocks, one after the other
+    sums: NDArray[np.uint64]  # (tiles, 2): the digests of the bytes of each tile
 
-    cut: int
-    memory: torch.Tensor  # that the tiles of a pile share
-    begin: int  # of this one's bytes in it
-    sizes: I64
-    counted: TileHistorySummary
-    bundled: bool = False  # whether these are the groups of a bundle
+    @cached_property
+    def borders(self) -> I64:
+        """Where the bytes of each tile begin, and where those of the last end."""
+        borders: I64 = starts_of(self.sizes)[self.pile.first_block]
+        return borders
+
+    @cached_property
+    def tracked(self) -> I64:
+        """The numbers of the tracked tiles."""
+        return np.flatnonzero(self.cuts)
 
     @property
-    def end(self) -> int:
-        return self.begin + self.counted.size
+    def fields(self) -> NDArray[np.uint64]:
+        """What the digest of a history says of each tracked tile: its ordinal, cut, bytes and sums."""
+        columns = self.pile.ordinals, self.cuts, np.diff(self.borders)
+        numbers = np.stack([column[self.tracked].astype(np.uint64) for column in columns], axis=1)
+        return np.concatenate((numbers, self.sums[self.tracked]), axis=1)
 
-    @property
-    def content(self) -> torch.Tensor:
-        return self.memory[self.begin : self.end]
+    def for_pile(self, pile: Pile) -> "PileMemory | None":
+        """The same for a pile of some of its tiles, or for one with the same tiles; None: it has none of them."""
+        if np.array_equal(pile.ordinals, self.pile.ordinals) and np.array_equal(
+            pile.first_block, self.pile.first_block
+        ):
+            return replace(self, pile=pile)
+        numbers = np.array([self.pile.index.get(ordinal, -1) for ordinal in pile.index], np.int64)
+        here = numbers >= 0
+        if not here.any():
+            return None
+        cuts, sizes = np.zeros(here.size, np.int64), np.zeros(pile.blocks, np.int64)
+        sums = np.zeros((here.size, 2), np.uint64)
+        cuts[here], sums[here] = self.cuts[numbers[here]], self.sums[numbers[here]]
+        runs = []
+        for i in np.flatnonzero(cuts).tolist():
+            first, last = self.pile.first_block[numbers[i] : numbers[i] + 2].tolist()
+            sizes[pile.first_block[i] : pile.first_block[i + 1]] = self.sizes[first:last]
+            runs.append(slice(*self.borders[numbers[i] : numbers[i] + 2].tolist()))
+        content = torch.cat([self.content[run] for run in runs]) if runs else self.content[:0]
+        return PileMemory(pile, cuts, sizes, content.to(pile.device), sums)
 
 
 @dataclass(frozen=True)
@@ -59,44 +88,79 @@ class DeviceHistory:
     """The history of a state on a device: frozen, as `format.history.History` is."""
 
     index: int = 0
-    tiles: Mapping[int, TileMemory] = field(default_factory=dict)
+    memories: tuple[PileMemory, ...] = ()
+
+    @property
+    def tiles(self) -> list[int]:
+        """The ordinals of the tracked tiles."""
+        return [ordinal for one in self.memories for ordinal in one.pile.ordinals[one.tracked].tolist()]
+
+    def of_pile(self, pile: Pile) -> PileMemory:
+        """What is known of the tiles of a pile."""
+        found = [some for one in self.memories if (some := one if one.pile is pile else one.for_pile(pile))]
+        if len(found) == 1:
+            return found[0]
+        nothing = np.zeros(len(pile.tiles), np.int64), np.zeros(pile.blocks, np.int64), pile.tables.nothing_known
+        none = PileMemory(pile, *nothing, np.zeros((len(pile.tiles), 2), np.uint64))
+        return _merged(none, found) if found else none
 
     def cut(self, tile: int) -> int:
-        return self.tiles[tile].cut if tile in self.tiles else 0
+        return next((int(one.cuts[one.pile.index[tile]]) for one in self.memories if tile in one.pile.index), 0)
 
     def cuts(self, pile: Pile) -> I64:
-        return np.array([self.cut(ordinal) for ordinal in pile.index], np.int64)
+        return self.of_pile(pile).cuts
 
     def counts(self, ordinals: Iterable[int]) -> dict[int, TileHistorySummary]:
         """The part of the history digest for these tiles, as far as they are tracked."""
-        return {ordinal: self.tiles[ordinal].counted for ordinal in ordinals if ordinal in self.tiles}
+        wanted, rows = set(ordinals), (row for one in self.memories for row in one.fields.tolist())
+        return {row[0]: TileHistorySummary(row[1], row[2], Sum(*row[3:])) for row in rows if row[0] in wanted}
 
     def digest(self) -> str:
-        return digest_of(self.index, self.counts(self.tiles))
+        fields = np.concatenate([one.fields for one in self.memories]) if self.memories else NO_FIELDS
+        return digest_of_fields(self.index, fields[np.argsort(fields[:, 0])])
 
     def to_bytes(self) -> bytes:
         return self.on_host().to_bytes()
 
     def on_host(self) -> History:
         tiles = {}
-        for ordinal, tile in self.tiles.items():
-            (content,) = to_host(tile.content)
-            blocks = [Remembered(content, starts_of(tile.sizes))]
-            if not tile.bundled:
-                blocks = [Remembered.alone(last) for last in np.split(content, np.cumsum(tile.sizes)[:-1])]
-            tiles[ordinal] = TileHistory(tile.cut, tuple(blocks))
+        for one in self.memories:
+            (content,), borders = to_host(one.content), one.borders.tolist()
+            for i in one.tracked.tolist():
+                sizes = one.sizes[one.pile.first_block[i] : one.pile.first_block[i + 1]]
+                last = content[borders[i] : borders[i + 1]]
+                blocks = [Remembered(last, starts_of(sizes))]
+                if not one.pile.tiles[i].groups:
+                    blocks = [Remembered.alone(some) for some in np.split(last, np.cumsum(sizes)[:-1])]
+                tiles[one.pile.tiles[i].ordinal] = TileHistory(int(one.cuts[i]), tuple(blocks))
         return History(self.index, tiles)
 
     @classmethod
-    def of(cls, history: History, device: torch.device) -> "DeviceHistory":
-        """Copy a history from the host."""
-        counts = history.counts(history.tiles)
-        tiles = {}
-        for ordinal, tile in history.tiles.items():
-            content = to_device(np.concatenate([block.last for block in tile.blocks]), device)
-            sizes = np.concatenate([np.diff(block.ranks) for block in tile.blocks])
-            tiles[ordinal] = TileMemory(tile.cut, content, 0, sizes, counts[ordinal], len(tile.blocks) == 1)
-        return cls(history.index, tiles)
+    def of(cls, history: History, piles: Iterable[Pile]) -> "DeviceHistory":
+        """Copy the history of the tiles of some piles from the host."""
+        return cls(history.index, tuple(_copied(history, pile) for pile in piles) if history.tiles else ())
+
+
+def _copied(history: History, pile: Pile) -> PileMemory:
+    cuts, sizes = np.zeros(len(pile.tiles), np.int64), np.zeros(pile.blocks, np.int64)
+    sums, last = np.zeros((len(pile.tiles), 2), np.uint64), [np.empty(0, np.uint8)]
+    counts = history.counts(pile.index)
+    for i, ordinal in enumerate(pile.index):
+        if ordinal in counts:
+            blocks, cuts[i], sums[i] = history.tiles[ordinal].blocks, counts[ordinal].cut, counts[ordinal].sum
+            sizes[pile.first_block[i] : pile.first_block[i + 1]] = np.concatenate([np.diff(b.ranks) for b in blocks])
+            last += (block.last for block in blocks)
+    return PileMemory(pile, cuts, sizes, to_device(np.concatenate(last), pile.device), sums)
+
+
+def _merged(none: PileMemory, some: Sequence[PileMemory]) -> PileMemory:
+    """The history of a pile, some of whose tiles were in each of several other piles."""
+    content = []
+    for i in range(len(none.pile.tiles)):
+        if one := next((one for one in some if one.cuts[i]), None):
+            content.append(one.content[one.borders[i] : one.borders[i + 1]])
+    cuts, sizes, sums = (np.add.reduce([getattr(one, name) for one in some]) for name in ("cuts", "sizes", "sums"))
+    return PileMemory(none.pile, cuts, sizes, torch.cat([none.content[:0], *content]), sums)
 
 
 class HotList(NamedTuple):
@@ -163,10 +227,12 @@ class HotSearch:
         # every other patch has one, even if nothing is tracked in it.
         self._history = memories.index > 0
         self._contexts = contexts or Contexts(0, 1, 1, 1)
-        self._sizes, tracked, self._last = _known_of(pile, cuts, memories)
+        known = memories.of_pile(pile)
+        assert (cuts >= known.cuts).all()
+        self._sizes, self._last = known.sizes, known.content
         self._borders = starts_of(np.zeros(pile.blocks, np.int64) if rooms is None else rooms)
         self._of_tiles, self._tracked, self._known_starts, room_starts = all_to_stream(
-            (cuts.astype(np.int32), tracked.astype(np.int32), starts_of(self._sizes), self._borders), device
+            (cuts.astype(np.int32), known.cuts.astype(np.int32), starts_of(self._sizes), self._borders), device
         )
         self._bitmap = empty(pile.chunks * WORDS, torch.int32, device)
         self._known = empty(self._bitmap.numel(), torch.int32, device) if self._history else self._bitmap
@@ -182,13 +248,14 @@ class HotSearch:
         found = torch.zeros((pile.blocks, 2), dtype=torch.int64, device=device)
         rows = empty(int(self._borders[-1]), torch.int16, device)
         ranks = empty(pile.chunks * WORDS if self._ranks else 0, torch.int16, device)
-        counted = torch.zeros(pile.chunks, dtype=torch.int32, device=device)
-        cuda.list_hot[(pile.chunks,)](
-            self._weights.at, tables.sizes, tables.chunk_block, tables.first_chunk, tables.block_tile, self._of_tiles,
-            self._tracked, rooms, self._known_starts, self._last, unsigned(self._bitmap), unsigned(self._known),
-            unsigned(ranks), counted, begins, self._known_at, unsigned(rows), found, shape.lo, shape.classes,
-            shape.ages,
+        programs = pile.blocks * pile.segments
+        counted = torch.zeros(programs, dtype=torch.int64, device=device)
+        cuda.list_hot[(programs,)](
+            self._weights.at, tables.sizes, tables.first_chunk, tables.block_tile, self._of_tiles, self._tracked, rooms,
+            self._known_starts, self._last, unsigned(self._bitmap), unsigned(self._known), unsigned(ranks), counted,
+            begins, self._known_at, unsigned(rows), found, pile.segments, shape.lo, shape.classes, shape.ages,
             ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=self._history, RANKS=self._ranks,
+            maxnreg=64,  # more programs at a time
         )  # fmt: skip
         return HotList(self._bitmap, rooms, found, begins, rows, ranks)
 
@@ -210,19 +277,6 @@ class HotSearch:
         )  # fmt: skip
 
 
-def _known_of(pile: Pile, cuts: I64, memories: DeviceHistory) -> tuple[I64, I64, torch.Tensor]:
-    """What the history knows of a pile: how many weights of each block, the cuts of tiles, and the patches."""
-    sizes, tracked = np.zeros(pile.blocks, np.int64), np.zeros(len(pile.tiles), np.int64)
-    if memories.index == 0:
-        return sizes, tracked, pile.tables.nothing_known
-    tracked = np.where(cuts, memories.cuts(pile), 0)
-    remembered = [memories.tiles[pile.tiles[i].ordinal] for i in np.flatnonzero(tracked).tolist()]
-    if not remembered:
-        return sizes, tracked, pile.tables.nothing_known
-    sizes[tracked[pile.tile_of] > 0] = np.concatenate([tile.sizes for tile in remembered])
-    return sizes, tracked, _joined(remembered, pile.device)
-
-
 def _count_changes(run: PileChanges, cuts: torch.Tensor) -> torch.Tensor:
     """Begin to count the changes of hot weights: where those of each chunk begin, and where those of the last end."""
     pile = run.pile
@@ -234,16 +288,7 @@ def _count_changes(run: PileChanges, cuts: torch.Tensor) -> torch.Tensor:
     return scan(counts)
 
 
-def _joined(tiles: Sequence[TileMemory], device: torch.device) -> torch.Tensor:
-    """The histories of tiles, concatenated: usually they already are."""
-    pieces: list[tuple[torch.Tensor, int, int]] = []
-    for tile in tiles:
-        begin = tile.begin
-        if pieces and pieces[-1][0] is tile.memory and pieces[-1][2] == begin:
-            begin = pieces.pop()[1]
-        pieces.append((tile.memory, begin, tile.end))
-    found = [memory[begin:end].to(device) for memory, begin, end in pieces]
-    return found[0] if len(found) == 1 else torch.cat(found)
+Remembering = Callable[[], PileMemory]  # waits for a history that is being made
 
 
 def begin_remember(
@@ -252,48 +297,44 @@ def begin_remember(
     memories: DeviceHistory,
     cuts: Mapping[int, int],
     runs: Changes,
-    touched: Collection[int],
+    touched: Set[int],
     hot: HotWeights | None = None,
-) -> Callable[[], dict[int, TileMemory]] | None:
+) -> Remembering:
     """Begin to compute what the history has of a pile after changes; return a function that waits for it.
 
-    None: nothing of it changes. cuts: of tiles that were coded with a history, by ordinal. touched: the tiles with
-    changes. hot: hot weights that are already known, used if they have these cuts, and if the history was looked up,
-    which a patch coded without a history does not do.
+    cuts: of tiles that were coded with a history, by ordinal. touched: the tiles with changes. hot: hot weights that
+    are already known, used if they have the cuts of the history, and if it was looked up, which a patch coded without a
+    history does not do.
     """
-    new = np.array([cuts.get(ordinal, 0) for ordinal in pile.index], np.int64)
-    then = np.where([n in touched for n in pile.index], np.maximum(memories.cuts(pile), new), 0)
-    if not then.any():
-        return None
+    known = memories.of_pile(pile)
+    then = np.maximum(known.cuts, [cuts.get(ordinal, 0) for ordinal in pile.index])
+    if not then.any() or touched.isdisjoint(pile.index):
+        return lambda: known
     if hot is None or (hot.cuts != then).any() or hot.remembers != (memories.index > 0):
         hot = HotSearch(pile, locate(pile), then, memories).wait()
     return begin_advance(hot, memories.index + 1, runs)
 
 
-def advanced(
-    memories: DeviceHistory, later: Iterable[Callable[[], dict[int, TileMemory]]]
-) -> DeviceHistory:
-    """The history after a patch, given functions that wait for what changes; the same stays of all other tiles."""
-    done = dict(memories.tiles)
-    for waits in later:
-        done.update(waits())
-    return DeviceHistory(memories.index + 1, done)
+def advanced(memories: DeviceHistory, later: Iterable[Remembering]) -> DeviceHistory:
+    """The history after a patch, given functions that wait for that of each pile."""
+    found = tuple(one for waits in later if (one := waits()).cuts.any())
+    return DeviceHistory(memories.index + 1, found)
 
 
-def begin_advance(hot: HotWeights, index: int, changes: Changes) -> Callable[[], dict[int, TileMemory]]:
+def begin_advance(hot: HotWeights, index: int, changes: Changes) -> Remembering:
     """Begin to compute the history of a pile after patch `index` of an epoch; return a function that waits for it.
 
-    It changes for tiles whose cut is above 0. The cut of a tile in `hot`, which is used up, is that of its history.
+    The cut of a tile in `hot`, which is used up, is that of its history; tiles whose cut is 0 have none.
     """
     pile, tables, device = hot.pile, hot.pile.tables, hot.pile.device
     kind = pile.kind
     later = hot.bitmap
     changed, down = torch.zeros_like(later), torch.zeros_like(later)
-    cuts = to_stream(hot.cuts.astype(np.int32), device)
+    of_tiles = to_stream(hot.cuts.astype(np.int32), device)
     for run in changes:
         if run.count:
             cuda.mark_later[(pile.blocks, SPREAD)](
-                tables.block_tile, cuts, tables.first_chunk, run.starts, unsigned(run.positions), unsigned(run.old),
+                tables.block_tile, of_tiles, tables.first_chunk, run.starts, unsigned(run.positions), unsigned(run.old),
                 unsigned(run.new), unsigned(changed), unsigned(down), unsigned(later), ITEM=kind.itemsize,
                 SHIFT=kind.exponent_shift, SPAN=SPAN,
             )  # fmt: skip
@@ -316,18 +357,10 @@ def begin_advance(hot: HotWeights, index: int, changes: Changes) -> Callable[[],
             content, starts, begins, tables.block_tile, device_keys(device), sums, SPAN=1024
         )
     counted = fetch(starts, sums)
-    tiles = hot.cuts  # and not the bitmaps, which are freed
-    return lambda: _by_tile(pile, tiles, content, *counted())
+    cuts = hot.cuts  # and not the bitmaps, which are freed
 
+    def wait() -> PileMemory:
+        borders, totals = counted()
+        return PileMemory(pile, cuts, np.diff(borders), content, totals.view(np.uint64).reshape(-1, 2))
 
-def _by_tile(pile: Pile, cuts: I64, content: torch.Tensor, borders: I64, sums: I64) -> dict[int, TileMemory]:
-    """Split bytes at the borders of tiles, with their digests."""
-    totals = as_sums(pile, sums)
-    sizes, of_tiles, firsts = np.diff(borders), borders[pile.first_block].tolist(), pile.first_block.tolist()
-    out = {}
-    for i in np.flatnonzero(cuts).tolist():
-        ordinal, cut, (begin, end) = pile.tiles[i].ordinal, int(cuts[i]), of_tiles[i : i + 2]
-        counted = TileHistorySummary(cut, end - begin, totals[ordinal])
-        some, bundled = sizes[firsts[i] : firsts[i + 1]], bool(pile.tiles[i].groups)
-        out[ordinal] = TileMemory(cut, content, begin, some, counted, bundled)
-    return out
+    return wait

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulsesync import kernels
 from pulsesync.core.digest import count_bytes
@@ -176,9 +177,10 @@ def count_tile(tile: TileHistory) -> TileHistorySummary:
 
 def digest_of(index: int, counts: Mapping[int, TileHistorySummary]) -> str:
     """The digest of a history, from its parts for all tiles: the tiles themselves are not needed."""
-    h = hashlib.sha256(b"pulse history 1\n" + bytes([index]))
-    for ordinal, (cut, size, total) in sorted(counts.items()):
-        for value in (ordinal, cut, size):
-            h.update(value.to_bytes(8, "little"))
-        h.update(total.to_bytes())
-    return h.hexdigest()
+    rows = [(ordinal, cut, size, *total) for ordinal, (cut, size, total) in sorted(counts.items())]
+    return digest_of_fields(index, np.array(rows, np.uint64))
+
+
+def digest_of_fields(index: int, fields: NDArray[np.uint64]) -> str:
+    """The same, given a row for each tracked tile, in order: its ordinal, its cut, its bytes and its two sums."""
+    return hashlib.sha256(b"pulse history 1\n" + bytes([index]) + fields.astype("<u8").tobytes()).hexdigest()

@@ -16,13 +16,12 @@ ITEM is the size of a weight in bytes, SHIFT where its exponent begins. Bits of 
 # mypy: implicit-reexport
 
 from pulsesync.kernels.gpu.coder import decode, encode, pack
-from pulsesync.kernels.gpu.decisions import count_rows, decide, land, step_cold
+from pulsesync.kernels.gpu.decisions import count_rows, decide, land, step_at
 from pulsesync.kernels.gpu.digest import (
     apply,
     apply_pieces,
     digest_bytes,
     digest_change,
-    gather,
     gather_pieces,
     read_old,
     recount,

@@ -76,17 +76,27 @@ def decide(
                 tl.store(longs + 1 + at, size.to(tl.uint32).to(tl.int32, bitcast=True), mask=(far != 0) & (at < most))
 
 
-@triton.jit
-def count_rows(rows, begins, ends, counts, BINS: tl.constexpr, SPAN: tl.constexpr):
-    """Count the decisions of each row of the tables, in blocks whose decisions are from begins to ends."""
+@triton.jit(do_not_specialize=["ages", "places", "copies"])
+def count_rows(rows, begins, ends, counts, ages, places, copies, BITS: tl.constexpr, SPAN: tl.constexpr):
+    """Count the decisions of each row of the tables, in blocks whose decisions are from begins to ends.
+
+    The counts are those of the symbol "unchanged" in the counts of `decide`. Most weights have not changed in the
+    epoch: they are counted by class, of which there are 32 at most, and the others one by one.
+    """
     b = tl.program_id(0)
     begin, end = tl.load(begins + b), tl.load(ends + b)
-    found = tl.zeros([BINS], tl.int32)
+    mine = counts + ((b * tl.num_programs(1) + tl.program_id(1)) % copies) * places
+    found = tl.zeros([32], tl.int32)
     for k in range(begin + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
         j = k + tl.arange(0, SPAN)
-        r = tl.load(rows + j, mask=j < end, other=0).to(tl.int32) & ROW
-        found += tl.histogram(r, BINS, mask=j < end)
-    tl.atomic_add(counts + tl.arange(0, BINS), found.to(tl.int64), mask=found > 0)
+        some = j < end
+        r = tl.load(rows + j, mask=some, other=0).to(tl.int32) & ROW
+        kind = r // ages
+        old = kind * ages == r
+        found += tl.histogram(kind, 32, mask=some & old)
+        tl.atomic_add(mine + (r << BITS), tl.full([SPAN], 1, tl.int32), mask=some & (old == 0), sem="relaxed")
+    kinds = tl.arange(0, 32)
+    tl.atomic_add(mine + (kinds * ages << BITS), found, mask=found > 0, sem="relaxed")
 
 
 @triton.jit
@@ -160,16 +170,15 @@ def land(
 
 
 @triton.jit
-def step_cold(
+def step_at(
     old_at, block_tile, cuts, change_starts, positions, steps, before, after, faults,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """From the positions and steps of cold changes to their old and new bits.
+    """From positions in blocks, and the steps of the weights there, to their old and new bits.
 
-    faults: of two kinds, each in its place: a weight is below the cut, or moves by half the circle in the wrong
-    direction.
+    Weights of 8 bytes are only read. faults: of two kinds, each in its place: a weight is below the cut, or moves by
+    half the circle in the wrong direction.
     """
-    sign: tl.constexpr = 1 << (8 * ITEM - 1)
     b = tl.program_id(0)
     at, least = tl.load(old_at + b), tl.load(cuts + tl.load(block_tile + b)).to(tl.int64) << SHIFT
     end = tl.load(change_starts + b + 1)
@@ -177,12 +186,14 @@ def step_cold(
         j = k + tl.arange(0, SPAN)
         some = j < end
         old = load_bits(at, tl.load(positions + j, mask=some, other=0).to(tl.int64), some, ITEM)
-        step = tl.load(steps + j, mask=some, other=1)
-        hot = (old & (sign - 1)).to(tl.int64) < least
-        half = (tl.abs(step) == sign) & ((step < 0) == ((old & sign) != 0))
         tl.store(before + j, old, mask=some)
-        tl.store(after + j, _stepped(old, step, ITEM), mask=some)
-        if tl.sum((some & hot).to(tl.int32)) > 0:
-            tl.store(faults, HOT_AMONG_COLD)
-        if tl.sum((some & half).to(tl.int32)) > 0:
-            tl.store(faults + 1, COLD_HALF_CIRCLE)
+        if ITEM < 8:
+            sign: tl.constexpr = 1 << (8 * ITEM - 1)
+            step = tl.load(steps + j, mask=some, other=1)
+            hot = (old & (sign - 1)).to(tl.int64) < least
+            half = (tl.abs(step) == sign) & ((step < 0) == ((old & sign) != 0))
+            tl.store(after + j, _stepped(old, step, ITEM), mask=some)
+            if tl.sum((some & hot).to(tl.int32)) > 0:
+                tl.store(faults, HOT_AMONG_COLD)
+            if tl.sum((some & half).to(tl.int32)) > 0:
+                tl.store(faults + 1, COLD_HALF_CIRCLE)

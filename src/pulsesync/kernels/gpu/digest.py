@@ -118,14 +118,6 @@ def apply_pieces(
         store_bits(at, inside, tl.load(values + j, mask=some, other=0), some, ITEM)
 
 
-@triton.jit(do_not_specialize=["total"])
-def gather(addresses, total: tl.int64, out, ITEM: tl.constexpr, SPAN: tl.constexpr):
-    """Read single weights."""
-    j = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
-    at = tl.load(addresses + j, mask=j < total, other=0)
-    tl.store(out + j, load_bits(at, 0, j < total, ITEM), mask=j < total)
-
-
 @triton.jit
 def _mix(z):
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9

@@ -121,73 +121,91 @@ def count_hot_changes(
 
 
 # Kernels are not specialized for values that depend on data; the bytes of a history may begin anywhere.
-@triton.jit(do_not_specialize=["lowest", "classes", "ages"], do_not_specialize_on_alignment=["last"])
+@triton.jit(do_not_specialize=["segments", "lowest", "classes", "ages"], do_not_specialize_on_alignment=["last"])
 def list_hot(
-    old_at, sizes, chunk_block, first_chunk, block_tile, cuts, tracked, rooms, known_starts, last, hot_map, known_map,
-    ranks, counted, hot_at, known_at, rows, numbers, lowest, classes, ages,
+    old_at, sizes, first_chunk, block_tile, cuts, tracked, rooms, known_starts, last, hot_map, known_map, ranks,
+    counted, hot_at, known_at, rows, numbers, segments, lowest, classes, ages,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, HISTORY: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Mark the weights of a chunk that are below the cut, and list their rows of the tables (see ROW), in order.
+    """Mark the weights of a segment of a block that are below the cut, and list their rows of the tables, in order.
 
-    The list of a block is as long as there is room. With a history, tracked weights are marked too. RANKS: also write
-    how many hot weights of the chunk are before each word of the marks. numbers: for each block how many weights are
-    hot, and how many tracked, listed or not.
+    The list of a block is as long as there is room. For rows, see ROW. With a history, tracked weights are marked too.
+    RANKS: also write how many hot weights of a chunk are before each word of its marks. numbers: for each block how
+    many weights are hot, and how many tracked, listed or not.
 
-    counted: zeros, in which each chunk publishes its own two numbers, with bit 30. It waits for those of the chunks
-    before it in its block, which were started before it: programs start in the order of their numbers.
+    If there are few blocks, each has several segments, which first count their weights. counted: zeros, in which they
+    publish these numbers. Each waits for those of the segments before it in its block, which were started before it:
+    programs start in the order of their numbers.
     """
-    c = tl.program_id(0).to(tl.int64)
-    b = tl.load(chunk_block + c)
-    tile = tl.load(block_tile + b)
-    first = tl.load(first_chunk + b)
-    begin, count = span_of(c, first_chunk, sizes, b)
-    at = tl.load(old_at + b)
-    row = tl.arange(0, ROWS)
-    x = chunk_words(at, begin, count, ITEM)
-    words = inside(below_cut(x, tl.load(cuts + tile).to(tl.int64) << SHIFT, ITEM), count)
-    tl.store(hot_map + c * ROWS + row, words)
-    known = tl.zeros([ROWS], tl.uint32)
-    if HISTORY:
-        known = inside(below_cut(x, tl.load(tracked + tile).to(tl.int64) << SHIFT, ITEM), count)
-        tl.store(known_map + c * ROWS + row, known)
-    n = popcount(words)
-    both = n | (popcount(known) << 16)
-    until = tl.cumsum(both)
-    total = tl.max(until)
-    tl.atomic_xchg(counted + c, (1 << 30) | total, sem="relaxed")
-    earlier = tl.arange(0, 256)  # the most chunks of a block
-    before = tl.zeros([], tl.int64)
-    while before >> 48 < 256:
-        seen = tl.load(counted + first + earlier, mask=earlier < c - first, other=1 << 30, volatile=True)
-        seen = seen.to(tl.int64)
-        before = tl.sum(((seen >> 30) << 48) | (((seen >> 16) & 0x3FFF) << 24) | (seen & 0xFFFF))
-    found, known_found = before & 0xFFFFFF, (before >> 24) & 0xFFFFFF
+    b, segment = tl.program_id(0) // segments, tl.program_id(0) % segments
+    tile, size, at = tl.load(block_tile + b), tl.load(sizes + b), tl.load(old_at + b)
+    cut = tl.load(cuts + tile).to(tl.int64) << SHIFT
+    tracked_cut = tl.load(tracked + tile).to(tl.int64) << SHIFT
+    per = (1 << 20) // segments  # weights
+    end = tl.minimum(size, (segment + 1) * per)
+    found, known_found = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    if segments > 1:
+        if segment + 1 < segments:
+            here = tl.zeros([ROWS], tl.int32)
+            for begin in range(segment * per, end, CHUNK):
+                count = tl.minimum(size - begin, CHUNK).to(tl.int32)
+                x = chunk_words(at, begin, count, ITEM)
+                here += popcount(inside(below_cut(x, cut, ITEM), count))
+                if HISTORY:
+                    here += popcount(inside(below_cut(x, tracked_cut, ITEM), count)) << 16
+            total = tl.sum((here & 0xFFFF).to(tl.int64) | ((here >> 16).to(tl.int64) << 24))
+            tl.atomic_xchg(counted + tl.program_id(0), (tl.full([], 1, tl.int64) << 48) | total, sem="relaxed")
+        earlier = tl.arange(0, 64)  # more than segments
+        before = tl.zeros([], tl.int64)
+        while before >> 48 < segment:
+            before = tl.sum(tl.load(counted + b * segments + earlier, mask=earlier < segment, other=0, volatile=True))
+        found, known_found = before & 0xFFFFFF, (before >> 24) & 0xFFFFFF
     place, room_end = tl.load(rooms + b), tl.load(rooms + b + 1)
+    listed = room_end > place
     memory, known_end = tl.load(known_starts + b), tl.load(known_starts + b + 1)
-    tl.store(hot_at + c, place + found)
-    tl.store(known_at + c, memory + known_found)
-    until -= both
-    if RANKS:
-        tl.store(ranks + c * ROWS + row, until.to(tl.uint16))
-    if room_end > place:
-        mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
-        to = place + found + (until & 0xFFFF)
-        ages_at = memory + known_found + (until >> 16)
-        for _ in range(tl.max(n)):
-            low = lowest_bit(words)
-            listed = (words != 0) & (to < room_end)
-            kind = ((load_bits(at, begin + 32 * row + popcount(low - 1), listed, ITEM) & mask) >> SHIFT).to(tl.int32)
-            r = tl.minimum(tl.maximum(kind - lowest, 0), classes - 1) * ages
-            if HISTORY:
-                kept = ages_at + popcount(known & (low - 1))
-                age = tl.load(last + kept, mask=listed & ((known & low) != 0) & (kept < known_end), other=0)
-                r = (r + (age & 0x7F).to(tl.int32)) | ((age >> 7).to(tl.int32) << 15)
-            tl.store(rows + to, r.to(tl.uint16), mask=listed)
-            to += (words != 0).to(tl.int64)
-            words &= words - 1
-    if c + 1 == tl.load(first_chunk + b + 1):
-        tl.store(numbers + 2 * b, found + (total & 0xFFFF))
-        tl.store(numbers + 2 * b + 1, known_found + (total >> 16))
+    row = tl.arange(0, ROWS)
+    c = tl.load(first_chunk + b) + segment * (per // CHUNK)
+    mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
+    for begin in range(segment * per, end, CHUNK):
+        count = tl.minimum(size - begin, CHUNK).to(tl.int32)
+        x = chunk_words(at, begin, count, ITEM)
+        words = inside(below_cut(x, cut, ITEM), count)
+        tl.store(hot_map + c * ROWS + row, words)
+        tl.store(hot_at + c, place + found)
+        n = popcount(words)
+        in_chunk = prefix(n)
+        if RANKS:
+            tl.store(ranks + c * ROWS + row, in_chunk.to(tl.uint16))
+        to = place + found + in_chunk
+        found += tl.sum(n)
+        known = tl.zeros([ROWS], tl.uint32)
+        ages_at = tl.zeros([ROWS], tl.int64)
+        if HISTORY:
+            known = inside(below_cut(x, tracked_cut, ITEM), count)
+            tl.store(known_map + c * ROWS + row, known)
+            tl.store(known_at + c, memory + known_found)
+            m = popcount(known)
+            ages_at = memory + known_found + prefix(m)
+            known_found += tl.sum(m)
+        if listed:
+            for _ in range(tl.max(n)):
+                low = lowest_bit(words)
+                i = begin + 32 * row + popcount(low - 1)
+                some = (words != 0) & (to < room_end)
+                kind = ((load_bits(at, i, some, ITEM) & mask) >> SHIFT).to(tl.int32)
+                r = tl.minimum(tl.maximum(kind - lowest, 0), classes - 1) * ages
+                if HISTORY:
+                    kept = ages_at + popcount(known & (low - 1))
+                    kept_some = some & ((known & low) != 0) & (kept < known_end)
+                    age = tl.load(last + kept, mask=kept_some, other=0).to(tl.int32)
+                    r = (r + (age & 0x7F)) | ((age >> 7) << 15)
+                tl.store(rows + to, r.to(tl.uint16), mask=some)
+                to += (words != 0).to(tl.int64)
+                words &= words - 1
+        c += 1
+    if segment + 1 == segments:
+        tl.store(numbers + 2 * b, found)
+        tl.store(numbers + 2 * b + 1, known_found)
 
 
 @triton.jit
