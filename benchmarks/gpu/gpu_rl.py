@@ -17,6 +17,7 @@ update of the worker's weights:
 
 These look for what slows a step down, and are measured only when they are named:
 
+    `again`   as `copy`: how much two arms differ that are the same
     `frozen`  as `sync`, without Python's garbage collector
     `python`  as `copy`, and a thread runs Python for as long as a publish and a sync take: contention for the GIL
     `kernels` as `copy`, and copies on a stream of their own keep the GPU's memory busy for as long as the kernels of a
@@ -272,6 +273,12 @@ class Copied:
         """Compare the bits; return the seconds that it took to recompute a digest, if there is one."""
         check_bits(self.trainer, self.worker)
         return None
+
+
+class CopiedAgain(Copied):
+    """The same: what it differs by is what the machine, and nothing that is measured, makes of it."""
+
+    name = "again"
 
 
 class CopiedBesidePython(Copied):
@@ -591,7 +598,7 @@ def run(
         ends = Ends(trainer, worker, publisher, subscriber, boundary)
         synced, behind, frozen = Synced(ends), Behind(ends), Frozen(ends)
         python, kernels = CopiedBesidePython(trainer, copied), CopiedBesideKernels(trainer, copied)
-        every: list[Arm] = [plain, synced, behind, frozen, python, kernels]
+        every: list[Arm] = [plain, CopiedAgain(trainer, copied), synced, behind, frozen, python, kernels]
         chosen = [arm for arm in every if arm.name in options.arms]
         warm = min(options.warm, options.block, options.steps)
         warmed = training.block(synced, -1, warm, Measured())
@@ -600,7 +607,7 @@ def run(
             training.restore()
             kernels.load(rl_profile.busy_s(lambda: synced.catch_up(training.number)))
         for arm in chosen:
-            if arm not in (plain, synced):
+            if arm.name not in ("copy", "again", "sync"):
                 training.block(arm, -1, warm, Measured())
         found.kept_bytes = allocated(game.device) - before
         for turn, arms, steps in rounds(chosen, options.steps, options.block):
