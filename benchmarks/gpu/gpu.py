@@ -165,6 +165,15 @@ def measure(model: Pair, repeats: int, codecs: Sequence[CodecName]) -> Row:
     return row
 
 
+def measure_if_it_fits(model: Pair, repeats: int, codecs: Sequence[CodecName]) -> Row | None:
+    """The same; None if the GPU has too little memory, which is printed."""
+    try:
+        return measure(model, repeats, codecs)
+    except torch.OutOfMemoryError as error:
+        print(f"{model.size:,} weights: {str(error).splitlines()[0]}", flush=True)
+        return None
+
+
 Parts = dict[CodecName, tuple[Manifest, bytes]]
 
 
@@ -188,12 +197,6 @@ def measure_decode(bench: Bench, row: Row, repeats: int, parts: Parts, which: st
     state, model = bench.state, bench.model
     for codec, (manifest, data) in parts.items():
         body, before, name = [Body.of(data, state.layout)], state.history, f"{codec} decode + apply{which}"
-        state.commit(sync(state, manifest, data))  # warm
-        back, row.memory[name] = memory_of(partial(sync, state, manifest, data), row.weights)
-        row.gigabytes[name] = row.memory[name]["extra"] * row.weights / 1e9
-        row.memory[name] |= histories(before, state.history, row.weights)
-        state.commit(back)
-        del back, before
         times, pauses = [], []
         for _ in range(repeats):
             transition, prepare_ms = timed_ms(partial(PatchTransaction(state).prepare, manifest, body))
@@ -206,6 +209,11 @@ def measure_decode(bench: Bench, row: Row, repeats: int, parts: Parts, which: st
             del transition, back
         row.ms[f"{codec} decode + apply with undo log{which}"] = statistics.median(times)
         row.ms[f"of it the pause, {codec}{which}"] = statistics.median(pauses)
+        back, row.memory[name] = memory_of(partial(sync, state, manifest, data), row.weights)
+        row.gigabytes[name] = row.memory[name]["extra"] * row.weights / 1e9
+        row.memory[name] |= histories(before, state.history, row.weights)
+        state.commit(back)
+        del back, before
 
 
 def memory_of(work: Callable[[], T], weights: int) -> tuple[T, dict[str, float]]:
@@ -354,21 +362,24 @@ def main(given: argparse.Namespace) -> None:
     need_gpu(1e9 * max(given.sizes))
     print(f"{name_of()}, torch {torch.__version__}, CUDA {torch.version.cuda}, {pulsesync.__file__}", flush=True)
     pair = partial(make_pair, uniform=given.uniform, tracked=given.tracked / 100)
-    rows, first = [], partial(pair, 1e9 * given.sizes[0], given.densities[0] / 100)
+    rows, first = list[Row](), partial(pair, 1e9 * given.sizes[0], given.densities[0] / 100)
     with as_device():
         for weights in given.sizes:
             for percent in given.densities:
                 started = {"reserved, GB": reserved() / 1e9, "used, GB": used() / 1e9}
-                rows.append(measure(pair(1e9 * weights, percent / 100), given.repeats, given.codecs))
+                row = measure_if_it_fits(pair(1e9 * weights, percent / 100), given.repeats, given.codecs)
                 gc.collect()
                 empty_cache()
-                rows[-1].memory["before everything"] = started
-                rows[-1].memory["everything dropped"] = {"reserved, GB": reserved() / 1e9, "used, GB": used() / 1e9}
-                tell(rows[-1])
-                show_memory(rows[-1])
+                if row is None:
+                    continue
+                rows.append(row)
+                row.memory["before everything"] = started
+                row.memory["everything dropped"] = {"reserved, GB": reserved() / 1e9, "used, GB": used() / 1e9}
+                tell(row)
+                show_memory(row)
                 if given.json:
                     given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        if given.others:
+        if given.others and rows:
             found = others.measure(first(), rows[0])
             if given.json:
                 given.json.write_text(json.dumps(found | {"ours": [asdict(row) for row in rows]}, indent=1) + "\n")

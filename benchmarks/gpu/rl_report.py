@@ -329,7 +329,8 @@ def show_work(found: Measured) -> None:
     for name in found.arms:
         steps = found.of(name)
         same = sum(step.same for step in steps)
-        print(f"{name}: in {same} of {len(steps)} steps the worker generated what was recorded.")
+        older = ", with weights that are a step older" if name == "behind" else ""
+        print(f"{name}: in {same} of {len(steps)} steps the worker generated what was recorded{older}.")
     digest_ms = shown(found.checks_s, 1e3, 2)
     print(
         f"After each of {len(found.checks_s)} blocks with sync the worker's weights were the trainer's, bit for bit; "
