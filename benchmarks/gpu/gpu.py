@@ -2,26 +2,36 @@
 
     python -m benchmarks gpu                                  # the table of one size and density: 7.6 B, 1 %
     python -m benchmarks gpu --sizes 0.1 1 7.6 30 --densities 0.1 1 10 --json gpu.json
+    python -m benchmarks gpu --uniform                        # each weight changes with the same probability
+    python -m benchmarks gpu --tracked 10                     # only the smallest 10 % change: these are tracked
     python -m benchmarks gpu --kernels                        # and where the time goes, kernel by kernel
     python -m benchmarks gpu --others --json others.json      # next to full weights and to other codecs (others.py)
 
 Tensors have the shapes of models of that size, with as many layers as the size needs; harness/device.py says which
 weights change. Every time is a median of wall-clock times on an idle GPU, from a call to the end of all work it
 launched. A floor is the time to move the bytes that must move, at the copy speed that was measured in the same run.
+
+The first two patches of an epoch are measured. The second one, with as many changes again, has a history to read, as
+nearly every patch of a run. Extra memory is what a call allocates at its peak, in addition to the weights, the base and
+what there was before, among it the old history; the new history, a byte for each tracked weight, and the undo log are
+part of it. `reserved` is what PyTorch has from the driver, and `used` everything on the GPU. In the end, when all is
+dropped, that is what the library keeps: pools of CUDA graphs, compiled kernels, and buffers.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+import pulsesync
 from benchmarks.gpu import others, profile
 from benchmarks.harness.device import (
     DEVICE,
@@ -34,12 +44,16 @@ from benchmarks.harness.device import (
     median_ms,
     name_of,
     need_gpu,
-    peak_gb,
+    peak_reserved,
     peak_since,
+    reserved,
     reset_peak,
     timed_ms,
+    used,
     wait,
 )
+from benchmarks.harness.report import table
+from benchmarks.harness.timing import T
 from pulsesync import Publisher
 from pulsesync.core import digest
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
@@ -58,7 +72,7 @@ from pulsesync.state.sharding import owner_of, share_of
 from pulsesync.state.weights import Recount, WeightState
 from pulsesync.store import MemoryStore
 
-QUICK = ("--sizes", "0.0000011", "--densities", "10", "--repeats", "1", "--codecs", "context")
+QUICK = ("--sizes", "0.0000011", "--densities", "10", "--repeats", "1", "--codecs", "history")
 CODECS: tuple[CodecName, ...] = ("context", "history")
 LARGE = 16e9  # weights from which the new ones do not stay on the GPU while a worker is measured
 
@@ -73,6 +87,7 @@ class Row:
     patch_bytes: int
     ms: dict[str, float] = field(default_factory=dict)
     gigabytes: dict[str, float] = field(default_factory=dict)  # peak, in addition to the weights and the base
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)  # of calls; bytes a weight, and gigabytes
 
 
 class Bench:
@@ -80,20 +95,23 @@ class Bench:
 
     def __init__(self, model: Pair) -> None:
         self.model = model
-        baseline = baseline_for(model.old, "device")
-        assert isinstance(baseline, DeviceBaseline)
-        self.baseline = baseline
-        self.shards = baseline.read(model.new, {})
+        self._read()
         layout = layouts.make([window.tensor for window in self.shards.windows.values()], self.shards.ties)
         self.share = share_of(layout, owner_of(layout, [self.shards.windows]), 0, self.shards)
         # The base is the old model itself, and not a third copy.
         self.state = WeightState.attach(DeviceBackend, model.old, layout)
         self.last = root_record(None, 0, layout.id, self.state.digest, None, ())
 
+    def _read(self) -> None:
+        baseline = baseline_for(self.model.old, "device")
+        assert isinstance(baseline, DeviceBaseline)
+        self.baseline = baseline
+        self.shards = baseline.read(self.model.new, {})
+
     def compare(self) -> DeviceDifference:
         return self.baseline.compare(self.share, self.state, self.shards, "context")
 
-    def encode(self, codec: CodecName) -> object:
+    def encode(self, codec: CodecName) -> tuple[object, Transition]:
         return self.compare().encode(self.last, codec)
 
     def record(self, codec: CodecName) -> tuple[Manifest, bytes]:
@@ -102,16 +120,29 @@ class Bench:
         history = transition.history.digest() if transition.history.tiles else None
         state = digest.state_digest(self.state.layout.tables, transition.sums.values())
         parts = (PartRef(part.id, len(part.data)),)
-        return next_record(self.last, 1, parts, state, history, None, ()), bytes(part.data)
+        number = self.last.next_patch[1]
+        return next_record(self.last, number, parts, state, history, None, ()), bytes(part.data)
+
+    def forget_new(self) -> None:
+        """Free the new weights."""
+        self.model.new.clear()
+        del self.baseline, self.shards, self.share
+
+    def advance(self, manifest: Manifest, data: bytes) -> None:
+        """Commit a patch, and draw the next change: the patch of that has a history."""
+        sync(self.state, manifest, data)
+        self.last = manifest
+        self.model.change()
+        self._read()
+        layout = self.state.layout
+        self.share = share_of(layout, owner_of(layout, [self.shards.windows]), 0, self.shards)
 
 
-def measure(weights: float, density: float, repeats: int, codecs: Sequence[CodecName]) -> Row:
-    """Measure publishing first and then syncing: of the largest models only two copies fit on the GPU."""
-    model = make_pair(weights, density)
+def measure(model: Pair, repeats: int, codecs: Sequence[CodecName]) -> Row:
+    """Measure the first and the second patch of an epoch."""
     bench = Bench(model)
-    state, difference = bench.state, bench.compare()
-    changed = sum(run.count for run in difference.runs)
-    row = Row(model.size, changed / model.size, hot_share(difference), 0)
+    difference = bench.compare()
+    row = Row(model.size, difference_size(difference) / model.size, hot_share(difference), 0)
     some = max(model.old.values(), key=lambda tensor: tensor.numel())
     speed = 2 * some.numel() * 2 / median_ms(some.clone, repeats)  # bytes a millisecond, read and written
     row.ms["copy of all weights (floor of a diff)"] = model.size * 4 / speed
@@ -119,20 +150,53 @@ def measure(weights: float, density: float, repeats: int, codecs: Sequence[Codec
     row.ms["diff + compaction"] = median_ms(bench.compare, repeats)
     row.ms["incremental digest"] = median_ms(partial(digest_of, difference), repeats)
     del difference
-    parts: dict[CodecName, tuple[Manifest, bytes]] = {}
+    for which in ("", ", second patch"):
+        parts = measure_encode(bench, row, repeats, codecs, which)
+        if model.size > LARGE:
+            bench.forget_new()
+        measure_decode(bench, row, repeats, parts, which)
+        if model.size <= LARGE:
+            bench.forget_new()
+        if not which:
+            row.patch_bytes = len(parts[codecs[0]][1])
+            tell(row)
+            bench.advance(*parts["history" if "history" in parts else codecs[0]])  # context leaves no history
+    row.ms["full digest recount"] = median_ms(bench.state.backend.count, repeats)
+    return row
+
+
+def measure_if_it_fits(model: Pair, repeats: int, codecs: Sequence[CodecName]) -> Row | None:
+    """The same; None if the GPU has too little memory, which is printed."""
+    try:
+        return measure(model, repeats, codecs)
+    except torch.OutOfMemoryError as error:
+        print(f"{model.size:,} weights: {str(error).splitlines()[0]}", flush=True)
+        return None
+
+
+Parts = dict[CodecName, tuple[Manifest, bytes]]
+
+
+def measure_encode(bench: Bench, row: Row, repeats: int, codecs: Sequence[CodecName], which: str) -> Parts:
+    """Measure publishing; return the patches."""
+    parts: Parts = {}
     for codec in codecs:
         encode = partial(bench.encode, codec)
-        row.ms[f"diff + {codec} encode + patch on the host"] = median_ms(encode, repeats)
-        row.gigabytes[f"diff + {codec} encode"] = peak_gb(encode)
+        row.ms[f"diff + {codec} encode + patch on the host{which}"] = median_ms(encode, repeats)
+        name = f"diff + {codec} encode{which}"
+        (_, transition), row.memory[name] = memory_of(encode, row.weights)
+        row.gigabytes[name] = row.memory[name]["extra"] * row.weights / 1e9
+        row.memory[name] |= histories(bench.state.history, transition.history, row.weights)
+        del transition
         parts[codec] = bench.record(codec)
-    row.patch_bytes = len(parts[codecs[0]][1])
-    if large := model.size > LARGE:
-        model.new.clear()
-    del bench, encode
-    empty_cache()
+    return parts
+
+
+def measure_decode(bench: Bench, row: Row, repeats: int, parts: Parts, which: str) -> None:
+    """Measure syncing, each time from the weights before the patch."""
+    state, model = bench.state, bench.model
     for codec, (manifest, data) in parts.items():
-        body = [Body.of(data, state.layout)]
-        row.gigabytes[f"{codec} decode + apply"] = peak_gb(partial(sync_and_undo, state, manifest, data))
+        body, before, name = [Body.of(data, state.layout)], state.history, f"{codec} decode + apply{which}"
         times, pauses = [], []
         for _ in range(repeats):
             transition, prepare_ms = timed_ms(partial(PatchTransaction(state).prepare, manifest, body))
@@ -140,13 +204,60 @@ def measure(weights: float, density: float, repeats: int, codecs: Sequence[Codec
             times.append(prepare_ms + pause_ms)
             pauses.append(pause_ms)
             assert Recount(state).digest() == manifest.digest
-            assert large or equal(model.old, model.new), "the decoded weights are not the new ones"
+            assert not model.new or equal(model.old, model.new), "the decoded weights are not the new ones"
             state.commit(back)
             del transition, back
-        row.ms[f"{codec} decode + apply with undo log"] = statistics.median(times)
-        row.ms[f"of it the pause, {codec}"] = statistics.median(pauses)
-    row.ms["full digest recount"] = median_ms(state.backend.count, repeats)
-    return row
+        row.ms[f"{codec} decode + apply with undo log{which}"] = statistics.median(times)
+        row.ms[f"of it the pause, {codec}{which}"] = statistics.median(pauses)
+        back, row.memory[name] = memory_of(partial(sync, state, manifest, data), row.weights)
+        row.gigabytes[name] = row.memory[name]["extra"] * row.weights / 1e9
+        row.memory[name] |= histories(before, state.history, row.weights)
+        state.commit(back)
+        del back, before
+
+
+def memory_of(work: Callable[[], T], weights: int) -> tuple[T, dict[str, float]]:
+    """The result of a call, and the memory at its peak: bytes a weight that it allocates, and gigabytes in all."""
+    wait()
+    gc.collect()
+    empty_cache()
+    before, reserved_before = allocated(), reserved()
+    reset_peak()
+    result = work()
+    wait()
+    found = {"extra": peak_since(before) * 1e9 / weights, "left of it": (allocated() - before) / weights}
+    return result, found | {
+        "reserved before, GB": reserved_before / 1e9,
+        "reserved at the peak, GB": peak_reserved() / 1e9,
+    }
+
+
+def histories(old: object, new: object, weights: int) -> dict[str, float]:
+    """Bytes a weight of the history that was read, and of what the new one does not share with it."""
+    before = storages(old)
+    after = {at: size for at, size in storages(new).items() if at not in before}
+    return {"old history": sum(before.values()) / weights, "new history": sum(after.values()) / weights}
+
+
+def storages(one: Any) -> dict[int, int]:
+    """The memory of all tensors in an object: addresses, and sizes in bytes."""
+    if isinstance(one, torch.Tensor):
+        memory = one.untyped_storage()
+        return {memory.data_ptr(): memory.nbytes()}
+    members: Iterable[Any] = ()
+    if is_dataclass(one):
+        members = (getattr(one, each.name) for each in fields(one))
+    elif isinstance(one, Mapping):
+        members = one.values()
+    return {at: size for member in members for at, size in storages(member).items()}
+
+
+def difference_size(difference: DeviceDifference) -> int:
+    return sum(run.count for run in difference.runs)
+
+
+def tell(row: Row) -> None:
+    print(json.dumps(asdict(row)), flush=True)
 
 
 def digest_of(difference: DeviceDifference) -> object:
@@ -157,10 +268,6 @@ def digest_of(difference: DeviceDifference) -> object:
 def sync(state: WeightState, manifest: Manifest, data: bytes) -> Transition:
     """Decode and apply; return what undoes it."""
     return state.commit(PatchTransaction(state).prepare(manifest, [Body.of(data, state.layout)]))
-
-
-def sync_and_undo(state: WeightState, manifest: Manifest, data: bytes) -> None:
-    state.commit(sync(state, manifest, data))
 
 
 def hot_share(difference: DeviceDifference) -> float:
@@ -176,7 +283,8 @@ def hot_share(difference: DeviceDifference) -> float:
 
 def products(busy_ms: float) -> Callable[[], None]:
     """Matrix products that keep the GPU busy for about `busy_ms`, as a forward and backward pass do."""
-    a, b, out = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    size = 8192 if DEVICE.type == "cuda" else 64
+    a, b, out = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     count = max(1, round(busy_ms / median_ms(lambda: torch.mm(a, b, out=out))))
 
     def work() -> None:
@@ -186,7 +294,7 @@ def products(busy_ms: float) -> Callable[[], None]:
     return work
 
 
-def held(weights: float, density: float, way: str, busy_ms: float) -> dict[str, float]:
+def held(model: Pair, way: str, busy_ms: float) -> dict[str, float]:
     """How long publish(wait=False) blocks a trainer, and how long it takes to encode a version in the background.
 
     The weights stay at their addresses and change in place, as a trainer's do; the store is in memory. With
@@ -195,7 +303,6 @@ def held(weights: float, density: float, way: str, busy_ms: float) -> dict[str, 
     """
     hook = way == "host+hook"
     keep: Literal["device", "host"] = "device" if way == "device" else "host"
-    model = make_pair(weights, density)
     for name, tensor in model.new.items():
         tensor.view(torch.int16).bitwise_xor_(model.old[name].view(torch.int16))  # from one state to the other
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=DEVICE))], lr=0.0)
@@ -237,6 +344,9 @@ def held(weights: float, density: float, way: str, busy_ms: float) -> dict[str, 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=float, nargs="+", default=[7.6], help="billions of weights")
     parser.add_argument("--densities", type=float, nargs="+", default=[1.0], help="percent of the weights that change")
+    changes = parser.add_mutually_exclusive_group()
+    changes.add_argument("--uniform", action="store_true", help="weights change whatever their magnitude is")
+    changes.add_argument("--tracked", type=float, default=0.0, help="percent of the weights, the smallest, that change")
     ways = ["device", "host", "host+hook"]
     parser.add_argument("--held", nargs="*", choices=ways, default=[], help="also time publishes with this keep")
     parser.add_argument("--busy", type=float, default=400, help="ms of matrix products after each publish of host+hook")
@@ -250,21 +360,47 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> None:
     need_gpu(1e9 * max(given.sizes))
-    print(f"{name_of()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    rows, size, density = [], 1e9 * given.sizes[0], given.densities[0] / 100
+    print(f"{name_of()}, torch {torch.__version__}, CUDA {torch.version.cuda}, {pulsesync.__file__}", flush=True)
+    pair = partial(make_pair, uniform=given.uniform, tracked=given.tracked / 100)
+    rows, first = list[Row](), partial(pair, 1e9 * given.sizes[0], given.densities[0] / 100)
     with as_device():
         for weights in given.sizes:
             for percent in given.densities:
-                rows.append(measure(1e9 * weights, percent / 100, given.repeats, given.codecs))
-                print(json.dumps(asdict(rows[-1])), flush=True)
+                started = {"reserved, GB": reserved() / 1e9, "used, GB": used() / 1e9}
+                row = measure_if_it_fits(pair(1e9 * weights, percent / 100), given.repeats, given.codecs)
+                gc.collect()
                 empty_cache()
-        found = others.measure(make_pair(size, density), rows[0]) if given.others else {}
-        if given.json:
-            listed = [asdict(row) for row in rows]
-            given.json.write_text(json.dumps(found | {"ours": listed} if found else listed, indent=1) + "\n")
+                if row is None:
+                    continue
+                rows.append(row)
+                row.memory["before everything"] = started
+                row.memory["everything dropped"] = {"reserved, GB": reserved() / 1e9, "used, GB": used() / 1e9}
+                tell(row)
+                show_memory(row)
+                if given.json:
+                    given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        if given.others and rows:
+            found = others.measure(first(), rows[0])
+            if given.json:
+                given.json.write_text(json.dumps(found | {"ours": [asdict(row) for row in rows]}, indent=1) + "\n")
         for way in given.held:
-            print(way, json.dumps(held(size, density, way, given.busy)), flush=True)
+            print(way, json.dumps(held(first(), way, given.busy)), flush=True)
         for codec in given.lines:
-            print(profile.lines(Bench(make_pair(size, density)), codec))
+            print(profile.lines(Bench(first()), codec), flush=True)
         if given.kernels:
-            print(profile.kernels(Bench(make_pair(size, density))))
+            print(profile.kernels(Bench(first())), flush=True)
+
+
+def show_memory(row: Row) -> None:
+    """Print the memory of calls, in bytes a weight, with the history stated apart, and what is kept in the end."""
+    print(f"\n{row.weights:,} weights, {row.density:.2%} changed, {row.hot:.2%} hot in the first patch\n")
+    heads = ("extra", "new history", "old history", "left of it", "reserved before, GB", "reserved at the peak, GB")
+    calls = {name: one for name, one in row.memory.items() if "extra" in one}
+    cells = [
+        [name, f"{one['extra'] - one['new history']:.3f}", *(f"{one[head]:.3f}" for head in heads)]
+        for name, one in calls.items()
+    ]
+    print(table(["bytes a weight at the peak", "without history", *heads], cells) + "\n")
+    for name in ("before everything", "everything dropped"):
+        print(f"{name}: {', '.join(f'{what} {size:.3f}' for what, size in row.memory[name].items())}")
+    print(flush=True)

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -87,6 +88,22 @@ def allocated() -> int:
     return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
 
 
+def reserved() -> int:
+    """Bytes that PyTorch's allocator has from the driver, in use or not; 0 without a GPU."""
+    return torch.cuda.memory_reserved() if DEVICE.type == "cuda" else 0
+
+
+def peak_reserved() -> int:
+    """The most of these since `reset_peak`."""
+    return torch.cuda.max_memory_reserved() if DEVICE.type == "cuda" else 0
+
+
+def used() -> int:
+    """Bytes in use on the GPU by all processes, with those of the driver and of compiled kernels; 0 without a GPU."""
+    free, total = torch.cuda.mem_get_info() if DEVICE.type == "cuda" else (0, 0)
+    return total - free
+
+
 def reset_peak() -> None:
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -100,17 +117,6 @@ def empty_cache() -> None:
 def peak_since(before: int) -> float:
     """The peak of the gigabytes on the GPU since `reset_peak`, less some bytes; 0 without a GPU."""
     return (torch.cuda.max_memory_allocated() - before) / 1e9 if DEVICE.type == "cuda" else 0.0
-
-
-def peak_gb(work: Callable[[], object]) -> float:
-    """The peak of the gigabytes that a call allocates, in addition to what was allocated before."""
-    wait()
-    empty_cache()
-    before = allocated()
-    reset_peak()
-    work()
-    wait()
-    return peak_since(before)
 
 
 # -- the weights ---------------------------------------------------------------------------------------------------
@@ -141,19 +147,19 @@ def small_shapes(weights: int) -> list[tuple[str, tuple[int, ...]]]:
     return [("odd", (weights - 8 * wide * 64 + 65,)), *((f"layers.{n}", (wide - (n == 0), 64)) for n in range(8))]
 
 
-def make(sizes: Mapping[str, tuple[int, ...]], device: torch.device = DEVICE) -> Model:
+def make(sizes: Mapping[str, tuple[int, ...]], device: torch.device = DEVICE, spread: float = SPREAD) -> Model:
     """A model with these tensors, the same in every call."""
     torch.manual_seed(0)
     model = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in sizes.items()}
-    fill_(model)
+    fill_(model, spread)
     return model
 
 
-def fill_(model: Model) -> None:
+def fill_(model: Model, spread: float = SPREAD) -> None:
     """Draw all weights of a model."""
     for tensor in model.values():
         for piece in tensor.view(-1).split(PIECE):
-            piece.copy_(torch.randn(piece.numel(), device=piece.device) * SPREAD)
+            piece.copy_(torch.randn(piece.numel(), device=piece.device) * spread)
 
 
 def chances(density: float, sample: torch.Tensor | None = None) -> torch.Tensor:
@@ -175,6 +181,21 @@ def chances(density: float, sample: torch.Tensor | None = None) -> torch.Tensor:
         else:
             high = steps
     return (1 - stays**high).float()
+
+
+def uniform_chances(density: float) -> torch.Tensor:
+    """The same probability for every exponent."""
+    return torch.full((256,), density, device=DEVICE)
+
+
+def tracked_chances(density: float, tracked: float) -> tuple[torch.Tensor, float]:
+    """One probability for the smallest weights, which are a given share of all, and none for others.
+
+    Also returns the standard deviation with which these are the weights below 2^-6, a border between exponents.
+    """
+    chance = torch.zeros(256, device=DEVICE)
+    chance[: 127 - 6] = density / tracked
+    return chance, 2.0**-6 / NormalDist().inv_cdf(0.5 + tracked / 2)
 
 
 def chances_of(model: Model, density: float) -> torch.Tensor:
@@ -216,16 +237,28 @@ class Pair:
     old: Model
     new: Model
 
+    chance: torch.Tensor  # of a weight to change between the two, by its exponent
+
     @property
     def size(self) -> int:
         return sum(tensor.numel() for tensor in self.old.values())
 
+    def change(self) -> None:
+        """Draw another new state, from the old one."""
+        self.new = {name: tensor.clone() for name, tensor in self.old.items()}
+        train_(self.new, self.chance)
 
-def make_pair(weights: float, density: float) -> Pair:
-    """A model of about this size, and the same after a change of this density."""
+
+def make_pair(weights: float, density: float, uniform: bool = False, tracked: float = 0.0) -> Pair:
+    """A model of about this size, and the same after a change of this density.
+
+    uniform: every weight has the same probability to change, whatever its magnitude. tracked: only the smallest weights
+    change, with one probability; they are this share of all. 0: by magnitude, as in the recorded step.
+    """
     torch.manual_seed(0)
-    chance = chances(density)
-    old = make(dict(shapes(weights)))
-    new = {name: tensor.clone() for name, tensor in old.items()}
-    train_(new, chance)
-    return Pair(old, new)
+    chance, spread = uniform_chances(density) if uniform else chances(density), SPREAD
+    if tracked:
+        chance, spread = tracked_chances(density, tracked)
+    pair = Pair(make(dict(shapes(weights)), spread=spread), {}, chance)
+    pair.change()
+    return pair
