@@ -45,8 +45,7 @@ def test_piles_of_a_dtype_share_a_table_and_make_the_parts_of_one(
     codec: CodecName, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a large model the tiles of a dtype are in several piles, and what they decide is listed twice."""
-    monkeypatch.setattr(pile, "MOST", 0)
-    monkeypatch.setattr(pile, "EACH", 36)
+    monkeypatch.setattr(pile, "LEAST", 24)
     monkeypatch.setattr(encode, "LISTED_ONCE", 0)
     layout, state = small(7, (*(TensorSpec(name, "BF16", (24,)) for name in "abc"), TensorSpec("d", "F32", (20,))))
     pair = Pair(layout, state, device, codec)

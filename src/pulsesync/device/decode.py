@@ -163,7 +163,7 @@ def decode_coded(
     blocks = _Blocks(*(pile.from_part(part, of[kept]) for of in (streams.changes, streams.lanes, streams.words)))
     rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, tables.likely_decisions(blocks.lanes)), 0)
     search = HotSearch(pile, weights, cuts, memories, rooms=rooms, contexts=table.contexts, ranks=True)
-    reading = partial(parse_cold, coded, streams, contents)
+    reading: Callable[[], ColdChanges] = partial(parse_cold, coded, streams, contents)
     if streams.colds.sum() > MANY_COLD:  # a thread that runs Python takes turns with this one
         reading = begin_work(reading)
     decoder, decoded = None, None

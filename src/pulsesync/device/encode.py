@@ -70,7 +70,9 @@ def code_piles(
     tiles: dict[int, CodedTile] = {}
     for coder in coders:
         tiles |= coder.write(table, number_of_table, codec, moved)
-    return CodedPiles(table, tiles, {coder.pile: coder.kept.hot for coder in coders if coder.kept}, moved())
+    return CodedPiles(
+        table, tiles, {coder.pile: coder.kept.hot.without_list() for coder in coders if coder.kept}, moved()
+    )
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class _StreamPlan:
         coded = blocks.coded
         decisions, changes, begins = blocks.decisions[coded], blocks.hot_changes[coded], borders[coded]
         lanes = tables.lanes_for(decisions)
-        rooms = starts_of(2 * lanes + decisions // 4 + 3 * changes)
+        rooms = starts_of(2 * lanes + decisions // 16 + 2 * changes)
         warps = (*warps_of(lanes), lanes.astype(np.int32), starts_of(changes), rooms)
         begin, end, *rest = all_to_stream((begins, begins + decisions, *warps), device)
         return cls(changes, lanes, decisions, (begin, end), tuple(rest), rooms)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -29,8 +30,9 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 KEPT = 8  # sets of addresses that a pile keeps
 PARTS = 64  # partial piles that a pile keeps
-MOST = 1 << 33  # up to this number of weights, a dtype on a device has one pile ...
-EACH = 1 << 31  # ... and with more, a pile has this number, unless a tile is larger
+PIECES = 4  # piles of a dtype on a device, if none of them has fewer weights ...
+LEAST = 1 << 27  # ... than this number ...
+MOST = 1 << 31  # ... or more than this one
 
 
 @dataclass(frozen=True, eq=False)
@@ -486,18 +488,13 @@ def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mappi
 
 
 def _split(tiles: Sequence[Tile]) -> list[list[Tile]]:
-    """Split consecutive tiles into piles."""
-    if sum(tile.size for tile in tiles) <= MOST:
-        return [list(tiles)]
-    out: list[list[Tile]] = []
-    room = 0
-    for tile in tiles:
-        if tile.size > room or not out:
-            out.append([])
-            room = EACH
-        out[-1].append(tile)
-        room -= tile.size
-    return out
+    """Split consecutive tiles into piles of about the same size: what coding needs is a share of the memory of all."""
+    starts = starts_of(np.array([tile.size for tile in tiles], np.int64))
+    total = int(starts[-1])
+    pieces = max(1, min(PIECES, total // LEAST), -(-total // MOST))
+    numbers = (starts[:-1] + starts[1:]) * pieces // (2 * max(total, 1))  # by the middle of each tile
+    borders = np.searchsorted(numbers, np.arange(pieces + 1)).tolist()
+    return [list(tiles[begin:end]) for begin, end in pairwise(borders) if begin < end]
 
 
 def order(pile: Pile) -> tuple[str, int]:

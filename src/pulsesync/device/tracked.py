@@ -155,10 +155,8 @@ def _copied(history: History, pile: Pile) -> PileMemory:
 
 def _merged(none: PileMemory, some: Sequence[PileMemory]) -> PileMemory:
     """The history of a pile, some of whose tiles were in each of several other piles."""
-    content = []
-    for i in range(len(none.pile.tiles)):
-        if one := next((one for one in some if one.cuts[i]), None):
-            content.append(one.content[one.borders[i] : one.borders[i + 1]])
+    owners = ((i, one) for i in range(len(none.pile.tiles)) for one in some if one.cuts[i])
+    content = [one.content[one.borders[i] : one.borders[i + 1]] for i, one in owners]
     cuts, sizes, sums = (np.add.reduce([getattr(one, name) for one in some]) for name in ("cuts", "sizes", "sums"))
     return PileMemory(none.pile, cuts, sizes, torch.cat([none.content[:0], *content]), sums)
 

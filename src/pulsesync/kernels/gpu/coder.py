@@ -286,10 +286,10 @@ def decode(
     """Decode the blocks, a round of lanes at a time: for each change its decision and symbol, and its extra bits.
 
     numbers: of the blocks in their pile, whose lists of decisions begin at `rooms`; found: for each of these, how many
-    decisions it has, and another number. Symbols whose size class is `listed` or higher have no extra bits. quads: the table,
-    four entries in a word. While four rounds are decoded, the entries for the next four are fetched, and the rows of
-    the four after these. Never reads or writes out of bounds, whatever the stream contains. faults: 0, or the fault
-    (see `spec.FAULTS`).
+    decisions it has, and another number. Symbols whose size class is `listed` or higher have no extra bits. quads: the
+    table, four entries in a word. While four rounds are decoded, the entries for the next four are fetched, and the
+    rows of the four after these. Never reads or writes out of bounds, whatever the stream contains. faults: 0, or the
+    fault (see `spec.FAULTS`).
     """
     b, lane, some, n, group, lower = _lanes_of(order, firsts, lanes)
     bit = tl.arange(0, 32).to(tl.uint32)
