@@ -19,6 +19,7 @@ import numpy as np
 from pulsesync.core.types import DTYPES, Bits, TensorSpec, Tile
 from pulsesync.errors import LimitError, StateError
 from pulsesync.format.layout import Layout
+from pulsesync.state.modules import tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +73,14 @@ def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
 
 
 def mapping_of(source: Any) -> Mapping[str, Any]:
-    """The tensors of a module, a state dict or a mapping, by name. Raises: StateError."""
+    """The tensors of a module, a state dict or a mapping, by name; those of a module may be its parameters themselves.
+
+    Raises: StateError.
+    """
     if isinstance(source, Mapping):
         return source
+    if (found := tensors_of(source)) is not None:
+        return found
     if not hasattr(source, "state_dict"):
         raise StateError(f"expected a module, a state dict or a mapping of arrays; got {type(source).__name__}")
     tensors: Mapping[str, Any] = source.state_dict()
