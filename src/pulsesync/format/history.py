@@ -7,6 +7,7 @@ ends differ, and replaying the epoch rebuilds it.
 
 import hashlib
 import json
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -176,9 +177,6 @@ def count_tile(tile: TileHistory) -> TileHistorySummary:
 
 def digest_of(index: int, counts: Mapping[int, TileHistorySummary]) -> str:
     """The digest of a history, from its parts for all tiles: the tiles themselves are not needed."""
-    h = hashlib.sha256(b"pulse history 1\n" + bytes([index]))
-    for ordinal, (cut, size, total) in sorted(counts.items()):
-        for value in (ordinal, cut, size):
-            h.update(value.to_bytes(8, "little"))
-        h.update(total.to_bytes())
-    return h.hexdigest()
+    fields = [field for n, (cut, size, total) in sorted(counts.items()) for field in (n, cut, size, *total)]
+    packed = struct.pack(f"<{len(fields)}Q", *fields)
+    return hashlib.sha256(b"pulse history 1\n" + bytes([index]) + packed).hexdigest()
