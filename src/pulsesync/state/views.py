@@ -387,7 +387,8 @@ def _joined(tensors: Sequence[Any], of_torch: bool) -> Bits:
     if of_torch:
         import torch
 
-        return _plain_bits(torch.cat([tensor.detach().view(-1) for tensor in tensors]), of_torch)
+        with torch.no_grad():
+            return _plain_bits(torch.cat([tensor.view(-1) for tensor in tensors]), of_torch)
     flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
     return _plain_bits(np.concatenate(flat), of_torch)
 
