@@ -20,6 +20,7 @@ from pulsesync.device.memory import to_host
 from pulsesync.errors import ClosedError, StateError, StoreError
 from pulsesync.format import layout as layouts
 from pulsesync.format.layout import Layout
+from pulsesync.publish import reporting
 from pulsesync.publish.baseline import Keep
 from pulsesync.publish.commit import root_record
 from pulsesync.state.sharding import layout_of, owner_of, share_of
@@ -237,6 +238,19 @@ def test_pieces_fill_a_buffer(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(piece.pile.tiles) for piece in pieces] == [3, 3, 1]
     assert [(piece.blocks.start, piece.blocks.stop) for piece in pieces] == [(0, 3), (3, 6), (6, 7)]
     assert_same(at_once, later)
+
+
+@pytest.mark.parametrize("keep", ["device", "host"])
+def test_a_trainer_that_is_blocked_without_a_hold_is_told_once(
+    keep: Keep, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reporting, "NOTICED_S", 0.0)
+    weights = model(device)
+    with on(device), Publisher(MemoryStore(), keep=keep) as pub:
+        for step in range(4):
+            pub.publish(weights, step=step, wait=False).result(PATIENCE_S)
+    advice = [record for record in caplog.records if "Publisher.hold(optimizer)" in record.getMessage()]
+    assert len(advice) == (keep == "host")
 
 
 # What is published

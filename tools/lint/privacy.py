@@ -14,7 +14,6 @@ SOURCES = ("src", "lab/src")
 
 # What other packages name with an underscore and document, or have no other name for: an attribute, or an expression.
 NOT_OURS = {
-    "_make": "of a NamedTuple: the underscore only keeps it apart from the fields",
     "_replace": "of a NamedTuple",
     "os._exit": "Python documents it: a process ends without its handlers",
     "array._getvalue": "numba: how its own intrinsics return a structure that they have changed",

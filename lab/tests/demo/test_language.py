@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pulsesync.errors import PulseError
+from pulsesync.state.modules import tensors_of
 from pulsesync_lab.demo import language
 from pulsesync_lab.demo.grpo import Rollouts
 from pulsesync_lab.demo.language import ANSWER, LanguageModel, first_integer
@@ -99,6 +100,14 @@ def test_a_model_that_is_made_and_not_read_is_rounded_and_named_alike(folder: st
     assert list(made) == list(read)
     assert all(torch.equal(weight, weight.bfloat16().float()) for weight in made.values())
     assert not all(torch.equal(weight, read[name]) for name, weight in made.items())
+
+
+def test_a_policy_is_read_without_its_state_dict(game: LanguageModel) -> None:
+    policy = game.policy()
+    found = tensors_of(policy)
+    assert found is not None
+    assert list(found) == list(policy.state_dict())
+    assert len(list(policy.parameters())) == len(found)
 
 
 def test_a_policy_can_be_saved_and_loaded_again(game: LanguageModel) -> None:

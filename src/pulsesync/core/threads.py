@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias, TypeVar
 
 Item = TypeVar("Item")
@@ -122,6 +122,22 @@ class GatedFuture(Future[Result]):
         if not self.wait(timeout):
             raise TimeoutError
         return super().exception()
+
+
+class CallerExecutor(Executor):
+    """Runs work in the thread that asks for its result, when it asks: for work that nothing runs concurrently with."""
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> "Future[Result]":
+        return _AwaitedWork(partial(fn, *args, **kwargs))
+
+
+class _AwaitedWork(Future[Result]):
+    def __init__(self, work: Callable[[], Result]) -> None:
+        super().__init__()
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> Result:
+        return self._work()
 
 
 Started: TypeAlias = tuple[Item, list[Future[Result]]]  # an item, and its work that has been started

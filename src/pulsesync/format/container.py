@@ -23,7 +23,7 @@ HEADER = struct.Struct("<8sBBH32s")  # magic, version, flags, sections, layout
 ENTRY = struct.Struct("<Q32s")  # size, SHA-256 of the stored bytes
 MAX_SECTIONS = 1 << 14
 MAX_SECTION_BYTES = 1 << 40
-ALONE = 1 << 18  # bytes of a part that one thread hashes in the time that another needs to start
+ALONE = 1 << 18  # bytes that one thread hashes in the time that another needs to start
 # Bytes of a piece that are copied in the time that a numpy call, which releases the GIL, needs to start.
 SHORT = 1 << 13
 
@@ -81,7 +81,7 @@ def build(
     *begins, total = accumulate(sizes, initial=end)
     data = allocate(total)
     jobs = zip(begins, sections, strict=True)
-    digests = spread(lambda job: _fill(data, *job), jobs, None if total > ALONE else 1)
+    digests = spread(lambda job: _fill(data, *job), jobs, _threads(sizes))
     HEADER.pack_into(data.data, 0, MAGIC, versions.VERSION, 0, len(sections), bytes.fromhex(layout))
     for number, entry in enumerate(zip(sizes, digests, strict=True)):
         ENTRY.pack_into(data.data, HEADER.size + ENTRY.size * number, *entry)
@@ -145,6 +145,11 @@ def open_part(data: bytes | memoryview, expected_id: str | None = None) -> tuple
         raise FormatError(f"part {header.id[:12]} must have {header.file_size} bytes; it has {len(data)}")
     view = memoryview(data)
     sections = [view[begin:end] for begin, end in pairwise(header.borders)]
-    threads = None if len(data) > ALONE else 1
+    threads = _threads([size for size, _ in header.sections])
     spread(lambda i: header.check_section(i, sections[i]), range(len(sections)), threads)
     return header, sections
+
+
+def _threads(sizes: Sequence[int]) -> int | None:
+    """How many threads hash sections of these sizes: one, unless another has enough to do next to the largest."""
+    return None if sum(sizes) - max(sizes, default=0) > ALONE else 1

@@ -4,11 +4,11 @@ Everything that a reader needs before it decodes is here, so one fetch of header
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,11 +65,17 @@ class TileEntry(NamedTuple):
     sum: Sum  # digest of the tile after the patch
 
 
-def build(shared: Sequence[FrequencyTable], entries: Sequence[TileEntry]) -> bytes:
-    """Write the index; entries in the order of their tiles."""
-    out = [wire.number(len(shared)), *map(_table, shared), wire.number(len(entries))]
-    if entries:
-        tiles, codecs, sections, sizes, sums = zip(*entries, strict=True)
+# As `_make`, which is written in Python.
+_SUM: Callable[[Iterable[int]], Sum] = partial(tuple.__new__, Sum)
+_ENTRY: Callable[[Iterable[Any]], TileEntry] = partial(tuple.__new__, TileEntry)
+
+
+def build(shared: Sequence[FrequencyTable], entries: Iterable[tuple[int, Codec, int, int, Sum]]) -> bytes:
+    """Write the index; entries, with the fields of a `TileEntry`, in the order of their tiles."""
+    columns = list(zip(*entries, strict=True))
+    out = [wire.number(len(shared)), *map(_table, shared), wire.number(len(columns[0]) if columns else 0)]
+    if columns:
+        tiles, codecs, sections, sizes, sums = columns
         out += [wire.numbers(np.diff((-1, *tiles)) - 1), bytes(codecs)]
         out += [wire.numbers(np.diff((1, *sections))), wire.numbers(np.array(sizes, np.int64))]
         out.append(struct.pack(f"<{2 * len(sums)}Q", *chain.from_iterable(sums)))
@@ -104,9 +110,9 @@ def parse(
         raise FormatError("the payloads that the index lists do not fill their sections")
     if added := set(codecs) - _CODECS.keys():
         raise versions.unknown(f"the index names the codec {min(added)}")
-    named = map(_CODECS.__getitem__, codecs)
-    fields = zip(ordinals.tolist(), named, places.tolist(), sizes.tolist(), map(Sum._make, sums), strict=True)
-    return shared, list(map(TileEntry._make, fields))
+    named, counted = map(_CODECS.__getitem__, codecs), map(_SUM, sums)
+    fields = zip(ordinals.tolist(), named, places.tolist(), sizes.tolist(), counted, strict=True)
+    return shared, list(map(_ENTRY, fields))
 
 
 def _table(table: FrequencyTable) -> bytes:

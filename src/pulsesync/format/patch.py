@@ -176,16 +176,18 @@ def _assemble(
 ) -> tuple[str, memoryview]:
     """Distribute payloads over sections, at least one and no more than a reader accepts; add index and header."""
     sections: list[list[bytes | memoryview]] = [[]]
-    entries, filled = [], 0
+    numbers, filled = [], 0
     sizes = [payload.size for payload in coded]
     full = max(SECTION_BYTES, sum(sizes) // (container.MAX_SECTIONS - 2) + 1)
-    for tile, payload, size in zip(tiles, coded, sizes, strict=True):
+    for payload, size in zip(coded, sizes, strict=True):
         if filled >= full:
             sections.append([])
             filled = 0
         sections[-1] += payload.pieces
         filled += size
-        entries.append(TileEntry(tile.ordinal, payload.codec, len(sections), size, sums[tile.ordinal]))
+        numbers.append(len(sections))
+    ordinals, codecs = [tile.ordinal for tile in tiles], [payload.codec for payload in coded]
+    entries = zip(ordinals, codecs, numbers, sizes, map(sums.__getitem__, ordinals), strict=True)
     return container.build(layout, [[index.build(shared, entries)], *sections], allocate)
 
 

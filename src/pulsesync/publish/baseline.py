@@ -24,7 +24,7 @@ from pulsesync.state.backend import Transition
 from pulsesync.state.host import HostBackend
 from pulsesync.state.sharding import Shards, ShardWeights, SourceMemo, TileShare, local_tensors, shards_of
 from pulsesync.state.slices import TileStorage, place_tile
-from pulsesync.state.views import new_tensors
+from pulsesync.state.views import mapping_of, new_tensors
 from pulsesync.state.weights import WeightState
 
 Keep = Literal["device", "host"]
@@ -117,10 +117,11 @@ class HostBaseline:
         self._memo = SourceMemo()
 
     def read(self, source: Any, cast: Mapping[str, str]) -> Shards:
-        shards = self._memo.find(source, cast)
+        tensors = mapping_of(source)
+        shards = self._memo.find(tensors, cast)
         if shards is None:
-            shards = shards_of(source, cast)
-            self._memo.keep(source, cast, shards)
+            shards = shards_of(tensors, cast)
+            self._memo.keep(tensors, cast, shards)
         return shards
 
     def copy(self, share: TileShare, shards: Shards) -> WeightState:

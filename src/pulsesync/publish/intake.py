@@ -12,6 +12,7 @@ from pulsesync.errors import ClosedError, StateError
 from pulsesync.format.manifest import MAX_VERSION
 from pulsesync.publish.baseline import Keep, baseline_for
 from pulsesync.publish.cadence import Cadence
+from pulsesync.publish.committed import CommittedVersion
 from pulsesync.publish.lifecycle import SendQueue
 from pulsesync.publish.pending import PendingVersion, PublishFuture, PublishReport
 from pulsesync.publish.reporting import PublishEvents
@@ -65,7 +66,10 @@ class VersionIntake:
                 check_complete(shards)
             if keeps_source:
                 version.shards, version.source = shards, source
+            began = time.perf_counter()
             committed.compare(version, shards, codec, later)
+            if self._keep == "host" and not (later or keeps_source) and is_on_one_device(committed):
+                self._events.compared(time.perf_counter() - began)
         except Exception as e:
             if self._queue.is_alone:
                 self._events.failed(version.step, e)
@@ -113,6 +117,11 @@ class OptimizerHolds:
     def release(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def is_on_one_device(committed: CommittedVersion) -> bool:
+    """Whether the tensors are on a GPU, and on no other: `hold` is for these."""
+    return committed.base is not None and len(getattr(committed.base.state.backend, "devices", ())) == 1
 
 
 def check_interpreter() -> None:

@@ -8,6 +8,8 @@ from pulsesync.format.manifest import Manifest
 from pulsesync.publish.pending import PendingVersion, PublishReport
 from pulsesync.publish.team import COORDINATOR
 
+NOTICED_S = 0.05  # for which a comparison blocks the trainer before that is logged
+
 logger = logging.getLogger(__name__)
 
 
@@ -18,6 +20,7 @@ class PublishEvents:
     location: str  # of the run, without credentials
     _rank: int
     muted: bool = False  # True: nothing is logged or emitted
+    _blocked: int = 0  # comparisons that blocked the trainer noticeably, and with `hold` would not have
 
     def ended(self, version: PendingVersion, outcome: PublishReport | BaseException) -> None:
         if isinstance(outcome, PublishReport):
@@ -38,6 +41,23 @@ class PublishEvents:
             return
         text, retryable = describe_error(error), bool(getattr(error, "retryable", False))
         emit(PublishFailed(location=self.location, step=step, rank=self._rank, error=text, retryable=retryable))
+
+    def compared(self, seconds: float) -> None:
+        """A comparison blocked the trainer for some time, which `hold` would have saved: say so, once.
+
+        At the second time: the first comparison may compile kernels.
+        """
+        if self.muted or seconds < NOTICED_S:
+            return
+        self._blocked += 1
+        if self._blocked != 2:
+            return
+        text = (
+            "publish(wait=False) has blocked the trainer for %.2f s: with keep='host' it compares the weights on the "
+            "GPU with a copy in host memory, over the bus. Call Publisher.hold(optimizer) once for each optimizer that "
+            "changes the weights: then they are compared during the next forward and backward pass."
+        )
+        logger.warning(text, seconds)
 
     def anchored(self, record: Manifest, seconds: float) -> None:
         """The record of an anchor was created by this process."""

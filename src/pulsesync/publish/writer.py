@@ -155,8 +155,9 @@ class RunWriter:
 
     def _warn_of_fp32(self, report: PublishReport, layout: Layout) -> None:
         """Warn once, on the coordinator, if it seems that FP32 masters are published because a cast was forgotten."""
-        wide = sum(spec.size for spec in layout.tensors if spec.dtype == "F32")
-        if not self._warns_of_fp32 or not self.rounds.coordinates or 2 * min(wide, report.changed) <= report.total:
+        if not self._warns_of_fp32 or not self.rounds.coordinates or 2 * report.changed <= report.total:
+            return
+        if 2 * sum(spec.size for spec in layout.tensors if spec.dtype == "F32") <= report.total:
             return
         self._warns_of_fp32 = False
         text = (

@@ -103,13 +103,14 @@ def quantize(source: Any, recipe: "str | Recipe", names: Collection[str]) -> dic
         ValueError: there is no recipe of that name; a name is not that of a matrix; or scales would have the name of
             another tensor.
     """
-    recipe, tensors = find_recipe(recipe), dict(mapping_of(source))
+    recipe = find_recipe(recipe)
+    tensors = {n: one.detach() if isinstance(one, torch.Tensor) else one for n, one in mapping_of(source).items()}
     for name in names:
         if name not in tensors or tensors[name].dim() != 2:
             raise ValueError(f"names must be names of matrices in the source; {name!r} is not one")
         if (scales := name + recipe.scale_suffix) in tensors:
             raise ValueError(f"the scales of {name!r} would be called {scales!r}, which is the name of another tensor")
-        tensors[name], tensors[scales] = recipe.quantize(tensors[name].detach())
+        tensors[name], tensors[scales] = recipe.quantize(tensors[name])
     return tensors
 
 

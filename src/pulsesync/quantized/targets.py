@@ -95,7 +95,7 @@ def _plain(name: str, tensor: Any) -> torch.Tensor:
             "its transpose, tensor.t()",
             tensor=name,
         )
-    return tensor
+    return tensor.detach()
 
 
 def _check_all_there(tensors: Mapping[str, torch.Tensor], run: Layout) -> None:

@@ -1,12 +1,12 @@
 """Fetch the bodies of patches, some of them ahead, in groups that are decoded together."""
 
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TypeAlias
 
-from pulsesync.core.threads import Started, read_ahead
+from pulsesync.core.threads import CallerExecutor, Started, read_ahead
 from pulsesync.format.body import Body
 from pulsesync.format.manifest import Manifest
 from pulsesync.run.bodies import fetch_body
@@ -30,7 +30,9 @@ def fetch_groups(store: Store, state: WeightState, path: Sequence[Manifest]) -> 
     jobs = ((record, [partial(fetch_body, store, ref, layout, wanted) for ref in record.parts]) for record in path)
     some: list[Fetching] = []
     with ExitStack() as stack:
-        executor = stack.enter_context(ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch"))
+        executor: Executor = CallerExecutor()  # a thread for one part would take longer to start than a short fetch
+        if sum(len(record.parts) for record in path) > 1:
+            executor = stack.enter_context(ThreadPoolExecutor(AHEAD, thread_name_prefix="pulse-fetch"))
         coming = read_ahead(executor, jobs, AHEAD, lambda record: record.size_bytes, ahead_bytes)
         for one in stack.enter_context(closing(coming)):
             size = sum(record.size_bytes for record, _ in (*some, one))

@@ -46,6 +46,7 @@ from pulsesync.state.claims import SupersededError, claim
 from pulsesync.state.host import HostBackend
 from pulsesync.state.patches import RecordFailed
 from pulsesync.state.slices import Slices
+from pulsesync.state.views import mapping_of
 from pulsesync.state.weights import Recount, WeightState
 from pulsesync.store import CachedStore, Store
 
@@ -364,6 +365,6 @@ class SyncAttempt:
 
 def attach(source: Any, layout: Layout, slices: Slices | None, widen: bool = False) -> WeightState:
     """Attach tensors where they are: in host memory, or on a GPU. Raises: StateError."""
-    if device.find(source) is None:
-        return WeightState.attach(HostBackend, source, layout, slices, widen)
-    return WeightState.attach(device.load("state").DeviceBackend, source, layout, slices, widen)
+    tensors = mapping_of(source)
+    backend = HostBackend if device.find(tensors) is None else device.load("state").DeviceBackend
+    return WeightState.attach(backend, tensors, layout, slices, widen)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from glob import escape
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from pulsesync.core.types import DTYPES, Bits, TensorSpec, Tile
 from pulsesync.errors import LimitError, StateError
 from pulsesync.format.layout import Layout
+from pulsesync.state.modules import tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +74,14 @@ def view_bits(source: Any) -> tuple[dict[str, BitView], dict[str, str]]:
 
 
 def mapping_of(source: Any) -> Mapping[str, Any]:
-    """The tensors of a module, a state dict or a mapping, by name. Raises: StateError."""
+    """The tensors of a module, a state dict or a mapping, by name; those of a module may be its parameters themselves.
+
+    Raises: StateError.
+    """
     if isinstance(source, Mapping):
         return source
+    if (found := tensors_of(source)) is not None:
+        return found
     if not hasattr(source, "state_dict"):
         raise StateError(f"expected a module, a state dict or a mapping of arrays; got {type(source).__name__}")
     tensors: Mapping[str, Any] = source.state_dict()
@@ -89,59 +96,55 @@ def named(source: Any) -> Iterator[tuple[str, Any]]:
 
 
 class SourceMarks:
-    """Addresses and dtypes of the tensors of a source, to recognize the same source at 1 µs a tensor.
+    """Addresses and dtypes of the tensors of a source, to recognize the same source at half a µs a tensor.
 
-    Viewing a tensor as bits takes forty times as long. A numpy array is recognized by identity, without being kept
+    Viewing a tensor as bits takes eighty times as long. A numpy array is recognized by identity, without being kept
     alive, and by shape and dtype, which can be assigned; a torch tensor by address, because every `state_dict` makes
     new tensors.
     """
 
-    def __init__(self, marks: dict[str, tuple[Any, ...]]) -> None:
-        self._marks = marks
+    def __init__(self, marks: list[list[Any]], arrays: Sequence["weakref.ref[Any]"]) -> None:
+        self._marks, self._arrays = marks, arrays
 
     @classmethod
     def of(cls, source: Any) -> "SourceMarks | None":
         """None: something in the source is not a plain, contiguous tensor, and must be viewed each time."""
-        marks = {}
-        for name, tensor in mapping_of(source).items():
-            if (mark := _mark(tensor)) is None:
-                return None
-            marks[name] = mark
-        return cls(marks)
+        tensors = mapping_of(source)
+        marks = _marks_of(tensors)
+        arrays = [weakref.ref(tensor) for tensor in tensors.values() if type(tensor) is np.ndarray]
+        return None if marks is None else cls(marks, arrays)
 
     def fit(self, source: Any) -> bool:
         """Whether a source has the same memory as the one of these marks."""
-        tensors, marks = mapping_of(source), self._marks
-        if tensors.keys() != marks.keys():
-            return False
-        plain = _plain_types()
+        return all(array() is not None for array in self._arrays) and _marks_of(mapping_of(source)) == self._marks
+
+
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+
+
+def _marks_of(tensors: Mapping[str, Any]) -> list[list[Any]] | None:
+    """Names, dtypes, shapes, and addresses or identities of tensors, if all are plain and contiguous.
+
+    Loops in C: in Python, they would take twice as long.
+    """
+    every = list(tensors.values())
+    arrays = [tensor for tensor in every if type(tensor) is np.ndarray]
+    others = [tensor for tensor in every if type(tensor) is not np.ndarray] if arrays else every
+    addresses: list[int] = []  # which identify the device as well
+    if others:
+        torch = sys.modules.get("torch")
+        if torch is None or not {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, others)):
+            return None
+        kind = torch.Tensor
         try:
-            for name, tensor in tensors.items():
-                first, second, third = marks[name]
-                if type(tensor) in plain:  # an address identifies the device as well
-                    fits = tensor.data_ptr() == first and tensor.is_contiguous() and not tensor.is_neg()
-                else:
-                    fits = type(first) is weakref.ref and id(first()) == id(tensor)
-                if not fits or tensor.dtype != second or tensor.shape != third:
-                    return False
-        except RuntimeError:  # a tensor that is no longer strided has no address
-            return False
-        return True
-
-
-def _plain_types() -> tuple[type, ...]:
-    """The classes of torch tensors that are plain memory."""
-    torch = sys.modules.get("torch")
-    return (torch.Tensor, torch.nn.Parameter) if torch is not None else ()
-
-
-def _mark(tensor: Any) -> tuple[Any, ...] | None:
-    if type(tensor) is np.ndarray:
-        return (weakref.ref(tensor), tensor.dtype, tensor.shape) if tensor.flags.c_contiguous else None
-    torch: Any = sys.modules.get("torch")
-    if type(tensor) not in _plain_types() or tensor.layout is not torch.strided:
+            if not all(map(kind.is_contiguous, others)) or any(map(kind.is_neg, others)):
+                return None
+            addresses += map(kind.data_ptr, others)
+        except RuntimeError:  # a tensor that is not strided has no address
+            return None
+    if not all(array.flags.c_contiguous for array in arrays):
         return None
-    return None if not tensor.is_contiguous() or tensor.is_neg() else (tensor.data_ptr(), tensor.dtype, tensor.shape)
+    return [list(tensors), list(map(_DTYPE, every)), list(map(_SHAPE, every)), list(map(id, arrays)), addresses]
 
 
 def dtype_name(name: str, tensor: Any) -> str:
@@ -384,7 +387,8 @@ def _joined(tensors: Sequence[Any], of_torch: bool) -> Bits:
     if of_torch:
         import torch
 
-        return _plain_bits(torch.cat([tensor.detach().view(-1) for tensor in tensors]), of_torch)
+        with torch.no_grad():
+            return _plain_bits(torch.cat([tensor.view(-1) for tensor in tensors]), of_torch)
     flat = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
     return _plain_bits(np.concatenate(flat), of_torch)
 

@@ -55,11 +55,13 @@ class LocalStore:
         self._settled: set[Path] = set()
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes:
-        with self._translated(key, "read"), self._opened(key) as handle, open(handle, "rb", closefd=False) as file:
+        with self._translated(key, "read"), self._opened(key) as handle:
             size = os.fstat(handle).st_size
-            stop = size if end is None else min(end, size)
-            file.seek(begin)
-            return file.read(max(0, stop - begin))  # read() allocates all the memory it is asked for
+            stop, pieces = size if end is None else min(end, size), []
+            while begin < stop and (piece := os.pread(handle, stop - begin, begin)):  # of 2 GiB at most
+                pieces.append(piece)
+                begin += len(piece)
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def size(self, key: str) -> int:
         with self._translated(key, "read"), self._opened(key) as handle:

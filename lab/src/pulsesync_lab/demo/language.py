@@ -214,16 +214,14 @@ def _places(seen: Tensor) -> Tensor:
 
 
 def _name_once(model: nn.Module) -> None:
-    """Keep a weight that has two names, as tied embeddings have, only under the first in the model's state."""
-    second = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    second -= {name for name, _ in model.named_parameters()}
+    """Keep a weight that has two names, as tied embeddings have, as a parameter of the first module that has it.
 
-    def leave_out(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
-        for name in second:
-            state.pop(prefix + name, None)
-
-    def accept(_module: nn.Module, unfit: Any) -> None:
-        unfit.missing_keys[:] = [name for name in unfit.missing_keys if name not in second]
-
-    model.register_state_dict_post_hook(leave_out)
-    model.register_load_state_dict_post_hook(accept)
+    For the others it is a plain attribute. No hook is needed, so that the weights are read without `state_dict`.
+    """
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight in seen:
+                delattr(module, name)
+                module.__dict__[name] = weight
+            seen.add(weight)

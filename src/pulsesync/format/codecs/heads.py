@@ -6,6 +6,7 @@ longer than the coding for a model of some hundred tiles.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,11 +128,9 @@ def parse_streams_of(payloads: BegunPayloads) -> PayloadStreams:
 
     Payloads whose streams all have changes are read together; the others, and bad ones, one by one.
     """
-    borders = [tile.borders for tile in payloads.tiles]
-    counts = np.array([some.size for some in borders], np.int64) - 1
-    first = context.borders_of(counts)
-    from_tile_to_tile = first[1:-1] + np.arange(counts.size - 1)
-    sizes: I64 = np.delete(np.diff(np.concatenate(borders)), from_tile_to_tile)
+    by_tile = [tile.stream_sizes for tile in payloads.tiles]
+    first = context.borders_of(np.array(list(map(len, by_tile)), np.int64))
+    sizes: I64 = np.array(list(chain.from_iterable(by_tile)), np.int64)
     heads, words, colds, good, at = _at_once(payloads, sizes, first)
     changes, lanes = heads >> 3, 1 << (heads & 7)
     for i in np.flatnonzero(~good).tolist():
