@@ -11,6 +11,7 @@ import pytest
 from pulsesync.core.types import Codec, TensorSpec, Tile
 from pulsesync.device import decode
 from pulsesync.device.state import DeviceBackend
+from pulsesync.device.tracked import HotSearch
 from pulsesync.errors import FormatError, PulseError
 from pulsesync.format import container, index, patch
 from pulsesync.format.codecs import context
@@ -227,3 +228,20 @@ def test_a_part_for_a_tile_without_weights_is_refused(device: str) -> None:
     with pytest.raises(FormatError):
         PatchTransaction(here).prepare(replace(record, parts=(PartRef(name, len(forged)),)), [bytes(forged)])
     assert same(to_bits(here.flats), state)
+
+
+def test_tiles_with_many_hot_weights_are_decoded_in_parts(
+    device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "LISTED", 8)
+    monkeypatch.setattr(decode, "LISTED_SHARE", 120)
+    layout, state = small(9, tuple(TensorSpec(name, "BF16", (40,)) for name in "abc"))
+    writer, here = Writer(layout, state, "history"), WeightState(DeviceBackend(layout, to_flats(state, device)))
+    calls = []
+    monkeypatch.setattr(decode, "HotSearch", lambda *a, **o: calls.append(a[0]) or HotSearch(*a, **o))
+    for step in range(3):
+        state = trained(layout, state, step)
+        apply(here, writer.advance(state))
+        assert same(to_bits(here.flats), state)
+        assert here.history.digest() == writer.history.digest()
+    assert len(calls) > 3, "each patch in one go"

@@ -46,6 +46,8 @@ def test_piles_of_a_dtype_share_a_table_and_make_the_parts_of_one(
 ) -> None:
     """In a large model the tiles of a dtype are in several piles, and what they decide is listed twice."""
     monkeypatch.setattr(pile, "LEAST", 24)
+    monkeypatch.setattr(pile, "MOST", 36)
+    monkeypatch.setattr(pile, "EACH", 24)
     monkeypatch.setattr(encode, "LISTED_ONCE", 0)
     layout, state = small(7, (*(TensorSpec(name, "BF16", (24,)) for name in "abc"), TensorSpec("d", "F32", (20,))))
     pair = Pair(layout, state, device, codec)

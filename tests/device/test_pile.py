@@ -77,6 +77,7 @@ def test_a_large_dtype_has_several_piles_and_those_of_a_device_are_its_own(
     layout = layouts.make([TensorSpec(name, "BF16", (40,)) for name in "abcde"] + [TensorSpec("f", "F32", (200,))])
     assert len(piles_of(layout, device)) == 2
     monkeypatch.setattr(pile_module, "MOST", 100)
+    monkeypatch.setattr(pile_module, "EACH", 100)
     names = [[tile.tensor.name for tile in pile.tiles] for pile in piles_of(layout, device)]
     assert names == [["a", "b"], ["c", "d", "e"], ["f"]]
     elsewhere = torch.device("cuda", 7)  # nothing is launched: there need not be one

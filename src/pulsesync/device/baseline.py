@@ -35,6 +35,12 @@ from pulsesync.state.views import torch_dtype
 from pulsesync.state.weights import WeightState
 
 
+class DeviceBase(DeviceBackend):
+    """The last version that a publisher has sent: coded at once, because that takes less time."""
+
+    pieces = 1
+
+
 class DeviceBaseline:
     """Source on a device, the first of several; base there as well ("device") or in pinned host memory ("host")."""
 
@@ -68,7 +74,7 @@ class DeviceBaseline:
     def _backend(
         self, share: TileShare, flats: Mapping[str, torch.Tensor], workers: Mapping[str, torch.device]
     ) -> DeviceBackend:
-        return DeviceBackend(share.layout, flats, places=share.copy_places, device=self.device, workers=workers)
+        return DeviceBase(share.layout, flats, places=share.copy_places, device=self.device, workers=workers)
 
     def _own(self, weights: torch.Tensor) -> torch.Tensor:
         """A flat copy of weights in the memory of the base."""
@@ -91,8 +97,6 @@ class DeviceBaseline:
         return out
 
     def adopt(self, share: TileShare, state: WeightState) -> WeightState:
-        if share.whole and self.keep == "device" and not share.layout.bundles:
-            return state
         flats: dict[str, Any] = {name: flat for name, flat in state.flats.items() if name in share.tensors}
         if isinstance(state.backend, DeviceBackend):  # in host memory, if the share has no tiles
             for pile in state.backend.piles:

@@ -16,8 +16,8 @@ from pulsesync.device.changes import (
     SPREAD,
     BlockDigestChanges,
     PileChanges,
+    begin_digest_changes,
     digest_changes,
-    digest_changes_by_block,
     find_changes,
     on_whole,
 )
@@ -29,7 +29,6 @@ from pulsesync.device.memory import (
     on,
     on_host,
     starts_of,
-    to_host,
     to_stream,
     unsigned,
     warps_of,
@@ -69,6 +68,7 @@ COPIERS = 4  # ... of this number
 MANY_COLD = 1 << 16  # cold changes that a thread reads concurrently
 # Where more than one of this number of weights is said to change, hot weights are counted before memory is allocated.
 MANY_CHANGES = 8
+LISTED, LISTED_SHARE = 1 << 26, 4  # hot weights listed at a time, two bytes each: this number, or a fourth of a pile
 
 
 Plain = tuple[Tile, Codec, memoryview]  # a tile that is not predicted, and its payload
@@ -135,33 +135,52 @@ class GroupChecks:
 
 @dataclass(frozen=True)
 class DecodedTiles:
-    """The changes of tiles that share a table, for the whole pile; the checks they must pass; and their hot weights."""
+    """The changes of tiles that share a table, for the whole pile; the checks they must pass; and their hot weights.
+
+    The changes of a block with a fault are at its first weight, so that they can be counted and marked nevertheless.
+    """
 
     runs: list[PileChanges]
     checks: GroupChecks
     hot: HotWeights
+    faults: Callable[[], list[NDArray[np.int32]]]  # waits for those of cold changes, and of blocks
+
+
+def check_faults(found: Iterable[NDArray[np.int32]]) -> None:
+    """Raises: FormatError, by the first fault that kernels have found, if there is one."""
+    for faults in found:
+        if faults.any():
+            raise FormatError(spec.FAULTS[int(faults[faults > 0][0])])
 
 
 def decode_coded(
     whole: Pile, coded: BegunPayloads, table: FrequencyTable, weights: PileAddresses, memories: DeviceHistory
-) -> DecodedTiles:
-    """Decode the tiles of a part that share a table; weights: of the whole pile.
+) -> list[DecodedTiles]:
+    """Launch the decoding of the tiles of a part that share a table; weights: of the whole pile.
+
+    If so many weights are hot that their list would need much memory, some tiles are decoded after the others.
 
     Everything is launched before the host waits, unless there are so many changes that hot weights are counted first.
+    It waits until hot weights are counted; the caller must check the faults, before anything is written.
 
     Raises:
-        FormatError: a stream does not decode, or a cold change is on a hot weight; VerificationError: the weights do
-        not match the history.
+        FormatError: a block has more changes than hot weights; VerificationError: the weights do not match the history.
     """
     part = whole.part([tile.ordinal for tile in coded.tiles])
     pile = whole if 2 * part.size >= whole.size else part  # of a small part, the rest of the pile need not be read
-    weights, tiles = weights.of(whole, pile), pile.tiles_of(part)
+    whole_weights, weights, tiles = weights, weights.of(whole, pile), pile.tiles_of(part)
     streams = parse_streams_of(coded)
     contents, kept = streams_of(coded, streams), part.kept_streams
-    cuts, per_tile = memories.cuts(pile).copy(), np.zeros(len(pile.tiles), np.int64)
+    known = memories.of_pile(pile)
+    cuts, per_tile = known.cuts.copy(), np.zeros(len(pile.tiles), np.int64)
     cuts[tiles], per_tile[tiles] = coded.cuts, streams.colds
     blocks = _Blocks(*(pile.from_part(part, of[kept]) for of in (streams.changes, streams.lanes, streams.words)))
-    rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, tables.likely_decisions(blocks.lanes)), 0)
+    likely = known.hot_weights(cuts, tables.likely_decisions(blocks.lanes))
+    rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, likely), 0)
+    if rooms.sum() > max(LISTED, whole.size // LISTED_SHARE) and len(coded.tiles) > 1:
+        halves = np.array_split(np.arange(len(coded.tiles)), 2)
+        parts = (decode_coded(whole, coded.part(half), table, whole_weights, memories) for half in halves)
+        return [one for some in parts for one in some]
     search = HotSearch(pile, weights, cuts, memories, rooms=rooms, contexts=table.contexts, ranks=True)
     reading: Callable[[], ColdChanges] = partial(parse_cold, coded, streams, contents)
     if streams.colds.sum() > MANY_COLD:  # a thread that runs Python takes turns with this one
@@ -179,13 +198,13 @@ def decode_coded(
         raise FormatError(spec.FAULTS[spec.OTHER_COUNT])
     if decoder is not None and (decoded is None or search.listed_again):
         decoded = decoder.launch(hot.listed)
-    found = [stepped] if decoded is None else [decoded[0], stepped]
-    for faults in to_host(cold_faults, *(() if decoded is None else (decoded[1],))):
-        if faults.any():
-            raise FormatError(spec.FAULTS[int(faults[faults > 0][0])])
+    found, faults = [stepped], [cold_faults]
+    if decoded is not None:
+        found, faults = [decoded[0], stepped], [cold_faults, decoded[1]]
     checked = cold.checked[kept]
     checks = GroupChecks(whole, whole.blocks_of(part)[checked], cold.checks[kept][checked])
-    return DecodedTiles([on_whole(run, whole) for run in found if run.count], checks, hot)
+    runs = [on_whole(run, whole) for run in found if run.count]
+    return [DecodedTiles(runs, checks, hot, fetch(*faults))]
 
 
 @dataclass(frozen=True)
@@ -409,21 +428,27 @@ def decode_patch(
     cuts = {tile: cut for one in opened for tile, cut in one.cuts.items()}
     runs: list[PileChanges] = []
     checks: list[GroupChecks] = []
+    faults: list[Callable[[], list[NDArray[np.int32]]]] = []
     later: list[Remembering] = []
     by_pile = _payloads_of_piles(opened, piles)
     for pile in piles:
         with on(pile.device):
             coded, plain = by_pile.get(pile, ((), ()))
-            decoded = [decode_coded(pile, *one, locate(pile), _known(history, one[1])) for one in coded]
+            found = (decode_coded(pile, *one, locate(pile), _known(history, one[1])) for one in coded)
+            decoded = [one for some in found for one in some]
             mine = [run for one in decoded for run in one.runs]
             mine += decode_plain(pile, plain, locate(pile)) if plain else ()
             checks += (one.checks for one in decoded)
+            faults += (one.faults for one in decoded)
             runs += mine
             if history is not None:
                 hot = next((one.hot.without_list() for one in decoded if one.hot.pile is pile), None)
                 del decoded  # frees memory before the history is made
                 later.append(begin_remember(pile, locate, history, cuts, mine, touched, hot))
-    by_block = digest_changes_by_block(runs)
+    counting = begin_digest_changes(runs)
+    for waits in faults:
+        check_faults(waits())
+    by_block = counting()
     for one in checks:
         one.verify(by_block)
     return DecodedPatch(runs, digest_changes(by_block), advanced(history, later) if history is not None else None)

@@ -167,14 +167,15 @@ class _PileCoder:
         """Choose the cuts of tiles, 0 where nothing changed, and return the highest."""
         (found, seen), borders = self._by_class()
         cuts = tables.choose_cuts(found, seen)
-        tracked = self._memories.cuts(self.pile) if self._memories is not None else np.zeros_like(cuts)
+        known = (self._memories or DeviceHistory()).of_pile(self.pile)
         changed = found.any(axis=1)
-        self.cuts = np.where(changed, np.maximum(cuts, tracked), tracked)
+        self.cuts = np.where(changed, np.maximum(cuts, known.cuts), known.cuts)
         sampled = np.zeros((len(self.pile.tiles), 257), np.int64)
         np.cumsum(seen, axis=1, out=sampled[:, 1:])
         shares = np.take_along_axis(sampled, self.cuts[:, None], 1)[:, 0] / np.maximum(sampled[:, -1], 1)
         self._changes, sizes = np.diff(borders), self.pile.host_sizes
         likely = np.minimum(sizes, (SPARE * shares[self.pile.tile_of] * sizes).astype(np.int64) + FEW)
+        likely = known.hot_weights(self.cuts, likely)
         self._rooms = np.where(self._changes > 0, likely, 0)
         return int(self.cuts[changed].max(initial=0))
 

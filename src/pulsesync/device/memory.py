@@ -17,6 +17,7 @@ from pulsesync.state.views import dtype_name, named, torch_dtype
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ALIGNED = 16  # alignment of arrays in bytes, for which kernels are compiled
 PINNED = 1 << 24  # up to this size in bytes, an array is copied to the device through pinned memory
+TOGETHER = 1 << 20  # up to this size in bytes, several arrays are copied to the host together
 _UNSIGNED = {torch.int16: torch.uint16, torch.int32: torch.uint32, torch.int64: torch.uint64}
 
 
@@ -228,15 +229,26 @@ def _signed(array: NDArray[Any]) -> torch.Tensor:
 
 
 def fetch(*tensors: torch.Tensor) -> Callable[[], list[NDArray[Any]]]:
-    """Begin to copy arrays to the host. Returns a function that waits for them, but not for later launches."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    """Begin to copy arrays to the host. Returns a function that waits for them, but not for later launches.
+
+    Small ones are copied together: every copy, and memory for it, takes longer than copying 100,000 bytes.
+    """
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+    if all(device.type == "cpu" for device in devices):
         return lambda: [tensor.numpy() for tensor in tensors]
-    copies = [on_host(t.shape, t.dtype, t.device).copy_(t, non_blocking=True) for t in tensors]
-    copied = StreamPoint(*dict.fromkeys(tensor.device for tensor in tensors))
+    together = len(tensors) > 1 and len(devices) == 1 and sum(t.nbytes for t in tensors) <= TOGETHER
+    order = sorted(tensors, key=lambda tensor: -tensor.element_size())  # so that each begins at a multiple of its size
+    some = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in order])] if together else tensors
+    copies = [on_host(t.shape, t.dtype, t.device).copy_(t, non_blocking=True) for t in some]
+    copied = StreamPoint(*devices)
 
     def wait() -> list[NDArray[Any]]:
         copied.wait()
-        return [copy.numpy() for copy in copies]
+        if not together:
+            return [copy.numpy() for copy in copies]
+        parts = copies[0].split([tensor.nbytes for tensor in order])
+        found = {id(t): part.view(t.dtype).view(t.shape).numpy() for t, part in zip(order, parts, strict=True)}
+        return [found[id(tensor)] for tensor in tensors]
 
     return wait
 

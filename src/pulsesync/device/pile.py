@@ -30,9 +30,9 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 KEPT = 8  # sets of addresses that a pile keeps
 PARTS = 64  # partial piles that a pile keeps
-PIECES = 4  # piles of a dtype on a device, if none of them has fewer weights ...
-LEAST = 1 << 27  # ... than this number ...
-MOST = 1 << 31  # ... or more than this one
+LEAST = 1 << 27  # with fewer weights, a pile is not split
+MOST = 1 << 33  # with more weights, a dtype on a device has piles ...
+EACH = 1 << 31  # ... of about this number
 
 
 @dataclass(frozen=True, eq=False)
@@ -475,23 +475,29 @@ class Piles(Sequence[Pile]):
         return {pile for pile, key in zip(self._piles, keys, strict=True) if keys.count(key) == 1}
 
 
-def make_piles(tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mapping[str, torch.device]) -> "Piles":
-    """Piles of the local tiles. devices: of the tensors, by name; a bundle is on that of its first tensor."""
+def make_piles(
+    tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mapping[str, torch.device], pieces: int = 1
+) -> "Piles":
+    """Piles of the local tiles.
+
+    devices: of the tensors, by name; a bundle is on that of its first tensor. pieces: of a dtype on a device, if none
+    of them is small.
+    """
     groups: dict[tuple[str, torch.device], list[Tile]] = {}
     for tile in tiles:
         if tile.ordinal in places:
             place = places[tile.ordinal]
             name = (place.pieces[0] if place.pieces else place).tensor.name
             groups.setdefault((tile.tensor.dtype, devices[name]), []).append(tile)
-    split = ((device, some) for (_, device), group in groups.items() for some in _split(group))
+    split = ((device, some) for (_, device), group in groups.items() for some in _split(group, pieces))
     return Piles(Pile(some, [places[tile.ordinal] for tile in some], device) for device, some in split)
 
 
-def _split(tiles: Sequence[Tile]) -> list[list[Tile]]:
-    """Split consecutive tiles into piles of about the same size: what coding needs is a share of the memory of all."""
+def _split(tiles: Sequence[Tile], pieces: int) -> list[list[Tile]]:
+    """Split consecutive tiles into piles of about the same size."""
     starts = starts_of(np.array([tile.size for tile in tiles], np.int64))
     total = int(starts[-1])
-    pieces = max(1, min(PIECES, total // LEAST), -(-total // MOST))
+    pieces = -(-total // EACH) if total > MOST else max(1, min(pieces, total // LEAST))
     numbers = (starts[:-1] + starts[1:]) * pieces // (2 * max(total, 1))  # by the middle of each tile
     borders = np.searchsorted(numbers, np.arange(pieces + 1)).tolist()
     return [list(tiles[begin:end]) for begin, end in pairwise(borders) if begin < end]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -44,6 +44,9 @@ class DeviceBackend(StateBackend):
     memory is read and written by a GPU: that of `workers`, by name, else `device`.
     """
 
+    # Piles of a dtype on a device, which are decoded one after the other: what decoding needs for a moment is a share
+    # of a pile, and is allocated where an engine may have filled the memory. More piles take longer.
+    pieces: ClassVar[int] = 4
     overlays = False  # kernels read weights from memory only
     widens = False  # kernels address weights in the dtype of the run
 
@@ -73,7 +76,7 @@ class DeviceBackend(StateBackend):
                 tiles[ordinal] = replace(tiles[ordinal], kept=tile.kept)
         tied = {f"{name}, tied": other for name, others in (copies or {}).items() for other in others}
         memory.check_reach({**flats, **tied}, self.device)
-        self.piles = make_piles(tiles, here, works_on)
+        self.piles = make_piles(tiles, here, works_on, self.pieces)
         holding = [memory.worker_of(other, self.device) for other in tied.values()]
         self.devices = list(dict.fromkeys((self.device, *(pile.device for pile in self.piles), *holding)))
         self.tensors = Tensors(flats, object())  # they do not move: see `WeightState.is_attached_to`
@@ -144,7 +147,11 @@ class DeviceBackend(StateBackend):
     # Patches
 
     def load_history(self, history: History | DeviceHistory) -> DeviceHistory:
-        return history if isinstance(history, DeviceHistory) else DeviceHistory.of(history, self.piles)
+        return (
+            history.in_piles(self.piles)
+            if isinstance(history, DeviceHistory)
+            else DeviceHistory.of(history, self.piles)
+        )
 
     def decode(
         self, versions: Sequence[Sequence[Body]], after: Changes, history: DeviceHistory | None

@@ -11,7 +11,7 @@ from torch import Tensor
 from pulsesync.core.types import BLOCK, Bits, TensorSpec, Tile
 from pulsesync.device.blocks import count_pile
 from pulsesync.device.changes import PileChanges, compose, digest_changes, digest_changes_by_block
-from pulsesync.device.decode import decode_coded, decode_plain, open_part
+from pulsesync.device.decode import check_faults, decode_coded, decode_plain, open_part
 from pulsesync.device.encode import code_piles
 from pulsesync.device.memory import DeviceStream, to_host
 from pulsesync.device.parts import diffs_of
@@ -86,7 +86,9 @@ def decode_steps(described: Tensor, data: memoryview, count: int) -> tuple[Tenso
     weights = pile.locate(flats)
     runs: list[PileChanges] = []
     for number, coded in part.coded.items():
-        runs += decode_coded(pile, coded, part.tables[number], weights, DeviceHistory()).runs
+        for decoded in decode_coded(pile, coded, part.tables[number], weights, DeviceHistory()):
+            check_faults(decoded.faults())
+            runs += decoded.runs
     runs += decode_plain(pile, part.plain, weights)
     if len(opened.entries) != 1 or sum(run.count for run in runs) != count:
         raise FormatError("a payload does not have the number of entries that its header states")

@@ -54,6 +54,11 @@ class PileMemory:
         """The numbers of the tracked tiles."""
         return np.flatnonzero(self.cuts)
 
+    def hot_weights(self, cuts: I64, otherwise: I64) -> I64:
+        """How many weights of each block are below a cut: known if it is the tile's own, else as given."""
+        same: I64 = np.where(((cuts == self.cuts) & (cuts > 0))[self.pile.tile_of], self.sizes, otherwise)
+        return same
+
     @property
     def fields(self) -> NDArray[np.uint64]:
         """What the digest of a history says of each tracked tile: its ordinal, cut, bytes and sums."""
@@ -103,6 +108,12 @@ class DeviceHistory:
         nothing = np.zeros(len(pile.tiles), np.int64), np.zeros(pile.blocks, np.int64), pile.tables.nothing_known
         none = PileMemory(pile, *nothing, np.zeros((len(pile.tiles), 2), np.uint64))
         return _merged(none, found) if found else none
+
+    def in_piles(self, piles: Iterable[Pile]) -> "DeviceHistory":
+        """The same for the piles of another state."""
+        if all(any(one.pile is pile for pile in piles) for one in self.memories):
+            return self
+        return DeviceHistory(self.index, tuple(one for pile in piles if (one := self.of_pile(pile)).cuts.any()))
 
     def cut(self, tile: int) -> int:
         return next((int(one.cuts[one.pile.index[tile]]) for one in self.memories if tile in one.pile.index), 0)
@@ -324,36 +335,33 @@ def begin_advance(hot: HotWeights, index: int, changes: Changes) -> Remembering:
 
     The cut of a tile in `hot`, which is used up, is that of its history; tiles whose cut is 0 have none.
     """
-    pile, tables, device = hot.pile, hot.pile.tables, hot.pile.device
-    kind = pile.kind
-    later = hot.bitmap
-    changed, down = torch.zeros_like(later), torch.zeros_like(later)
-    of_tiles = to_stream(hot.cuts.astype(np.int32), device)
-    for run in changes:
-        if run.count:
-            cuda.mark_later[(pile.blocks, SPREAD)](
-                tables.block_tile, of_tiles, tables.first_chunk, run.starts, unsigned(run.positions), unsigned(run.old),
-                unsigned(run.new), unsigned(changed), unsigned(down), unsigned(later), ITEM=kind.itemsize,
-                SHIFT=kind.exponent_shift, SPAN=SPAN,
-            )  # fmt: skip
-    counts = empty(pile.chunks, torch.int32, device)
-    cuda.count_marks[(-(-pile.chunks // MARKS),)](unsigned(later), counts, pile.chunks, SPAN=MARKS)
-    later_at = scan(counts)
-    # A tracked weight is hot, or a cold weight that changes: this bound on the bytes is known without waiting.
-    most = int(hot.counts.sum() - hot.changes.sum()) + sum(run.count for run in changes)
-    content = empty(most, torch.uint8, device)
-    known = hot.known if hot.remembers else torch.zeros_like(later)
-    known_at = hot.known_at if hot.remembers else later_at
-    starts, sums = later_at[tables.first_chunk], torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=device)
-    if most:
-        cuda.remember[(pile.chunks,)](
-            unsigned(known), unsigned(changed), unsigned(down), unsigned(later), known_at, later_at, hot.last, index,
-            content,
+    pile, tables, device, kind = hot.pile, hot.pile.tables, hot.pile.device, hot.pile.kind
+    later, runs = unsigned(hot.bitmap), [run for run in changes if run.count]
+    of_tiles, at = to_stream(hot.cuts.astype(np.int32), device), {"ITEM": kind.itemsize, "SHIFT": kind.exponent_shift}
+    for run in runs:
+        cuda.mark_later[(pile.blocks, SPREAD)](
+            tables.block_tile, of_tiles, tables.first_chunk, run.starts, unsigned(run.positions), unsigned(run.new),
+            later, **at, SPAN=SPAN,
         )  # fmt: skip
-        begins = starts[:-1] - starts[tables.tile_starts][tables.block_tile]  # in the tile
-        cuda.digest_bytes[(pile.blocks, SPREAD)](
-            content, starts, begins, tables.block_tile, device_keys(device), sums, SPAN=1024
-        )
+    counts, ranks = empty(pile.chunks, torch.int32, device), empty(pile.chunks * WORDS, torch.int16, device)
+    cuda.count_marks[(-(-pile.chunks // MARKS),)](later, counts, unsigned(ranks), pile.chunks, SPAN=MARKS)
+    later_at = scan(counts)
+    # A tracked weight is hot, or a cold weight that changes: this bound on the bytes is known without waiting. The
+    # changes of a block with a fault are at its first weight, which makes one more.
+    most = int(hot.counts.sum() - hot.changes.sum()) + sum(run.count for run in runs) + pile.blocks
+    content = (empty if hot.remembers else torch.zeros)(most, dtype=torch.uint8, device=device)
+    if hot.remembers:
+        cuda.remember[(pile.chunks,)](unsigned(hot.known), later, hot.known_at, later_at, hot.last, content)
+    for run in runs:
+        cuda.date[(pile.blocks, SPREAD)](
+            tables.block_tile, of_tiles, tables.first_chunk, run.starts, unsigned(run.positions), unsigned(run.old),
+            unsigned(run.new), later, unsigned(ranks), later_at, index, content, **at, SPAN=SPAN,
+        )  # fmt: skip
+    starts, sums = later_at[tables.first_chunk], torch.zeros(2 * len(pile.tiles), dtype=torch.int64, device=device)
+    begins = starts[:-1] - starts[tables.tile_starts][tables.block_tile]  # in the tile
+    cuda.digest_bytes[(pile.blocks, SPREAD)](
+        content, starts, begins, tables.block_tile, device_keys(device), sums, SPAN=1024
+    )
     counted = fetch(starts, sums)
     cuts = hot.cuts  # and not the bitmaps, which are freed
 

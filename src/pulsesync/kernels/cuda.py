@@ -34,6 +34,7 @@ from pulsesync.kernels.gpu.marks import (
     count_classes,
     count_hot_changes,
     count_marks,
+    date,
     list_hot,
     mark_later,
     remember,

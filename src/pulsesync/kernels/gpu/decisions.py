@@ -133,7 +133,7 @@ def land(
     old_at, numbers, first_chunk, hot_map, ranks, hot_at, rooms, out_starts, changes, extras, sizes, positions, before,
     after, faults, ITEM: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """From decoded decisions to changes: position in the block, old bits, new bits. Blocks with a fault are left out.
+    """From decoded decisions to changes: position in the block, old bits, new bits; zeros in blocks with a fault.
 
     A decision becomes a position by the marks of hot weights: its chunk, its word and its bit are searched for.
     numbers: of the blocks, of which `rooms` says where the list of decisions begins. sizes: the step sizes that the
@@ -145,11 +145,10 @@ def land(
     at, hot = tl.load(old_at + b), tl.load(rooms + b)
     first = tl.load(first_chunk + b)
     chunks = tl.load(first_chunk + b + 1) - first
-    begin, end = tl.load(out_starts + k), tl.load(out_starts + k + 1)
-    end = tl.where(tl.load(faults + k) == 0, end, begin)
+    begin, end, good = tl.load(out_starts + k), tl.load(out_starts + k + 1), tl.load(faults + k) == 0
     for from_ in range(begin + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
         j = from_ + tl.arange(0, SPAN)
-        some = j < end
+        some = (j < end) & good
         change = tl.load(changes + j, mask=some, other=PLACES)
         decision, symbol = hot + (change % PLACES).to(tl.int64), (change // PLACES).to(tl.int32)
         chunk = find_last(hot_at, first, chunks, decision, 1)
@@ -162,9 +161,9 @@ def land(
         extra = tl.load(extras + j, mask=some & (t >= DIRECT) & (t < listed), other=0)
         extra += tl.load(sizes + t - listed, mask=some & (t >= listed), other=0)
         new, wrong = _moved(old, symbol, extra, ITEM)
-        tl.store(positions + j, i.to(tl.uint32), mask=some)
-        tl.store(before + j, old, mask=some)
-        tl.store(after + j, new, mask=some)
+        tl.store(positions + j, tl.where(some, i, 0).to(tl.uint32), mask=j < end)
+        tl.store(before + j, old, mask=j < end)
+        tl.store(after + j, tl.where(some, new, 0), mask=j < end)
         if tl.sum((wrong & some).to(tl.int32)) > 0:
             tl.store(faults + k, STEP_TOO_LONG)
 

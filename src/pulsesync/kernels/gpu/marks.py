@@ -210,10 +210,10 @@ def list_hot(
 
 @triton.jit
 def mark_later(
-    block_tile, cuts, first_chunk, change_starts, positions, before, after, changed, down, later,
+    block_tile, cuts, first_chunk, change_starts, positions, after, later,
     ITEM: tl.constexpr, SHIFT: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Mark changes, those downwards, and which of the weights in `later` are below the cut afterwards."""
+    """Mark in `later` which of the changed weights are below the cut afterwards."""
     b = tl.program_id(0)
     cut = tl.load(cuts + tl.load(block_tile + b)).to(tl.int64) << SHIFT
     begin, end = tl.load(change_starts + b), tl.load(change_starts + b + 1)
@@ -223,34 +223,28 @@ def mark_later(
         j = k + tl.arange(0, SPAN)
         some = j < end
         i = tl.load(positions + j, mask=some, other=0)
-        word = first + (i // 32).to(tl.int64)
-        bit = tl.full([SPAN], 1, tl.uint32) << (i % 32)
-        old = tl.load(before + j, mask=some, other=0).to(tl.uint32)
-        new = tl.load(after + j, mask=some, other=1).to(tl.uint32)
-        _, _, _, falls = step_of(old, new, ITEM)
-        below = (new & mask).to(tl.int64) < cut
-        tl.atomic_or(changed + word, bit, mask=some, sem="relaxed")
-        tl.atomic_or(down + word, bit, mask=some & falls, sem="relaxed")
+        word, bit = first + (i // 32).to(tl.int64), tl.full([SPAN], 1, tl.uint32) << (i % 32)
+        below = (tl.load(after + j, mask=some, other=1).to(tl.uint32) & mask).to(tl.int64) < cut
         tl.atomic_or(later + word, bit, mask=some & below, sem="relaxed")
         tl.atomic_and(later + word, bit ^ ALL, mask=some & (below == 0), sem="relaxed")
 
 
 @triton.jit
-def count_marks(bitmap, counts, chunks, SPAN: tl.constexpr):
-    """Count the set bits of each chunk: a program processes SPAN chunks."""
+def count_marks(bitmap, counts, ranks, chunks, SPAN: tl.constexpr):
+    """Count the set bits of each chunk, and those before each of its words: a program processes SPAN chunks."""
     c = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     word = c[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    marks = tl.load(bitmap + word, mask=(c < chunks)[:, None], other=0)
-    tl.store(counts + c, tl.sum(popcount(marks), axis=1), mask=c < chunks)
+    n = popcount(tl.load(bitmap + word, mask=(c < chunks)[:, None], other=0))
+    tl.store(counts + c, tl.sum(n, axis=1), mask=c < chunks)
+    tl.store(ranks + word, (tl.cumsum(n, axis=1) - n).to(tl.uint16), mask=(c < chunks)[:, None])
 
 
-@triton.jit(do_not_specialize=["index"], do_not_specialize_on_alignment=["last"])
-def remember(known_map, changed, down, later, known_at, later_at, last, index, remembered):
-    """The history afterwards: for each weight below the cut, when it last changed, and the direction."""
+@triton.jit(do_not_specialize_on_alignment=["last"])
+def remember(known_map, later, known_at, later_at, last, remembered):
+    """For each weight below the cut afterwards, what the history says of it before; 0: it was not tracked."""
     c = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
-    known, moved = tl.load(known_map + c * ROWS + row), tl.load(changed + c * ROWS + row)
-    falls, words = tl.load(down + c * ROWS + row), tl.load(later + c * ROWS + row)
+    known, words = tl.load(known_map + c * ROWS + row), tl.load(later + c * ROWS + row)
     n = popcount(words)
     memory = tl.load(known_at + c) + prefix(popcount(known))
     place = tl.load(later_at + c) + prefix(n)
@@ -258,9 +252,34 @@ def remember(known_map, changed, down, later, known_at, later_at, last, index, r
         some = n > 0
         low = lowest_bit(words)
         kept = some & ((known & low) != 0)
-        age = tl.load(last + memory + popcount(known & (low - 1)), mask=kept, other=0).to(tl.int32)
-        now = index + tl.where((falls & low) != 0, 128, 0)
-        tl.store(remembered + place, tl.where((moved & low) != 0, now, age).to(tl.uint8), mask=some)
+        age = tl.load(last + memory + popcount(known & (low - 1)), mask=kept, other=0)
+        tl.store(remembered + place, age, mask=some)
         words &= words - 1
         place += some.to(tl.int32)
         n -= some.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["index"])
+def date(
+    block_tile, cuts, first_chunk, change_starts, positions, before, after, later, ranks, later_at, index, remembered,
+    ITEM: tl.constexpr, SHIFT: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Note for each changed weight below the cut afterwards that patch `index` changed it, and the direction."""
+    b = tl.program_id(0)
+    cut = tl.load(cuts + tl.load(block_tile + b)).to(tl.int64) << SHIFT
+    begin, end = tl.load(change_starts + b), tl.load(change_starts + b + 1)
+    first = tl.load(first_chunk + b)
+    mask: tl.constexpr = (1 << (8 * ITEM - 1)) - 1
+    for k in range(begin + tl.program_id(1) * SPAN, end, tl.num_programs(1) * SPAN):
+        j = k + tl.arange(0, SPAN)
+        some = j < end
+        i = tl.load(positions + j, mask=some, other=0)
+        old = tl.load(before + j, mask=some, other=0).to(tl.uint32)
+        new = tl.load(after + j, mask=some, other=1).to(tl.uint32)
+        some &= (new & mask).to(tl.int64) < cut
+        word, bit = first * ROWS + (i // 32).to(tl.int64), tl.full([SPAN], 1, tl.uint32) << (i % 32)
+        rank = tl.load(ranks + word, mask=some, other=0).to(tl.int32)
+        rank += popcount(tl.load(later + word, mask=some, other=0) & (bit - 1))
+        place = tl.load(later_at + first + (i // CHUNK).to(tl.int64), mask=some, other=0) + rank
+        _, _, _, falls = step_of(old, new, ITEM)
+        tl.store(remembered + place, (index + tl.where(falls, 128, 0)).to(tl.uint8), mask=some)
