@@ -56,6 +56,7 @@ from benchmarks.harness.report import table
 from benchmarks.harness.timing import T
 from pulsesync import Publisher
 from pulsesync.core import digest
+from pulsesync.device import baseline as baseline_module
 from pulsesync.device.baseline import DeviceBaseline, DeviceDifference
 from pulsesync.device.changes import digest_changes, digest_changes_by_block
 from pulsesync.device.encode import code_piles
@@ -100,7 +101,14 @@ class Bench:
         self.share = share_of(layout, owner_of(layout, [self.shards.windows]), 0, self.shards)
         # The base is the old model itself, and not a third copy.
         self.state = WeightState.attach(DeviceBackend, model.old, layout)
+        self.rebase()
         self.last = root_record(None, 0, layout.id, self.state.digest, None, ())
+
+    def rebase(self) -> None:
+        """Make the publisher's base of the worker's state: the same memory."""
+        backend = getattr(baseline_module, "DeviceBase", DeviceBackend)(self.state.layout, self.state.flats)
+        self.base = WeightState(backend)
+        self.base.history = backend.load_history(self.state.history)
 
     def _read(self) -> None:
         baseline = baseline_for(self.model.old, "device")
@@ -109,7 +117,7 @@ class Bench:
         self.shards = baseline.read(self.model.new, {})
 
     def compare(self) -> DeviceDifference:
-        return self.baseline.compare(self.share, self.state, self.shards, "context")
+        return self.baseline.compare(self.share, self.base, self.shards, "context")
 
     def encode(self, codec: CodecName) -> tuple[object, Transition]:
         return self.compare().encode(self.last, codec)
@@ -126,11 +134,12 @@ class Bench:
     def forget_new(self) -> None:
         """Free the new weights."""
         self.model.new.clear()
-        del self.baseline, self.shards, self.share
+        del self.baseline, self.shards, self.share, self.base
 
     def advance(self, manifest: Manifest, data: bytes) -> None:
         """Commit a patch, and draw the next change: the patch of that has a history."""
         sync(self.state, manifest, data)
+        self.rebase()
         self.last = manifest
         self.model.change()
         self._read()
@@ -186,7 +195,7 @@ def measure_encode(bench: Bench, row: Row, repeats: int, codecs: Sequence[CodecN
         name = f"diff + {codec} encode{which}"
         (_, transition), row.memory[name] = memory_of(encode, row.weights)
         row.gigabytes[name] = row.memory[name]["extra"] * row.weights / 1e9
-        row.memory[name] |= histories(bench.state.history, transition.history, row.weights)
+        row.memory[name] |= histories(bench.base.history, transition.history, row.weights)
         del transition
         parts[codec] = bench.record(codec)
     return parts
@@ -249,6 +258,8 @@ def storages(one: Any) -> dict[int, int]:
         members = (getattr(one, each.name) for each in fields(one))
     elif isinstance(one, Mapping):
         members = one.values()
+    elif isinstance(one, tuple):
+        members = one
     return {at: size for member in members for at, size in storages(member).items()}
 
 

@@ -40,14 +40,14 @@ def kernels(bench: "Bench") -> str:
 LINES = {  # the functions to time, by module; where one calls another, the time of the inner one counts for both
     "device.baseline": "compare_pile encode_changes",
     "device.parts": "code_piles diffs_of digest_changes digest_changes_by_block begin_remember",
-    "device.encode": "begin_digest_changes find_hot _choose_sizes _count_rows _launch build_cold build_many _packed"
+    "device.encode": "begin_digest_changes HotSearch _choose_sizes _count_rows _launch build_cold build_many _packed"
     " to_host",
     "device.encode._PileCoder": "_count_classes choose_cuts count _decide _build_cold write",
-    "device.tracked": "find_hot begin_advance _begin _by_tile",
+    "device.tracked": "HotSearch begin_advance",
     "device.state": "decode_patch",
-    "device.decode": "open_part decode_coded find_hot parse_streams_of streams_of _upload parse_cold _begin_cold"
-    " begin_digest_changes digest_changes begin_remember to_host",
-    "device.decode._StreamDecoder": "__init__ begin",
+    "device.decode": "open_part decode_coded HotSearch parse_streams_of streams_of _upload parse_cold _step_cold"
+    " begin_digest_changes digest_changes begin_remember check_faults",
+    "device.decode._StreamDecoder": "__init__ launch",
     "format.patch": "finish choose _assemble",
     "format.container": "build open_part",
     "format.tables": "normalise choose_cuts choose_from",
