@@ -199,14 +199,10 @@ def pack(stream, room_ends, sizes, out_starts, out, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _decode_round(
-    x, at, out, total, lost, j, decision, first, stream, end, table, symbol_count, listed, out_end, changes, extras,
-    bit, group, lower, BITS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Decode one decision of each lane that has one left; a block with a fault has none left.
+def _likely_round(x, at, out, total, j, decision, first, stream, end, out_end, bit, group, lower):
+    """Decode one decision of each lane by the first four entries of its row, which are enough for almost all.
 
-    first: the first four entries of the row, which are enough for almost all decisions. What follows from them is
-    computed in any case, so that a round waits for the stream alone, and again where they are not enough.
+    Also returns the lanes for which they are not, and what is to be stored: where, what, and whether.
     """
     take = j < total
     slot = (x & (TOTAL - 1)).to(tl.int32)
@@ -214,68 +210,80 @@ def _decode_round(
     stop1 = ((first >> 32) & 0xFFFF).to(tl.int32)
     stop2 = (first >> 48).to(tl.int32)
     moves, twice = slot >= stop0, slot >= stop1
-    far = (take & (slot >= stop2)).to(tl.int32)
-    any_far = tl.max(far)
-    symbol = moves.to(tl.int32) + twice.to(tl.int32)
     begin = tl.where(twice, stop1, tl.where(moves, stop0, 0))
     stop = tl.where(twice, stop2, tl.where(moves, stop1, stop0))
     y = (stop - begin).to(tl.uint32) * (x >> P) + (slot - begin).to(tl.uint32)
     has = take & (y < LOW)
-    need = ballot(has, bit)
+    need, changed = ballot(has, bit), ballot(take & moves, bit)
     mine = at + popcount(need & lower)
     word = tl.load(stream + mine, mask=has & (mine < end), other=0).to(tl.uint32)
-    change = take & moves
+    place = out + popcount(changed & lower)
+    named = ((moves.to(tl.int32) + twice.to(tl.int32) - 1) ^ (decision >> 15)) + 1
+    x = tl.where(take, tl.where(has, (y << 16) | word, y), x)
+    far = take & (slot >= stop2)
+    value = (j + named * PLACES).to(tl.uint32)
+    return x, at + popcount(need & group), out + popcount(changed & group), far, place, value, take & moves
+
+
+@triton.jit
+def _decode_round(
+    x, at, out, total, lost, j, decision, first, stream, end, table, symbol_count, listed, out_end, changes, extras,
+    bit, group, lower, BITS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Decode one decision of each lane that has one left, whatever it is; a block with a fault has none left."""
+    take = j < total
+    slot = (x & (TOTAL - 1)).to(tl.int32)
+    stop0 = ((first >> 16) & 0xFFFF).to(tl.int32)
+    row = table + ((decision & ROW) << BITS)
+    symbol, begin, stop = tl.zeros([32], tl.int32), tl.zeros([32], tl.int32), stop0
+    search = (take & (slot >= stop0)).to(tl.int32)
+    while tl.max(search) > 0:
+        symbol += search
+        begin = tl.where(search > 0, stop, begin)
+        stop = tl.where(search > 0, tl.load(row + symbol + 1, mask=search > 0, other=0).to(tl.int32), stop)
+        search = ((search > 0) & (slot >= stop) & (symbol + 1 < symbol_count)).to(tl.int32)
+    lost |= ballot(take & (slot >= stop), bit) & group
+    change = take & (symbol > 0)
     changed = ballot(change, bit)
     place = out + popcount(changed & lower)
     keep = change & (place < out_end)
-    refilled = tl.where(take, tl.where(has, (y << 16) | word, y), x)
-    after = at + popcount(need & group)
-    if any_far > 0:
-        row = table + ((decision & ROW) << BITS)
-        search = far
-        while tl.max(search) > 0:
-            symbol += search
-            begin = tl.where(search > 0, stop, begin)
-            stop = tl.where(search > 0, tl.load(row + symbol + 1, mask=search > 0, other=0).to(tl.int32), stop)
-            search = ((search > 0) & (slot >= stop) & (symbol + 1 < symbol_count)).to(tl.int32)
-        lost |= ballot((far > 0) & (slot >= stop), bit) & group
-        y = (stop - begin).to(tl.uint32) * (x >> P) + (slot - begin).to(tl.uint32)
-        t = (symbol - 1) >> 1
-        raw = tl.where(change & (t >= DIRECT) & (t < listed), t - (DIRECT - 3), 0).to(tl.uint32)
-        low = tl.minimum(raw, 16)
-        has0 = take & (y < LOW)
-        # the number of words that each lane needs is known before any is read
-        filled = tl.where(has0, y << 16, y) >> low
-        has1 = (raw > 0) & (filled < LOW)
-        need0, need1 = ballot(has0, bit), ballot(has1, bit)
-        mine = at + popcount(need0 & lower) + popcount(need1 & lower)
-        after = at + popcount(need0 & group) + popcount(need1 & group)
-        if WIDE:
-            filled = tl.where(has1, filled << 16, filled)
-            has2 = (raw > 16) & ((filled >> (raw - low)) < LOW)
-            need2 = ballot(has2, bit)
-            mine += popcount(need2 & lower)
-            after += popcount(need2 & group)
-        one = tl.full([32], 1, tl.uint32)
-        y = tl.where(has0, (y << 16) | tl.load(stream + mine, mask=has0 & (mine < end), other=0).to(tl.uint32), y)
-        mine += has0.to(tl.int32)
-        extra = y & ((one << low) - 1)
-        y = y >> low
-        y = tl.where(has1, (y << 16) | tl.load(stream + mine, mask=has1 & (mine < end), other=0).to(tl.uint32), y)
-        if WIDE:
-            mine += has1.to(tl.int32)
-            high = raw - low
-            extra = extra | ((y & ((one << high) - 1)) << low)
-            y = y >> high
-            word = tl.load(stream + mine, mask=has2 & (mine < end), other=0).to(tl.uint32)
-            y = tl.where(has2, (y << 16) | word, y)
-        refilled = tl.where(take, y, x)
-        tl.store(extras + place, extra, mask=keep & (raw > 0))
+    y = (stop - begin).to(tl.uint32) * (x >> P) + (slot - begin).to(tl.uint32)
+    t = (symbol - 1) >> 1
+    raw = tl.where(change & (t >= DIRECT) & (t < listed), t - (DIRECT - 3), 0).to(tl.uint32)
+    low = tl.minimum(raw, 16)
+    has0 = take & (y < LOW)
+    # the number of words that each lane needs is known before any is read
+    refilled = tl.where(has0, y << 16, y) >> low
+    has1 = (raw > 0) & (refilled < LOW)
+    need0, need1 = ballot(has0, bit), ballot(has1, bit)
+    mine = at + popcount(need0 & lower) + popcount(need1 & lower)
+    at += popcount(need0 & group) + popcount(need1 & group)
+    if WIDE:
+        refilled = tl.where(has1, refilled << 16, refilled)
+        has2 = (raw > 16) & ((refilled >> (raw - low)) < LOW)
+        need2 = ballot(has2, bit)
+        mine += popcount(need2 & lower)
+        at += popcount(need2 & group)
+    one = tl.full([32], 1, tl.uint32)
+    y = tl.where(has0, (y << 16) | tl.load(stream + mine, mask=has0 & (mine < end), other=0).to(tl.uint32), y)
+    mine += has0.to(tl.int32)
+    extra = y & ((one << low) - 1)
+    y = y >> low
+    y = tl.where(has1, (y << 16) | tl.load(stream + mine, mask=has1 & (mine < end), other=0).to(tl.uint32), y)
+    if WIDE:
+        mine += has1.to(tl.int32)
+        high = raw - low
+        extra = extra | ((y & ((one << high) - 1)) << low)
+        y = y >> high
+        word = tl.load(stream + mine, mask=has2 & (mine < end), other=0).to(tl.uint32)
+        y = tl.where(has2, (y << 16) | word, y)
+    x = tl.where(take, y, x)
+    tl.store(extras + place, extra, mask=keep & (raw > 0))
     named = ((symbol - 1) ^ (decision >> 15)) + 1
     tl.store(changes + place, (j + named * PLACES).to(tl.uint32), mask=keep)
     out += popcount(changed & group)
-    total = tl.where((after > end) | (out > out_end) | (lost != 0), 0, total)
-    return refilled, after, out, total, lost
+    total = tl.where((at > end) | (out > out_end) | (lost != 0), 0, total)
+    return x, at, out, total, lost
 
 
 @triton.jit(do_not_specialize=["symbol_count", "listed"])
@@ -326,22 +334,42 @@ def decode(
         g2, g3 = _first(quads, n2, later + 2 * n < total, BITS), _first(quads, n3, later + 3 * n < total, BITS)
         m0, m1 = _row(rows, j + 8 * n, total), _row(rows, j + 9 * n, total)
         m2, m3 = _row(rows, j + 10 * n, total), _row(rows, j + 11 * n, total)
-        x, at, out, total, lost = _decode_round(
-            x, at, out, total, lost, j, d0, f0, stream, end, table, symbol_count, listed, out_end, changes, extras,
-            bit, group, lower, BITS, WIDE,
+        x1, at1, out1, r0, p0, v0, k0 = _likely_round(
+            x, at, out, total, j, d0, f0, stream, end, out_end, bit, group, lower
         )  # fmt: skip
-        x, at, out, total, lost = _decode_round(
-            x, at, out, total, lost, j + n, d1, f1, stream, end, table, symbol_count, listed, out_end, changes, extras,
-            bit, group, lower, BITS, WIDE,
+        x1, at1, out1, r1, p1, v1, k1 = _likely_round(
+            x1, at1, out1, total, j + n, d1, f1, stream, end, out_end, bit, group, lower
         )  # fmt: skip
-        x, at, out, total, lost = _decode_round(
-            x, at, out, total, lost, j + 2 * n, d2, f2, stream, end, table, symbol_count, listed, out_end, changes,
-            extras, bit, group, lower, BITS, WIDE,
+        x1, at1, out1, r2, p2, v2, k2 = _likely_round(
+            x1, at1, out1, total, j + 2 * n, d2, f2, stream, end, out_end, bit, group, lower
         )  # fmt: skip
-        x, at, out, total, lost = _decode_round(
-            x, at, out, total, lost, j + 3 * n, d3, f3, stream, end, table, symbol_count, listed, out_end, changes,
-            extras, bit, group, lower, BITS, WIDE,
+        x1, at1, out1, r3, p3, v3, k3 = _likely_round(
+            x1, at1, out1, total, j + 3 * n, d3, f3, stream, end, out_end, bit, group, lower
         )  # fmt: skip
+        rare = r0 | r1 | r2 | r3 | ((total > 0) & ((at1 > end) | (out1 > out_end)))
+        if tl.max(rare.to(tl.int32)) == 0:
+            x, at, out = x1, at1, out1
+            tl.store(changes + p0, v0, mask=k0)
+            tl.store(changes + p1, v1, mask=k1)
+            tl.store(changes + p2, v2, mask=k2)
+            tl.store(changes + p3, v3, mask=k3)
+        else:  # the same rounds again, and nothing of the above has been stored
+            x, at, out, total, lost = _decode_round(
+                x, at, out, total, lost, j, d0, f0, stream, end, table, symbol_count, listed, out_end, changes, extras,
+                bit, group, lower, BITS, WIDE,
+            )  # fmt: skip
+            x, at, out, total, lost = _decode_round(
+                x, at, out, total, lost, j + n, d1, f1, stream, end, table, symbol_count, listed, out_end, changes,
+                extras, bit, group, lower, BITS, WIDE,
+            )  # fmt: skip
+            x, at, out, total, lost = _decode_round(
+                x, at, out, total, lost, j + 2 * n, d2, f2, stream, end, table, symbol_count, listed, out_end, changes,
+                extras, bit, group, lower, BITS, WIDE,
+            )  # fmt: skip
+            x, at, out, total, lost = _decode_round(
+                x, at, out, total, lost, j + 3 * n, d3, f3, stream, end, table, symbol_count, listed, out_end, changes,
+                extras, bit, group, lower, BITS, WIDE,
+            )  # fmt: skip
         d0, d1, d2, d3, f0, f1, f2, f3 = n0, n1, n2, n3, g0, g1, g2, g3
         n0, n1, n2, n3 = m0, m1, m2, m3
         j = later
