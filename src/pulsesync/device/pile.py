@@ -30,7 +30,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 KEPT = 8  # sets of addresses that a pile keeps
 PARTS = 64  # partial piles that a pile keeps
-LEAST = 1 << 27  # with fewer weights, a pile is not split
+LEAST = 1 << 30  # a pile with fewer than twice this number of weights is not split
 MOST = 1 << 33  # with more weights, a dtype on a device has piles ...
 EACH = 1 << 31  # ... of about this number
 
