@@ -1,7 +1,8 @@
 """A device decodes what the host wrote, and refuses what it would refuse, without a change."""
 
 import tracemalloc
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,22 +10,24 @@ import numpy as np
 import pytest
 
 from pulsesync.core.types import Codec, TensorSpec, Tile
-from pulsesync.device import decode
+from pulsesync.device import decode, pile
 from pulsesync.device.state import DeviceBackend
 from pulsesync.device.tracked import HotSearch
 from pulsesync.errors import FormatError, PulseError
 from pulsesync.format import container, index, patch
+from pulsesync.format import layout as layouts
 from pulsesync.format.codecs import context
 from pulsesync.format.codecs.context import Heads
 from pulsesync.format.layout import Layout
-from pulsesync.format.manifest import Manifest, PartRef
+from pulsesync.format.manifest import BaseRef, Manifest, PartRef
 from pulsesync.format.patch import CodecName
 from pulsesync.kernels import spec
 from pulsesync.state.patches import PatchTransaction
+from pulsesync.state.slices import Slice, find_places
 from pulsesync.state.weights import WeightState
 from pulsesync.testing import random_bits
 from tests.device.pairs import SPECS, Pair, codecs_of, small, to_bits, to_flats, trained
-from tests.helpers import Writer, apply, reader, same
+from tests.helpers import Writer, apply, random_state, reader, same
 
 Edit = Callable[[bytes], bytes]
 
@@ -235,13 +238,87 @@ def test_tiles_with_many_hot_weights_are_decoded_in_parts(
 ) -> None:
     monkeypatch.setattr(decode, "LISTED", 8)
     monkeypatch.setattr(decode, "LISTED_SHARE", 120)
-    layout, state = small(9, tuple(TensorSpec(name, "BF16", (40,)) for name in "abc"))
+    layout, state = small(9, tuple(TensorSpec(name, "BF16", (40,)) for name in "abcdef"))
     writer, here = Writer(layout, state, "history"), WeightState(DeviceBackend(layout, to_flats(state, device)))
-    calls = []
-    monkeypatch.setattr(decode, "HotSearch", lambda *a, **o: calls.append(a[0]) or HotSearch(*a, **o))
+    launches = watched(monkeypatch)
     for step in range(3):
         state = trained(layout, state, step)
         apply(here, writer.advance(state))
         assert same(to_bits(here.flats), state)
         assert here.history.digest() == writer.history.digest()
-    assert len(calls) > 3, "each patch in one go"
+    assert len(launches) > 3 * 3, "each patch in one go"
+    assert max(rows for rows, _ in launches) <= 40, "lists of several parts are kept at once"
+
+
+@pytest.mark.parametrize("squashed", [False, True])
+def test_a_pile_is_freed_before_the_next(
+    squashed: bool, device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pile, "LEAST", 40)
+    layout, state = small(9, tuple(TensorSpec(name, "BF16", (40,)) for name in "abcd"))
+    writer, here = Writer(layout, state, "history"), WeightState(DeviceBackend(layout, to_flats(state, device)))
+    mark = writer.mark()
+    if not squashed:
+        state = trained(layout, state, 0)
+        apply(here, writer.advance(state))
+    version = writer.advance(trained(layout, state, 1))
+    launches = watched(monkeypatch)
+    PatchTransaction(here).prepare(*(writer.squash(mark, "context") if squashed else version))
+    assert len(launches) == len(here.backend.piles) == 4
+    assert launches[1:] == [(0, 0)] * 3, "lists and bitmaps of the pile before"
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many entries of lists and how many bitmaps there are at each search for hot weights from now on."""
+    known: list[tuple[Any, Any]] = []
+    found: list[tuple[int, int]] = []
+    launch = HotSearch._launch
+
+    def watch(self: HotSearch, *given: Any) -> Any:
+        rows, bitmaps = (
+            ([one for ref in refs if (one := ref()) is not None] for refs in zip(*known, strict=True))
+            if known
+            else ([], [])
+        )
+        found.append((sum(one.numel() for one in rows), len(bitmaps)))
+        listed = launch(self, *given)
+        known.append((weakref.ref(listed.rows), weakref.ref(listed.bitmap)))
+        return listed
+
+    monkeypatch.setattr(HotSearch, "_launch", watch)
+    return found
+
+
+def in_reverse(writer: Writer, state: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[Manifest, list[bytes]]:
+    """A version in a part for each tile, the last tile first, as ranks of a sharded publisher may own them."""
+    base, layout = BaseRef(0, writer.digest), writer.layout
+    parts = [patch.encode(layout, [tile], state, new, writer.sums, codec=writer.codec) for tile in layout.tiles[::-1]]
+    for part in parts:
+        writer.sums = {**writer.sums, **part.sums}
+    writer.version += 1
+    return writer._manifest(base, parts, 1), [bytes(part.data) for part in parts]
+
+
+@pytest.mark.parametrize("codec", ["gap", "step", "xor", "context"])
+def test_parts_need_not_be_in_the_order_of_their_tiles(codec: CodecName, device: str, many_lanes: None) -> None:
+    layout, state = small(3, (TensorSpec("a", "BF16", (40,)), TensorSpec("b", "BF16", (90,))))
+    new = trained(layout, state, 1)
+    version = in_reverse(Writer(layout, state, codec), state, new)
+    here = WeightState(DeviceBackend(layout, to_flats(state, device)))
+    here.commit(PatchTransaction(here).prepare(*version))
+    assert same(to_bits(here.flats), new)
+
+
+def test_a_worker_with_some_groups_reads_parts_in_any_order(device: str) -> None:
+    """Groups of plain codecs have no checks: weights in the wrong place would not be noticed."""
+    sizes = {f"layers.{n}.{name}": size for n in range(2) for name, size in (("p", 20), ("q", 30))}
+    plain = layouts.make([TensorSpec(name, "I32", (size,)) for name, size in sizes.items()])
+    layout = layouts.bundle(plain, {tile.ordinal: int(tile.tensor.name.endswith("p")) for tile in plain.tiles})
+    state = random_state(np.random.default_rng(0), plain)
+    new = {name: np.where(np.arange(bits.size) % 3 == 0, bits ^ 1, bits) for name, bits in state.items()}
+    version = in_reverse(Writer(layout, state, "gap"), state, new)
+    mine = {name: bits for name, bits in state.items() if name.startswith("layers.1.")}
+    places = find_places(layout, {"layers.1.*": Slice(), "*": None})
+    here = WeightState(DeviceBackend(layout, to_flats(mine, device), {}, places))
+    here.commit(PatchTransaction(here).prepare(*version))
+    assert same(to_bits(here.flats), {name: new[name] for name in mine})

@@ -71,7 +71,7 @@ def test_weights_that_somebody_else_wrote_are_not_those_that_are_remembered(pair
 def test_only_the_position_in_the_epoch_decides_which_kernels_find_hot_weights(pair: Pair) -> None:
     """What is tracked, and whether changes are counted, depends on the data: neither may cause a compilation."""
     pile, history = pair.backend.piles[0], pair.state.history
-    weights, cuts = pile.locate(pair.state.flats), history.cuts(pile)
+    weights, cuts = pile.locate(pair.state.flats), history.of_pile(pile).cuts
     nothing = find_changes(pile, weights, weights, cast=False)
     with counted() as compiled:
         for memories in (DeviceHistory(history.index), history):

@@ -134,10 +134,16 @@ class CallerExecutor(Executor):
 class _AwaitedWork(Future[Result]):
     def __init__(self, work: Callable[[], Result]) -> None:
         super().__init__()
-        self._work = work
+        self._work: Callable[[], Result] | None = work
 
     def result(self, timeout: float | None = None) -> Result:
-        return self._work()
+        if self._work is not None and self.set_running_or_notify_cancel():
+            work, self._work = self._work, None
+            try:
+                self.set_result(work())
+            except BaseException as e:  # noqa: BLE001 - raised below
+                self.set_exception(e)
+        return super().result(timeout)
 
 
 Started: TypeAlias = tuple[Item, list[Future[Result]]]  # an item, and its work that has been started

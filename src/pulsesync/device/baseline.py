@@ -105,7 +105,7 @@ class DeviceBaseline:
         workers = {name: worker_of(flat, self.device) for name, flat in flats.items()}
         if self.keep == "host":
             flats = {name: self._own(flat) for name, flat in flats.items()}
-        kept = WeightState(self._backend(share, flats, workers))
+        kept = WeightState(self._backend(share, flats, workers), state.sums)
         kept.history = kept.backend.load_history(state.history)
         return kept
 

@@ -177,10 +177,15 @@ def decode_coded(
     blocks = _Blocks(*(pile.from_part(part, of[kept]) for of in (streams.changes, streams.lanes, streams.words)))
     likely = known.hot_weights(cuts, tables.likely_decisions(blocks.lanes))
     rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, likely), 0)
-    if rooms.sum() > max(LISTED, whole.size // LISTED_SHARE) and len(coded.tiles) > 1:
+
+    def in_halves() -> list[DecodedTiles]:
         halves = np.array_split(np.arange(len(coded.tiles)), 2)
         parts = (decode_coded(whole, coded.part(half), table, whole_weights, memories) for half in halves)
         return [one for some in parts for one in some]
+
+    most = max(LISTED, whole.size // LISTED_SHARE) if len(coded.tiles) > 1 else whole.size
+    if rooms.sum() > most:
+        return in_halves()
     search = HotSearch(pile, weights, cuts, memories, rooms=rooms, contexts=table.contexts, ranks=True)
     reading: Callable[[], ColdChanges] = partial(parse_cold, coded, streams, contents)
     if streams.colds.sum() > MANY_COLD:  # a thread that runs Python takes turns with this one
@@ -193,10 +198,16 @@ def decode_coded(
             decoded = decoder.launch(search.listed)
     cold = reading()
     stepped, cold_faults = _step_cold(pile, cuts, per_tile, cold, weights)
-    hot = replace(search.wait(), changes=blocks.changes)
-    if (hot.counts < blocks.changes).any():  # also before memory is allocated for them
+    counts = search.count()
+    if (counts < blocks.changes).any():  # also before memory is allocated for them
         raise FormatError(spec.FAULTS[spec.OTHER_COUNT])
-    if decoder is not None and (decoded is None or search.listed_again):
+    if search.lacks_room:
+        decoded = None
+        if counts[rooms > 0].sum() > most:
+            search.drop_list()
+            return in_halves()
+    hot = replace(search.wait(), changes=blocks.changes)
+    if decoder is not None and decoded is None:
         decoded = decoder.launch(hot.listed)
     found, faults = [stepped], [cold_faults]
     if decoded is not None:
@@ -204,7 +215,7 @@ def decode_coded(
     checked = cold.checked[kept]
     checks = GroupChecks(whole, whole.blocks_of(part)[checked], cold.checks[kept][checked])
     runs = [on_whole(run, whole) for run in found if run.count]
-    return [DecodedTiles(runs, checks, hot, fetch(*faults))]
+    return [DecodedTiles(runs, checks, hot.without_list(), fetch(*faults))]
 
 
 @dataclass(frozen=True)
@@ -437,14 +448,16 @@ def decode_patch(
             found = (decode_coded(pile, *one, locate(pile), _known(history, one[1])) for one in coded)
             decoded = [one for some in found for one in some]
             mine = [run for one in decoded for run in one.runs]
-            mine += decode_plain(pile, plain, locate(pile)) if plain else ()
+            in_order = sorted(plain, key=lambda payload: payload[0].ordinal)  # parts need not be in that of their tiles
+            mine += decode_plain(pile, in_order, locate(pile)) if plain else ()
             checks += (one.checks for one in decoded)
             faults += (one.faults for one in decoded)
             runs += mine
+            hot = next((one.hot for one in decoded if one.hot.pile is pile), None)
+            decoded.clear()
             if history is not None:
-                hot = next((one.hot.without_list() for one in decoded if one.hot.pile is pile), None)
-                del decoded  # frees memory before the history is made
                 later.append(begin_remember(pile, locate, history, cuts, mine, touched, hot))
+            del hot  # frees memory before the next pile is decoded
     counting = begin_digest_changes(runs)
     for waits in faults:
         check_faults(waits())

@@ -124,7 +124,7 @@ class _PileDecisions:
     symbols: torch.Tensor
     sizes: torch.Tensor  # of the steps of hot changes
     longs: torch.Tensor  # how many steps are longer than a symbol can express, and the sizes of some of these
-    counts: torch.Tensor  # in copies to be added: of each symbol of each row, once they are counted also "unchanged"
+    counts: torch.Tensor  # of each symbol of each row, in copies to be summed; `_count_rows` adds "unchanged"
     cold: torch.Tensor  # positions in the block
     cold_steps: torch.Tensor
 

@@ -30,7 +30,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 KEPT = 8  # sets of addresses that a pile keeps
 PARTS = 64  # partial piles that a pile keeps
-LEAST = 1 << 30  # a pile with fewer than twice this number of weights is not split
+LEAST = 1 << 30  # weights of a pile, at least, where a dtype on a device has several
 MOST = 1 << 33  # with more weights, a dtype on a device has piles ...
 EACH = 1 << 31  # ... of about this number
 
@@ -150,7 +150,8 @@ class Pile:
     # Parts
 
     def part(self, ordinals: Sequence[int]) -> "Pile":
-        """The pile of some of its tiles."""
+        """The pile of some of its tiles, given in order."""
+        assert all(a < b for a, b in pairwise(ordinals)), "positions are read tile after tile"
         if len(ordinals) == len(self.tiles):
             return self
         key = tuple(ordinals)
@@ -468,20 +469,14 @@ class Piles(Sequence[Pile]):
             found.setdefault(self._of[tile.ordinal], []).append(n)
         return found.items()
 
-    @cached_property
-    def only_ones(self) -> set[Pile]:
-        """The piles that are the only one of a dtype on their device: for others, less is kept in memory at a time."""
-        keys = [(pile.kind, pile.device) for pile in self._piles]
-        return {pile for pile, key in zip(self._piles, keys, strict=True) if keys.count(key) == 1}
-
 
 def make_piles(
     tiles: Sequence[Tile], places: Mapping[int, Tile], devices: Mapping[str, torch.device], pieces: int = 1
 ) -> "Piles":
     """Piles of the local tiles.
 
-    devices: of the tensors, by name; a bundle is on that of its first tensor. pieces: of a dtype on a device, if none
-    of them is small.
+    devices: of the tensors, by name; a bundle is on that of its first tensor. pieces: the most piles of a dtype on a
+    device; none of them has fewer than about LEAST weights.
     """
     groups: dict[tuple[str, torch.device], list[Tile]] = {}
     for tile in tiles:

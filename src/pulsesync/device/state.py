@@ -44,8 +44,8 @@ class DeviceBackend(StateBackend):
     memory is read and written by a GPU: that of `workers`, by name, else `device`.
     """
 
-    # Piles of a dtype on a device, which are decoded one after the other: what decoding needs for a moment is a share
-    # of a pile, and is allocated where an engine may have filled the memory. More piles take longer.
+    # Piles of a dtype on a device are decoded one after the other: temporary memory grows with a pile, and an engine
+    # may have left little. More piles take longer.
     pieces: ClassVar[int] = 4
     overlays = False  # kernels read weights from memory only
     widens = False  # kernels address weights in the dtype of the run

@@ -68,10 +68,8 @@ class PileMemory:
 
     def for_pile(self, pile: Pile) -> "PileMemory | None":
         """The same for a pile of some of its tiles, or for one with the same tiles; None: it has none of them."""
-        if np.array_equal(pile.ordinals, self.pile.ordinals) and np.array_equal(
-            pile.first_block, self.pile.first_block
-        ):
-            return replace(self, pile=pile)
+        if _coded_alike(pile, self.pile):
+            return replace(self, pile=pile, content=self.content.to(pile.device))
         numbers = np.array([self.pile.index.get(ordinal, -1) for ordinal in pile.index], np.int64)
         here = numbers >= 0
         if not here.any():
@@ -118,9 +116,6 @@ class DeviceHistory:
     def cut(self, tile: int) -> int:
         return next((int(one.cuts[one.pile.index[tile]]) for one in self.memories if tile in one.pile.index), 0)
 
-    def cuts(self, pile: Pile) -> I64:
-        return self.of_pile(pile).cuts
-
     def counts(self, ordinals: Iterable[int]) -> dict[int, TileHistorySummary]:
         """The part of the history digest for these tiles, as far as they are tracked."""
         wanted, rows = set(ordinals), (row for one in self.memories for row in one.fields.tolist())
@@ -150,6 +145,12 @@ class DeviceHistory:
     def of(cls, history: History, piles: Iterable[Pile]) -> "DeviceHistory":
         """Copy the history of the tiles of some piles from the host."""
         return cls(history.index, tuple(_copied(history, pile) for pile in piles) if history.tiles else ())
+
+
+def _coded_alike(pile: Pile, other: Pile) -> bool:
+    """Whether two piles have the same blocks of the same tiles."""
+    names = ("ordinals", "first_block", "host_begins", "host_sizes")
+    return all(np.array_equal(getattr(pile, name), getattr(other, name)) for name in names)
 
 
 def _copied(history: History, pile: Pile) -> PileMemory:
@@ -182,6 +183,10 @@ class HotList(NamedTuple):
     rows: torch.Tensor  # of the tables
     ranks: torch.Tensor  # for each word of the bitmap, how many hot weights of its chunk are before it; or empty
 
+    def without_entries(self) -> "HotList":
+        """The same without the list itself, which occupies most of the memory."""
+        return self._replace(rows=self.rows[:0].clone(), ranks=self.ranks[:0].clone())
+
 
 @dataclass(frozen=True)
 class HotWeights:
@@ -207,9 +212,7 @@ class HotWeights:
         return self.known is not self.bitmap
 
     def without_list(self) -> "HotWeights":
-        """The same without the list, which occupies most of the memory."""
-        empty_rows, empty_ranks = self.listed.rows[:0].clone(), self.listed.ranks[:0].clone()
-        return replace(self, listed=self.listed._replace(rows=empty_rows, ranks=empty_ranks))
+        return replace(self, listed=self.listed.without_entries())
 
 
 class HotSearch:
@@ -249,8 +252,7 @@ class HotSearch:
         self._change_at = begins if changed is None else _count_changes(changed, self._of_tiles)
         self.listed = self._launch(room_starts, begins)
         changes_at = () if changed is None else (self._change_at[pile.tables.first_chunk],)
-        self._counted = fetch(self.listed.found, *changes_at)
-        self.listed_again = False
+        self._fetched = fetch(self.listed.found, *changes_at)
 
     def _launch(self, rooms: torch.Tensor, begins: torch.Tensor) -> HotList:
         pile, tables, device, shape = self._pile, self._pile.tables, self._pile.device, self._contexts
@@ -268,21 +270,42 @@ class HotSearch:
         )  # fmt: skip
         return HotList(self._bitmap, rooms, found, begins, rows, ranks)
 
-    def wait(self) -> HotWeights:
-        """Raises: VerificationError: the weights do not match the history."""
-        found, *starts = self._counted()
-        counts, tracked = found.T
+    @cached_property
+    def _counted(self) -> list[NDArray[np.int64]]:
+        return self._fetched()
+
+    def count(self) -> I64:
+        """Wait for the numbers of hot weights of the blocks.
+
+        Raises: VerificationError: the weights do not match the history.
+        """
+        counts, tracked = self._counted[0].T
         if self._history and (tracked != self._sizes).any():
             raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
+        return counts
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether a block that is to be listed has more hot weights than expected."""
         rooms = np.diff(self._borders)
-        if (counts > rooms)[rooms > 0].any():
-            self.listed_again = True
-            self._borders = starts_of(np.where(rooms > 0, counts, 0))
-            self.listed = self._launch(to_stream(self._borders, self._pile.device), self.listed.begins)
-        changes = np.diff(starts[0]) if starts else np.zeros(self._pile.blocks, np.int64)
+        return bool((self.count() > rooms)[rooms > 0].any())
+
+    def drop_list(self) -> None:
+        """Free the memory of the list."""
+        self.listed = self.listed.without_entries()
+
+    def wait(self) -> HotWeights:
+        """Wait, and list all again if there was too little room. Raises: as `count`."""
+        counts, pile = self.count(), self._pile
+        if self.lacks_room:
+            self.drop_list()
+            self._borders = starts_of(np.where(np.diff(self._borders) > 0, counts, 0))
+            self.listed = self._launch(to_stream(self._borders, pile.device), self.listed.begins)
+        starts = self._counted[1:]
+        changes = np.diff(starts[0]) if starts else np.zeros(pile.blocks, np.int64)
         return HotWeights(
-            self._pile, self._cuts, self._known, self._known_at, self._last, counts, changes, self._change_at,
-            self._borders, self.listed,
+            pile, self._cuts, self._known, self._known_at, self._last, counts, changes, self._change_at, self._borders,
+            self.listed,
         )  # fmt: skip
 
 
