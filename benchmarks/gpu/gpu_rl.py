@@ -1,9 +1,9 @@
 """What share of a step of reinforcement learning does sync take, when trainer and worker are on one GPU?
 
     python -m pulsesync_lab.demo.smollm2 DIR
-    python -m benchmarks gpu_rl --model DIR --arms copy sync behind [--profile FOLDER] [--json FILE]
+    python -m benchmarks gpu_rl --model DIR [--arms copy sync `behind`] [--profile FOLDER] [--json FILE]
     python -m benchmarks gpu_rl --config qwen2.5-1.5b --prompts 64 [...]          # random, made on the GPU
-    python -m benchmarks gpu_rl --quick --arms copy sync behind                   # a trial; on a CPU some seconds
+    python -m benchmarks gpu_rl --quick                   # a trial; on a CPU some seconds
 
 GRPO on a language model that learns to add (pulsesync_lab.demo.language), all in one process: a trainer with FP32
 master weights, and workers with their own BF16 weights. A step consists of rollouts by a worker, learning, and the
@@ -714,7 +714,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--store", metavar="FOLDER", help="where to publish; default: in shared memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step to this file, after each block")
-    parser.add_argument("--profile", metavar="FOLDER", help="at last, profile sync and behind; write raw data there")
+    parser.add_argument(
+        "--profile", metavar="FOLDER", help="at last, profile a step of sync and `behind`; write raw data there"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -63,7 +63,9 @@ class Measured:
     before: list[Step] = field(default_factory=list)  # the recorded ones: with copy, when there was no publisher yet
     steps: list[Step] = field(default_factory=list)
     checks_s: list[float] = field(default_factory=list)
-    checksums: dict[int, set[int]] = field(default_factory=dict)  # of the trainer, after a block of so many steps
+    checksums: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # of the trainer, after a block with this number of steps
     kept_bytes: int = 0  # on the GPU, by publisher and subscriber between steps
 
     @property

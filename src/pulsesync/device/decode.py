@@ -158,9 +158,9 @@ def decode_coded(
 ) -> list[DecodedTiles]:
     """Launch the decoding of the tiles of a part that share a table; weights: of the whole pile.
 
-    If so many weights are hot that their list would need much memory, some tiles are decoded after the others.
+    Where a list of all hot weights would need much memory, some tiles are decoded after the others.
 
-    Everything is launched before the host waits, unless there are so many changes that hot weights are counted first.
+    Everything is launched before the host waits, unless many weights change: then hot weights are counted first.
     It waits until hot weights are counted; the caller must check the faults, before anything is written.
 
     Raises:

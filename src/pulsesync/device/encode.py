@@ -7,6 +7,7 @@ streams, and for the streams.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -256,6 +257,8 @@ class _PileCoder:
                 used = fetch(coded.used)
                 if self._cold[0].size > MANY_COLD:  # a thread that runs Python takes turns with this one
                     colds = begin(self._build_cold)
+                else:  # in this one, while the device codes
+                    colds = partial(list, self._build_cold())
                 (sizes,) = used()
                 if (sizes > np.diff(plan.rooms)).any():  # many changes
                     coded = _launch(decisions, table, plan.with_most_room())

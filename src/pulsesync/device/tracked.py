@@ -218,7 +218,7 @@ class HotWeights:
 class HotSearch:
     """A search for hot weights that was begun, and which lists them where there is room. `wait` returns the result.
 
-    changed: changes, to count how many of them are of hot weights. rooms: the expected number of hot weights of each
+    changed: changes, to count how many of them are of hot weights. `rooms`: the expected number of hot weights of each
     block, 0 for blocks that are not listed; if one has more, all are listed again. contexts: the rows of the tables.
     """
 
@@ -279,6 +279,7 @@ class HotSearch:
 
         Raises: VerificationError: the weights do not match the history.
         """
+        counts: I64
         counts, tracked = self._counted[0].T
         if self._history and (tracked != self._sizes).any():
             raise VerificationError(spec.FAULTS[spec.FOREIGN_WRITE])
