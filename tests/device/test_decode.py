@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pulsesync.core.types import Codec, TensorSpec, Tile
 from pulsesync.device import decode, pile
@@ -249,6 +250,30 @@ def test_tiles_with_many_hot_weights_are_decoded_in_parts(
         assert here.history.digest() == writer.history.digest()
     assert len(launches) > 3 * 3, "each patch in one go"
     assert max(rows for rows, _ in launches) <= 40, "lists of several parts are kept at once"
+
+
+def test_where_memory_lacks_tiles_are_decoded_in_parts_and_a_tile_that_does_not_fit_changes_nothing(
+    device: str, many_lanes: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout, state = small(9, tuple(TensorSpec(name, "BF16", (40,)) for name in "abcd"))
+    writer, here = Writer(layout, state, "history"), WeightState(DeviceBackend(layout, to_flats(state, device)))
+    new, left, launch = trained(layout, state, 0), [20], HotSearch._launch
+    version = writer.advance(new)
+
+    def allocate(self: HotSearch, *given: Any) -> Any:
+        if self._borders[-1] > left[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(self, *given)
+
+    monkeypatch.setattr(HotSearch, "_launch", allocate)
+    transition = PatchTransaction(here).prepare(*version)
+    assert "too little free memory to decode 4 tiles" in caplog.text
+    left[0] = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        PatchTransaction(here).prepare(*version)
+    assert same(to_bits(here.flats), state)
+    here.commit(transition)
+    assert same(to_bits(here.flats), new)
 
 
 @pytest.mark.parametrize("squashed", [False, True])

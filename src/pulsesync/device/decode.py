@@ -1,5 +1,6 @@
 """Decode parts on the device: streams are copied to the device, and the decoded changes stay there."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,6 +63,8 @@ from pulsesync.format.patch import OpenedIndex
 from pulsesync.format.predict import PREDICTING
 from pulsesync.kernels import cuda, spec
 from pulsesync.kernels.arrays import I64
+
+logger = logging.getLogger(__name__)
 
 MANY = 1 << 22  # bytes of streams that are copied by several threads ...
 COPIERS = 4  # ... of this number
@@ -153,22 +156,45 @@ def check_faults(found: Iterable[NDArray[np.int32]]) -> None:
             raise FormatError(spec.FAULTS[int(faults[faults > 0][0])])
 
 
+class _TooManyHot(Exception):  # noqa: N818 - an event of a decoding, which no caller sees
+    """So much of some tiles is hot that their list would need much memory."""
+
+
 def decode_coded(
     whole: Pile, coded: BegunPayloads, table: FrequencyTable, weights: PileAddresses, memories: DeviceHistory
 ) -> list[DecodedTiles]:
     """Launch the decoding of the tiles of a part that share a table; weights: of the whole pile.
 
-    Where a list of all hot weights would need much memory, some tiles are decoded after the others.
-
-    Everything is launched before the host waits, unless many weights change: then hot weights are counted first.
-    It waits until hot weights are counted; the caller must check the faults, before anything is written.
+    Where a list of all hot weights would need much memory, or more than there is, half of the tiles are decoded after
+    the others. It waits until hot weights are counted; the caller must check the faults, before anything is written.
 
     Raises:
-        FormatError: a block has more changes than hot weights; VerificationError: the weights do not match the history.
+        FormatError: a block has more changes than hot weights; VerificationError: the weights do not match the history;
+        torch.OutOfMemoryError: a single tile needs more memory than there is.
+    """
+    try:
+        return [_decode_at_once(whole, coded, table, weights, memories)]
+    except _TooManyHot:
+        pass
+    except torch.OutOfMemoryError:
+        if len(coded.tiles) == 1:
+            raise
+        many = "The GPU has too little free memory to decode %d tiles at once: they are decoded in two parts."
+        logger.warning(many, len(coded.tiles))
+    halves = (coded.part(half) for half in np.array_split(np.arange(len(coded.tiles)), 2))
+    return [one for half in halves for one in decode_coded(whole, half, table, weights, memories)]
+
+
+def _decode_at_once(
+    whole: Pile, coded: BegunPayloads, table: FrequencyTable, weights: PileAddresses, memories: DeviceHistory
+) -> DecodedTiles:
+    """The same at once. Raises: the same; _TooManyHot: there are several tiles, and their list would be too long.
+
+    Everything is launched before the host waits, unless many weights change: then hot weights are counted first.
     """
     part = whole.part([tile.ordinal for tile in coded.tiles])
     pile = whole if 2 * part.size >= whole.size else part  # of a small part, the rest of the pile need not be read
-    whole_weights, weights, tiles = weights, weights.of(whole, pile), pile.tiles_of(part)
+    weights, tiles = weights.of(whole, pile), pile.tiles_of(part)
     streams = parse_streams_of(coded)
     contents, kept = streams_of(coded, streams), part.kept_streams
     known = memories.of_pile(pile)
@@ -177,15 +203,9 @@ def decode_coded(
     blocks = _Blocks(*(pile.from_part(part, of[kept]) for of in (streams.changes, streams.lanes, streams.words)))
     likely = known.hot_weights(cuts, tables.likely_decisions(blocks.lanes))
     rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, likely), 0)
-
-    def in_halves() -> list[DecodedTiles]:
-        halves = np.array_split(np.arange(len(coded.tiles)), 2)
-        parts = (decode_coded(whole, coded.part(half), table, whole_weights, memories) for half in halves)
-        return [one for some in parts for one in some]
-
     most = max(LISTED, whole.size // LISTED_SHARE) if len(coded.tiles) > 1 else whole.size
     if rooms.sum() > most:
-        return in_halves()
+        raise _TooManyHot
     search = HotSearch(pile, weights, cuts, memories, rooms=rooms, contexts=table.contexts, ranks=True)
     reading: Callable[[], ColdChanges] = partial(parse_cold, coded, streams, contents)
     if streams.colds.sum() > MANY_COLD:  # a thread that runs Python takes turns with this one
@@ -204,8 +224,7 @@ def decode_coded(
     if search.lacks_room:
         decoded = None
         if counts[rooms > 0].sum() > most:
-            search.drop_list()
-            return in_halves()
+            raise _TooManyHot
     hot = replace(search.wait(), changes=blocks.changes)
     if decoder is not None and decoded is None:
         decoded = decoder.launch(hot.listed)
@@ -215,7 +234,7 @@ def decode_coded(
     checked = cold.checked[kept]
     checks = GroupChecks(whole, whole.blocks_of(part)[checked], cold.checks[kept][checked])
     runs = [on_whole(run, whole) for run in found if run.count]
-    return [DecodedTiles(runs, checks, hot.without_list(), fetch(*faults))]
+    return DecodedTiles(runs, checks, hot.without_list(), fetch(*faults))
 
 
 @dataclass(frozen=True)

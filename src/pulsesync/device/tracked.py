@@ -291,15 +291,11 @@ class HotSearch:
         rooms = np.diff(self._borders)
         return bool((self.count() > rooms)[rooms > 0].any())
 
-    def drop_list(self) -> None:
-        """Free the memory of the list."""
-        self.listed = self.listed.without_entries()
-
     def wait(self) -> HotWeights:
         """Wait, and list all again if there was too little room. Raises: as `count`."""
         counts, pile = self.count(), self._pile
         if self.lacks_room:
-            self.drop_list()
+            self.listed = self.listed.without_entries()  # frees its memory first
             self._borders = starts_of(np.where(np.diff(self._borders) > 0, counts, 0))
             self.listed = self._launch(to_stream(self._borders, pile.device), self.listed.begins)
         starts = self._counted[1:]
