@@ -200,7 +200,9 @@ def _decode_at_once(
     known = memories.of_pile(pile)
     cuts, per_tile = known.cuts.copy(), np.zeros(len(pile.tiles), np.int64)
     cuts[tiles], per_tile[tiles] = coded.cuts, streams.colds
-    blocks = _Blocks(*(pile.from_part(part, of[kept]) for of in (streams.changes, streams.lanes, streams.words)))
+    fields = np.zeros((3, pile.blocks), np.int64)  # of the blocks of other tiles nothing
+    fields[:, pile.blocks_of(part)] = streams.changes[kept], streams.lanes[kept], streams.words[kept]
+    blocks = _Blocks(*fields)
     likely = known.hot_weights(cuts, tables.likely_decisions(blocks.lanes))
     rooms = np.where(blocks.changes > 0, np.minimum(pile.host_sizes, likely), 0)
     most = max(LISTED, whole.size // LISTED_SHARE) if len(coded.tiles) > 1 else whole.size

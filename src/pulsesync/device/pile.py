@@ -25,7 +25,6 @@ from pulsesync.kernels.spec import GPU_CHUNK
 from pulsesync.state.slices import GatheredTile, TileStorage
 
 WORDS = GPU_CHUNK // 32  # of a bitmap, in a chunk
-BUSY = 3072  # programs that keep a GPU busy
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 KEPT = 8  # sets of addresses that a pile keeps
@@ -89,11 +88,6 @@ class Pile:
     @cached_property
     def host_first_chunk(self) -> I64:
         return starts_of(-(-self.host_sizes // GPU_CHUNK))
-
-    @property
-    def segments(self) -> int:
-        """How many segments each block has: a power of two, so that few blocks also keep a GPU busy."""
-        return next((n for n in (1, 2, 4, 8, 16) if n * self.blocks >= BUSY), 32)
 
     @cached_property
     def index(self) -> dict[int, int]:
@@ -166,32 +160,6 @@ class Pile:
         """The partial piles made last: most versions touch the same tiles."""
         return {}
 
-    def split(self, size_bytes: int) -> "list[Pile]":
-        """Its blocks as piles of at most this many bytes, one after the other; a block and a bundle are not split."""
-        cuts: list[dict[int, list[int]]] = []  # of each: which blocks of a tile, by the tile's number
-        room = 0
-        for i, tile in enumerate(self.tiles):
-            sizes = (self._coded[i][1] * self.kind.itemsize).tolist()
-            numbers = list(range(len(sizes)))
-            for together in [numbers] if tile.groups else [[n] for n in numbers]:
-                size = sum(sizes[n] for n in together)
-                if size > room or not cuts:
-                    cuts.append({})
-                    room = size_bytes
-                cuts[-1].setdefault(i, []).extend(together)
-                room -= size
-        if len(cuts) == 1:
-            return [self]
-        return [self._some(cut) for cut in cuts]
-
-    def _some(self, blocks: Mapping[int, Sequence[int]]) -> "Pile":
-        """The pile of some blocks of tiles, by the tile's number; of a bundle all blocks."""
-        tiles = [
-            self.tiles[i] if self.tiles[i].groups else replace(self.tiles[i], kept=tuple(some))
-            for i, some in blocks.items()
-        ]
-        return Pile(tiles, [self.places[i] for i in blocks], self.device)
-
     def tiles_of(self, part: "Pile") -> I64:
         """The numbers, in this pile, of the tiles of a part."""
         return np.array([self.index[ordinal] for ordinal in part.index], np.int64)
@@ -200,14 +168,6 @@ class Pile:
         """The numbers, in this pile, of the blocks of a part."""
         firsts = self.first_block[self.tiles_of(part)]
         return np.arange(part.blocks) + np.repeat(firsts - part.first_block[:-1], np.diff(part.first_block))
-
-    def from_part(self, part: "Pile", values: I64) -> I64:
-        """Numbers of all blocks, given those of the blocks of a part; 0 for the others."""
-        if part is self:
-            return values
-        out = np.zeros(self.blocks, np.int64)
-        out[self.blocks_of(part)] = values
-        return out
 
     # Weights
 

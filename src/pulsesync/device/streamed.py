@@ -7,6 +7,7 @@ of the trainer.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -48,9 +49,36 @@ class BasePiece:
 
 def cut(pile: Pile) -> list[BasePiece]:
     """The pieces of a pile, in order."""
-    parts = pile.split(PIECE)
+    parts = _split(pile, PIECE)
     firsts = starts_of(np.array([part.blocks for part in parts])).tolist()
     return [BasePiece(part, first) for part, first in zip(parts, firsts, strict=False)]
+
+
+def _split(pile: Pile, size_bytes: int) -> list[Pile]:
+    """The blocks of a pile as piles of at most this many bytes, in order; a block and a bundle are not split."""
+    cuts: list[dict[int, list[int]]] = []  # of each: which blocks of a tile, by the tile's number
+    room = 0
+    of_tiles = np.split(pile.host_sizes * pile.kind.itemsize, pile.first_block[1:-1])
+    for i, (tile, of_tile) in enumerate(zip(pile.tiles, of_tiles, strict=True)):
+        sizes = of_tile.tolist()
+        numbers = list(range(len(sizes)))
+        for together in [numbers] if tile.groups else [[n] for n in numbers]:
+            size = sum(sizes[n] for n in together)
+            if size > room or not cuts:
+                cuts.append({})
+                room = size_bytes
+            cuts[-1].setdefault(i, []).extend(together)
+            room -= size
+    return [pile] if len(cuts) == 1 else [_some(pile, some) for some in cuts]
+
+
+def _some(pile: Pile, blocks: Mapping[int, Sequence[int]]) -> Pile:
+    """The pile of some blocks of tiles, by the tile's number; of a bundle all blocks."""
+    tiles = [
+        pile.tiles[i] if pile.tiles[i].groups else replace(pile.tiles[i], kept=tuple(some))
+        for i, some in blocks.items()
+    ]
+    return Pile(tiles, [pile.places[i] for i in blocks], pile.device)
 
 
 class BaseStream:

@@ -30,6 +30,7 @@ from pulsesync.kernels import cuda, spec
 from pulsesync.kernels.arrays import I64
 
 MARKS = 8  # chunks whose marks a program counts
+BUSY = 3072  # programs that keep a GPU busy: with fewer blocks, each has several segments
 NO_FIELDS = np.empty((0, 5), np.uint64)
 
 
@@ -259,12 +260,13 @@ class HotSearch:
         found = torch.zeros((pile.blocks, 2), dtype=torch.int64, device=device)
         rows = empty(int(self._borders[-1]), torch.int16, device)
         ranks = empty(pile.chunks * WORDS if self._ranks else 0, torch.int16, device)
-        programs = pile.blocks * pile.segments
+        segments = next((n for n in (1, 2, 4, 8, 16) if n * pile.blocks >= BUSY), 32)
+        programs = pile.blocks * segments
         counted = torch.zeros(programs, dtype=torch.int64, device=device)
         cuda.list_hot[(programs,)](
             self._weights.at, tables.sizes, tables.first_chunk, tables.block_tile, self._of_tiles, self._tracked, rooms,
             self._known_starts, self._last, unsigned(self._bitmap), unsigned(self._known), unsigned(ranks), counted,
-            begins, self._known_at, unsigned(rows), found, pile.segments, shape.lo, shape.classes, shape.ages,
+            begins, self._known_at, unsigned(rows), found, segments, shape.lo, shape.classes, shape.ages,
             ITEM=pile.kind.itemsize, SHIFT=pile.kind.exponent_shift, HISTORY=self._history, RANKS=self._ranks,
             maxnreg=64,  # more programs at a time
         )  # fmt: skip
