@@ -47,6 +47,7 @@ class CodedPiles:
     tiles: dict[int, CodedTile]
     hot: dict[Pile, HotWeights]  # with which they were coded, as far as they were kept
     moved: BlockDigestChanges
+    starts: dict[Pile, NDArray[np.int64]]  # where the changes of each block begin, on the host
 
 
 def code_piles(
@@ -71,9 +72,8 @@ def code_piles(
     tiles: dict[int, CodedTile] = {}
     for coder in coders:
         tiles |= coder.write(table, number_of_table, codec, moved)
-    return CodedPiles(
-        table, tiles, {coder.pile: coder.kept.hot.without_list() for coder in coders if coder.kept}, moved()
-    )
+    hot = {coder.pile: coder.kept.hot.without_list() for coder in coders if coder.kept}
+    return CodedPiles(table, tiles, hot, moved(), {coder.pile: coder.starts for coder in coders})
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,7 @@ class _PileCoder:
         sampled = np.zeros((len(self.pile.tiles), 257), np.int64)
         np.cumsum(seen, axis=1, out=sampled[:, 1:])
         shares = np.take_along_axis(sampled, self.cuts[:, None], 1)[:, 0] / np.maximum(sampled[:, -1], 1)
+        self.starts = borders
         self._changes, sizes = np.diff(borders), self.pile.host_sizes
         likely = np.minimum(sizes, (SPARE * shares[self.pile.tile_of] * sizes).astype(np.int64) + FEW)
         likely = known.hot_weights(self.cuts, likely)

@@ -48,6 +48,7 @@ def encode_changes(
     coded: dict[int, CodedTile] = {}
     hot: dict[Pile, HotWeights] = {}
     by_block: BlockDigestChanges = {}
+    starts: dict[Pile, I64] = {}
     for dtype, some in groupby(runs, lambda run: run.pile.tiles[0].tensor.dtype):
         if codec in ("auto", "context", "history") and DTYPES[dtype].exponent_shift is not None:
             piles = code_piles([(run, backend.locate(run.pile)) for run in some], known, len(shared))
@@ -55,8 +56,9 @@ def encode_changes(
             coded |= piles.tiles
             hot |= piles.hot if known is not None else {}
             by_block = {**by_block, **piles.moved}
+            starts |= piles.starts
     by_block = {**by_block, **digest_changes_by_block(run for run in runs if run.pile not in by_block)}
-    found = (diff for run in runs for diff in diffs_of(run, stream))
+    found = (diff for run in runs for diff in diffs_of(run, stream, starts.get(run.pile)))
     diffs = sorted(found, key=lambda diff: diff.tile.ordinal)
     by = digest_changes(by_block)
     after = {diff.tile.ordinal: state.sums[diff.tile.ordinal] + by[diff.tile.ordinal] for diff in diffs}
@@ -87,9 +89,10 @@ def _cuts_of(tiles: Iterable[tuple[int, CodedTile]]) -> dict[int, int]:
     return {ordinal: tile.cut for ordinal, tile in tiles if tile.codec == Codec.HISTORY}
 
 
-def diffs_of(run: PileChanges, stream: DeviceStream) -> "list[DeviceDiff]":
-    """The changed tiles of a run."""
-    (starts,) = to_host(run.starts)
+def diffs_of(run: PileChanges, stream: DeviceStream, starts: I64 | None = None) -> "list[DeviceDiff]":
+    """The changed tiles of a run; starts: where the changes of each block begin, if the host knows it already."""
+    if starts is None:
+        (starts,) = to_host(run.starts)
     fetched = _Fetched(run, starts, stream)
     changed = np.diff(starts[run.pile.first_block]).tolist()
     both = enumerate(zip(run.pile.tiles, changed, strict=True))
