@@ -101,7 +101,8 @@ class DeviceHistory:
 
     def of_pile(self, pile: Pile) -> PileMemory:
         """What is known of the tiles of a pile."""
-        found = [some for one in self.memories if (some := one if one.pile is pile else one.for_pile(pile))]
+        found = [one for one in self.memories if one.pile is pile]
+        found = found or [some for one in self.memories if (some := one.for_pile(pile))]
         if len(found) == 1:
             return found[0]
         nothing = np.zeros(len(pile.tiles), np.int64), np.zeros(pile.blocks, np.int64), pile.tables.nothing_known
